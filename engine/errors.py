@@ -1,0 +1,55 @@
+"""Every exception the engine raises on purpose. `api.errors` is the one place that turns them into HTTP.
+
+PenstockError
+├── ConfigurationError          the operator's mistake: the server refuses to start
+├── InvalidRequest              the client's mistake: 400, with the field's path
+│   ├── UnsupportedGrammar      a constraint the backend cannot express exactly
+│   └── NoSuchModel             404
+├── QueueFull                   429 with Retry-After
+├── EngineUnavailable           503: stopping, or the engine cannot serve any more
+└── GenerationFailed            500: the step that this request was in failed
+"""
+
+
+class PenstockError(Exception):
+    """Base of all of them."""
+
+
+class ConfigurationError(PenstockError):
+    """The server cannot start as asked. The message says what to change."""
+
+
+class InvalidRequest(PenstockError):
+    """The request cannot be served as written.
+
+    `param` is the JSON path of the offending field, such as `messages[0].role`, or None where the body as a whole is at fault.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class UnsupportedGrammar(InvalidRequest):
+    """A constraint that cannot be compiled: names the keyword and its path, or the position in a regex."""
+
+
+class NoSuchModel(InvalidRequest):
+    """The `model` field names nothing that is served here."""
+
+
+class QueueFull(PenstockError):
+    """The waiting queue is at its bound. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineUnavailable(PenstockError):
+    """The engine takes no requests: it is shutting down or has failed for good."""
+
+
+class GenerationFailed(PenstockError):
+    """This request was in a step that failed; the engine itself goes on."""

@@ -1,0 +1,83 @@
+"""Constrained decoding: the contract between the engine and its grammar backends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GrammarKind(StrEnum):
+    """What `GrammarSpec.text` holds."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema document, keys in the client's order
+    JSON_OBJECT = "json_object"  # no text: any JSON object
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON array of strings
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """One constraint as the client wrote it. `param` is the JSON path of its field, for error messages."""
+
+    kind: GrammarKind
+    text: str
+    param: str = "guided_json"
+    whitespace_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokenizer as a grammar backend needs it: bytes, not strings.
+
+    `token_bytes[i]` is what token i adds to the text, or None where it is an added or special token and may never be matched as text.
+    `size` is the width of the logits, which may exceed len(token_bytes). `stop_token_ids` may end a constrained answer.
+    """
+
+    token_bytes: tuple[bytes | None, ...]
+    size: int
+    stop_token_ids: frozenset[int]
+    fingerprint: str
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+class GrammarMatcher(Protocol):
+    """The state of one sequence in a grammar."""
+
+    def fill_bitmask(self, row: "Tensor") -> None:
+        """Writes int32 [ceil(V / 32)] on the CPU: bit i of the row is set where token i may come next."""
+        ...
+
+    def advance(self, token_id: int) -> bool:
+        """Takes a token; False, with the state unchanged, where the grammar forbids it."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens."""
+        ...
+
+    def forced_tokens(self) -> list[int]:
+        """Token ids that can only come next, in canonical tokenization; empty where there is a choice."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """True where nothing but a stop token may follow."""
+        ...
+
+
+class CompiledGrammar(Protocol):
+    """Shared by all sequences with the same constraint; immutable."""
+
+    def matcher(self) -> GrammarMatcher: ...
+
+
+class GrammarBackend(Protocol):
+    """Compiles specs, off the event loop.
+
+    Raises `UnsupportedGrammar` naming the keyword and its path, or the position in a regex.
+    """
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar: ...

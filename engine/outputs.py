@@ -1,0 +1,54 @@
+"""What the engine gives back, step by step. A whole answer is the fold of these."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from penstock.engine.events import Event
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop token or stop string, or a grammar's end
+    LENGTH = "length"  # max_tokens or the context's end
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log probability from the raw logits (before penalties, bias, masks and temperature).
+
+    `rank` counts from 1. `top` are the most probable (token id, logprob) pairs, best first; it need not hold the token itself.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """What is known of the prompt once it has been computed. `logprobs[0]` is None: the first token has no probability."""
+
+    num_tokens: int
+    num_cached_tokens: int
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(slots=True)
+class SequenceDelta:
+    """What one step added to one sequence. `index` is the choice's number. The last delta has `finish_reason`.
+
+    `events` may lag behind `token_ids`: text that could yet become a marker, a stop string or a character is held back.
+    `prompt` comes with the first delta. `num_reasoning_tokens` is the count so far.
+    """
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt: PromptInfo | None = None
+    num_reasoning_tokens: int = 0
+    error: str | None = None
