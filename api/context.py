@@ -1,0 +1,55 @@
+"""Everything a handler needs, in one object in the aiohttp application."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from penstock.api.chat_template import ChatTemplate
+    from penstock.engine.engine import Engine
+    from penstock.engine.grammar_cache import GrammarCompiler
+    from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
+    from penstock.engine.tokenizer import Tokenizer
+    from penstock.plugins.manager import Plugins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What the operator chose about the wire. Sizes are in bytes, times in seconds."""
+
+    allow_unknown_fields: bool = False
+    trust_request_chat_template: bool = False
+    max_body_bytes: int = 16 * 2**20
+    keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerContext:
+    """What is served and how, shared by every handler.
+
+    `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
+    model's generation_config by our field names. `workers` is for anything slow: the event loop stays free.
+    """
+
+    engine: "Engine"
+    tokenizer: "Tokenizer"
+    chat_template: "ChatTemplate"
+    model_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    stop_token_ids: frozenset[int]
+    plugins: "Plugins"
+    reasoning_parser: "ReasoningParserFactory | None"
+    tool_parser: "ToolParserFactory | None"
+    compile_grammar: "GrammarCompiler"
+    default_thinking_budget: int | None
+    default_sampling: dict[str, Any]
+    workers: ThreadPoolExecutor
+    options: ServerOptions = field(default_factory=ServerOptions)
+
+
+CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)
