@@ -1,0 +1,47 @@
+"""What the operator decides about the engine, once, before it starts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+CompileMode = Literal["auto", "off", "on"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+MAX_NUM_SEQS_CPU = 64
+MAX_NUM_SEQS_CUDA = 256  # a decode step of 64 rows leaves a GPU idle
+MAX_NUM_BATCHED_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How much the engine may hold, and how it computes.
+
+    None means that the engine chooses: `max_model_len` from the model's config, `max_num_seqs` from the device, `max_num_batched_tokens`
+    from `MAX_NUM_BATCHED_TOKENS`, `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores that are there.
+    `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
+    """
+
+    model: str
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_memory: int | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    max_waiting_requests: int = 1024
+    compile: CompileMode = "auto"
+    seed: int = 0
+    num_threads: int | None = None
+    trust_remote_code: bool = False
+
+    def num_seqs(self, device_type: str) -> int:
+        """The bound on running sequences, given where the model runs: `"cpu"`, `"cuda"`, ..."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        return MAX_NUM_SEQS_CUDA if device_type == "cuda" else MAX_NUM_SEQS_CPU
+
+    @property
+    def num_batched_tokens(self) -> int:
+        """The token budget of one step, raised where it must hold a token of every running sequence."""
+        return max(self.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS, self.max_num_seqs or 0)
