@@ -1,0 +1,79 @@
+"""Small, randomly initialised configs of every architecture that the engine is tried with.
+
+Sliding windows are shorter than any interesting test's prompt, and soft caps, sinks and multipliers are active.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 320
+WINDOW = 12
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {**_ALTERNATING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 24},
+    "gemma3_text": {**_ALTERNATING, "query_pre_attn_scalar": 24},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "phi3": {},
+    "olmo2": {},
+    "olmo3": {**_ALTERNATING},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "cohere2": {**_ALTERNATING, "logit_scale": 0.5},
+    "gpt_oss": {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
+}
+
+ARCHITECTURES: list[str] = list(_OWN)
+
+
+def tiny_config(name: str) -> PretrainedConfig:
+    """The config of one of `ARCHITECTURES`: 3 layers, 64 wide, 320 tokens, context of 512."""
+    settings = _OWN[name] if name == "gpt2" else _COMMON | _OWN[name]
+    if name == "gpt2":
+        settings = settings | {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
+    return AutoConfig.for_model(name, **settings)
+
+
+def tiny_model(name: str, attn_implementation: str = "eager", seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A float32 model of one of `ARCHITECTURES` on the CPU, in eval mode; the same weights for the same seed.
+
+    Weights are drawn wider than transformers does, sinks and biases included, so that the next token depends on the whole context.
+    """
+    config = tiny_config(name)
+    for key, value in settings.items():
+        setattr(config, key, value)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.15)
+                elif parameter_name.endswith(("bias", "sinks")):
+                    parameter.normal_(0.0, 0.5)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    result: PreTrainedModel = model.eval()
+    return result
