@@ -1,0 +1,149 @@
+"""Where chat templates run: Jinja's immutable sandbox with what templates on model hubs expect, and bounds on what one may cost."""
+
+import ctypes
+import json
+import threading
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, TypeVar
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_OUTPUT_CHARS = 2**25
+MAX_INT_BITS = 4096
+
+Result = TypeVar("Result")
+
+
+class TemplateTimeout(BaseException):
+    """A template ran for longer than it may. A BaseException, so that no handler inside the template engine stops it."""
+
+
+class TemplateTooLarge(jinja2.TemplateError):
+    """A template produced more than `MAX_OUTPUT_CHARS`."""
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads the class attribute
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles templates with transformers' settings, filters and globals.
+
+    A thread can be interrupted between bytecodes but not inside one huge multiplication, so the operators that could start one are
+    intercepted and bounded.
+    """
+
+    intercepted_binops = frozenset(["*", "**", "+"])
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
+        self.filters["tojson"] = to_json
+        self.globals["raise_exception"] = raise_exception
+        self.globals["strftime_now"] = strftime_now
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            num_bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            if num_bits > MAX_INT_BITS:
+                raise TemplateTooLarge(f"the template computes a number of more than {MAX_INT_BITS} bits")
+        elif operator in ("+", "*"):
+            _check_size(_size(left) + _size(right) if operator == "+" else _repeated_size(left, right))
+        return super().call_binop(context, operator, left, right)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML; models were trained on plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """Renders, and stops where the output grows beyond `MAX_OUTPUT_CHARS`."""
+    pieces: list[str] = []
+    num_chars = 0
+    for piece in template.generate(**variables):
+        num_chars += len(piece)
+        _check_size(num_chars)
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+class Interruptible:
+    """One function call in some thread, which `interrupt` ends from another with `TemplateTimeout`.
+
+    The lock makes sure that the exception reaches the call and never what the thread does next: once the call is over it is not sent,
+    and if it was sent but has not arrived it is taken back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread_id: int | None = None
+        self._is_interrupted = False
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Raises `TemplateTimeout` where `interrupt` came before the end, also where it came before the start."""
+        with self._lock:
+            if self._is_interrupted:
+                raise TemplateTimeout
+            self._thread_id = threading.get_ident()
+        try:
+            return function()
+        finally:
+            self._end()
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._is_interrupted = True
+            if self._thread_id is not None:
+                _set_async_exception(self._thread_id, TemplateTimeout)
+
+    def _end(self) -> None:
+        while True:
+            try:
+                with self._lock:
+                    thread_id, self._thread_id = self._thread_id, None
+                    if thread_id is not None:
+                        _set_async_exception(thread_id, None)
+                return
+            except TemplateTimeout:
+                continue
+
+
+def _set_async_exception(thread_id: int, exception: type[BaseException] | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(exception) if exception else None)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _repeated_size(left: Any, right: Any) -> int:
+    if isinstance(left, int):
+        left, right = right, left
+    return _size(left) * max(right, 0) if isinstance(right, int) else 0
+
+
+def _check_size(num_chars: int) -> None:
+    if num_chars > MAX_OUTPUT_CHARS:
+        raise TemplateTooLarge(f"the template produces more than {MAX_OUTPUT_CHARS} characters")
