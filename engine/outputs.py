@@ -28,11 +28,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
-    """What is known of the prompt once it has been computed. `logprobs[0]` is None: the first token has no probability."""
+    """What is known of the prompt once it has been computed. `logprobs[0]` is None: the first token has no probability.
+
+    `queue_seconds` is how long the sequence waited before it was first scheduled.
+    """
 
     num_tokens: int
     num_cached_tokens: int
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    queue_seconds: float = 0.0
 
 
 @dataclass(slots=True)

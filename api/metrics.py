@@ -1,0 +1,161 @@
+"""What `/metrics` shows: vLLM's core names under the prefix `penstock:`, in a registry of the server's own."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from aiohttp import web
+from penstock.engine.outputs import SequenceDelta
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+PREFIX = "penstock:"
+TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+SLOW_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class EngineStats(Protocol):
+    """What the engine counts. The prefix cache is counted in tokens: those looked up, and those found."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def kv_cache_usage(self) -> float: ...
+    @property
+    def num_prefix_cache_queries(self) -> int: ...
+    @property
+    def num_prefix_cache_hits(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_generation_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+
+
+class EngineCollector(Collector):
+    """Reads the engine's counters when they are asked for, so that counting costs the token loop nothing."""
+
+    def __init__(self, read: Callable[[], EngineStats], model_name: str) -> None:
+        self._read = read
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all of them.", stats.kv_cache_usage)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_cache_queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_cache_hits)
+        yield self._counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
+        yield self._counter("num_preemptions", "Sequences preempted for want of KV cache.", stats.num_preemptions)
+
+    def describe(self) -> list[Metric]:
+        return []  # the registry must not ask the engine before it runs
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+
+class Metrics:
+    """The server's registry. `begin()` gives the timer that one request's handler feeds with what the engine gives back."""
+
+    def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(read_stats, model_name))
+        self._success = Counter(
+            PREFIX + "request_success", "Sequences that came to an end, by how.", ["model_name", "finished_reason"], registry=self.registry
+        )
+        self._model_name = model_name
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Until a request's first token.", SLOW_BUCKETS)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "From one token to the next.", FAST_BUCKETS)
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "A request from first to last.", SLOW_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Until a request was first scheduled.", SLOW_BUCKETS)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence.", TOKEN_BUCKETS)
+
+    def begin(self) -> "RequestTimer":
+        return RequestTimer(self)
+
+    def count_finished(self, reason: str) -> None:
+        self._success.labels(self._model_name, reason).inc()
+
+    def expose(self) -> bytes:
+        """The registry in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(PREFIX + name, help_text, ["model_name"], registry=self.registry, buckets=buckets)
+        return family.labels(self._model_name)
+
+
+class RequestTimer:
+    """One request's times and counts, from the engine's deltas. `observe` every delta; everything else follows.
+
+    `time_to_first_token` is in seconds, None before there was one.
+    """
+
+    __slots__ = ("_last_token", "_metrics", "_num_tokens", "_start", "num_prompt_tokens", "time_to_first_token")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._last_token: dict[int, float] = {}
+        self._num_tokens: dict[int, int] = {}
+        self.num_prompt_tokens = 0
+        self.time_to_first_token: float | None = None
+
+    @property
+    def num_generation_tokens(self) -> int:
+        return sum(self._num_tokens.values())
+
+    def observe(self, delta: SequenceDelta) -> None:
+        now = time.monotonic()
+        if delta.prompt is not None and not self.num_prompt_tokens:
+            self.num_prompt_tokens = delta.prompt.num_tokens
+            self._metrics.prompt_tokens.observe(delta.prompt.num_tokens)
+            self._metrics.queue_time.observe(delta.prompt.queue_seconds)
+        if delta.token_ids:
+            self._observe_tokens(delta.index, len(delta.token_ids), now)
+        if delta.finish_reason is not None:
+            self._metrics.count_finished(delta.finish_reason.value)
+            self._metrics.generation_tokens.observe(self._num_tokens.get(delta.index, 0))
+            self._metrics.e2e_latency.observe(now - self._start)
+
+    def _observe_tokens(self, index: int, num_tokens: int, now: float) -> None:
+        if self.time_to_first_token is None:
+            self.time_to_first_token = now - self._start
+            self._metrics.time_to_first_token.observe(self.time_to_first_token)
+        elif index in self._last_token:
+            self._metrics.inter_token_latency.observe((now - self._last_token[index]) / num_tokens)
+        self._last_token[index] = now
+        self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
+
+
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
+TIMER: web.RequestKey[RequestTimer] = web.RequestKey("timer", RequestTimer)
+
+
+def begin_timer(request: web.Request) -> RequestTimer:
+    """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log."""
+    timer = request.app[METRICS].begin()
+    request[TIMER] = timer
+    return timer
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    """GET /metrics."""
+    return web.Response(body=request.app[METRICS].expose(), headers={"Content-Type": CONTENT_TYPE_LATEST})
