@@ -1,0 +1,143 @@
+"""A GGUF file turned into a safetensors directory, once; afterwards the model loads in about a second."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+from penstock.engine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import tokenizers
+    import torch
+
+# Part of every converted directory's name: raised whenever a conversion comes out differently.
+CONVERSION_VERSION = 1
+
+
+def cache_directory() -> Path:
+    """`$PENSTOCK_CACHE`, else `penstock` under `$XDG_CACHE_HOME` or `~/.cache`."""
+    if own := os.environ.get("PENSTOCK_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
+
+
+def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
+    """Makes `directory` by `build(empty directory)` unless it is there, and returns it.
+
+    Whole or not at all: the work is done in a temporary directory beside it that is renamed at the end. Of several processes one builds
+    and the others wait for it.
+    """
+    if directory.is_dir():
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory.parent / f".{directory.name}.lock"), _scratch(directory) as scratch:
+            if not directory.is_dir():
+                build(scratch)
+                scratch.rename(directory)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from error
+    return directory
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    path.chmod(0o755)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def converted_gguf(gguf_file: Path) -> Path:
+    """The cached safetensors directory of a GGUF file, made now if it is not there.
+
+    The file is recognised by its path, size and modification time: hashing gigabytes at each start would take longer than loading.
+    """
+    gguf_file = gguf_file.resolve()
+    status = gguf_file.stat()
+    identity = hashlib.sha256(f"{gguf_file}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:16]
+    directory = cache_directory() / "models" / f"{gguf_file.stem}-{identity}-v{CONVERSION_VERSION}"
+    return build_once(directory, lambda scratch: convert_gguf(gguf_file, scratch))
+
+
+def convert_gguf(gguf_file: Path, directory: Path) -> None:
+    """Writes config, weights, tokenizer and chat template of `gguf_file` into `directory`, as `from_pretrained` reads them.
+
+    Quantized weights come out as bfloat16: rounding to it is far below the error that quantization made. F16 and F32 files keep their type.
+    Raises `ConfigurationError` where the file or its architecture cannot be read.
+    """
+    header = _Header.read(gguf_file)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+    folder, name = gguf_file.parent, gguf_file.name
+    try:
+        config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        config._name_or_path = ""
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, config=config, local_files_only=True)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=name,
+            config=config,
+            local_files_only=True,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=header.dtype,
+        )
+    except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError, ImportError) as error:
+        raise ConfigurationError(f"{name} holds a {header.architecture!r} model that cannot be read: {error}") from error
+    _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
+    setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+# What `tokenizer.ggml.pre` says where each digit is a word of its own and all else is split as GPT-2 does; transformers leaves it out.
+_DIGIT_SPLITTING = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+
+
+def _split_digits(tokenizer: "tokenizers.Tokenizer", pre_tokenizer: str) -> None:
+    if pre_tokenizer in _DIGIT_SPLITTING:
+        from tokenizers import pre_tokenizers
+
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What conversion goes by: the architecture and pre-tokenizer by llama.cpp's names, and the type to store the weights in."""
+
+    architecture: str
+    pre_tokenizer: str
+    dtype: "torch.dtype"
+
+    @classmethod
+    def read(cls, gguf_file: Path) -> "_Header":
+        import torch
+        from gguf import GGMLQuantizationType, GGUFReader
+
+        try:
+            reader = GGUFReader(gguf_file)
+        except (ValueError, KeyError, IndexError, OSError) as error:
+            raise ConfigurationError(f"{gguf_file} is not a GGUF file that can be read: {error}") from error
+
+        def field(name: str) -> Any:
+            found = reader.get_field(name)
+            return None if found is None else found.contents()
+
+        if (field("split.count") or 1) > 1:
+            raise ConfigurationError(f"{gguf_file.name} is one part of a split GGUF: merge the parts with llama.cpp's `gguf-split --merge`")
+        kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
+        if kinds == {GGMLQuantizationType.F32}:
+            dtype = torch.float32
+        else:
+            dtype = torch.float16 if kinds <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32} else torch.bfloat16
+        return cls(str(field("general.architecture")), str(field("tokenizer.ggml.pre")), dtype)
