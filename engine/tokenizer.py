@@ -1,0 +1,195 @@
+"""Text to token ids and back, over one model directory's tokenizer."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.engine.grammar import Vocabulary
+from penstock.engine.token_table import DecoderKind, TokenTable
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokenInfo:
+    """A text that the vocabulary holds as one token. `is_special`: `skip_special_tokens` leaves it out."""
+
+    text: str
+    is_special: bool
+
+
+class Tokenizer:
+    """A model's tokenizer. Immutable once made; every method may be called from any thread.
+
+    `config` is the content of tokenizer_config.json, `chat_templates` the templates by name, `eos_token_ids` every id that ends an answer.
+    """
+
+    def __init__(
+        self, backend: Backend, config: Mapping[str, Any], chat_templates: Mapping[str, str], eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        _add_tokens(backend, config)
+        # What a tokenizer file says of truncation and padding belongs to training; it would cut prompts silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.table = TokenTable(backend)
+        self.chat_templates = chat_templates
+        self.special_tokens_map: Mapping[str, str] = dict(_named_tokens(config))
+        self.added_tokens: Mapping[int, AddedTokenInfo] = {
+            token_id: AddedTokenInfo(token.content, token.special)
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            # Runs of spaces or newlines are often added as tokens, and are text like any other.
+            if token.special or not token.content.isspace()
+        }
+        self.bos_token_id = self._id_of("bos_token")
+        eos_token_id = self._id_of("eos_token")
+        self.eos_token_ids = frozenset(eos_token_ids) | ({eos_token_id} if eos_token_id is not None else frozenset())
+
+    @classmethod
+    def load(cls, directory: str | Path, trust_remote_code: bool = False) -> "Tokenizer":
+        """Reads the tokenizer of a model directory.
+
+        tokenizer.json is taken as it stands; without one, transformers converts what is there (which takes seconds).
+        Raises `ConfigurationError` where there is no tokenizer that can be used.
+        """
+        directory = Path(directory)
+        if (directory / "tokenizer.json").is_file():
+            try:
+                backend = Backend.from_file(str(directory / "tokenizer.json"))
+            except Exception as error:  # the library raises nothing narrower
+                raise ConfigurationError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from error
+        else:
+            backend = _convert(directory, trust_remote_code)
+        config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
+        return cls(backend, config, _read_chat_templates(directory, config), _read_eos_token_ids(directory))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default template; None where the model has none."""
+        return self.chat_templates.get("default")
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; added tokens written out in it become those tokens. Raises `InvalidRequest` for lone surrogates."""
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise InvalidRequest("The text holds a lone surrogate and cannot be encoded as UTF-8") from None
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling; None where the id is unknown, as in logits wider than the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by the vocabulary's own spelling, or of an added token by its text."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What a token adds to a text that has begun; None for an added or unknown token, which is not text."""
+        token = None if token_id in self.added_tokens else self.token(token_id)
+        return None if token is None else self.table.bytes_of(token)
+
+    def token_text(self, token_id: int) -> str:
+        """A token's own text, for showing; U+FFFD stands for each part of a character. Empty for an unknown id."""
+        added = self.added_tokens.get(token_id)
+        if added is not None:
+            return added.text
+        return (self.token_bytes(token_id) or b"").decode(errors="replace")
+
+    def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary:
+        """The tokens as bytes, for grammar backends. Takes time in proportion to the vocabulary: call it off the event loop."""
+        token_bytes = tuple(self._matchable_bytes(token_id) for token_id in range(min(self.vocab_size, logits_width)))
+        stop_token_ids = frozenset(stop_token_ids)
+        digest = hashlib.sha256(f"{logits_width} {sorted(stop_token_ids)}\n".encode())
+        digest.update(b"".join(b"-" if data is None else b"%d:%b" % (len(data), data) for data in token_bytes))
+        return Vocabulary(token_bytes, logits_width, stop_token_ids, digest.hexdigest())
+
+    def _matchable_bytes(self, token_id: int) -> bytes | None:
+        """None also for a token that adds nothing, since it could be repeated for ever, and for one whose bytes cannot be known."""
+        data = self.token_bytes(token_id)
+        if data and self.table.kind is DecoderKind.OPAQUE and REPLACEMENT.encode() in data:
+            return None
+        return data or None
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def _convert(directory: Path, trust_remote_code: bool) -> Backend:
+    from transformers import AutoTokenizer  # costs seconds, and most models never need it
+
+    try:
+        converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigurationError(f"{directory} holds no tokenizer that can be loaded: {error}") from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise ConfigurationError(f"{directory} has a {type(converted).__name__}, which cannot be converted to a tokenizer.json")
+    return backend
+
+
+def _add_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Adds what tokenizer_config.json lists beyond tokenizer.json, where its ids fit, and marks the named tokens as special."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token_id, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        text = token["content"]
+        next_id = backend.get_vocab_size(with_added_tokens=True)
+        if text not in known and int(token_id) in (backend.token_to_id(text), next_id):
+            flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in token}
+            backend.add_tokens([AddedToken(text, **flags)])
+            known.add(text)
+    backend.add_special_tokens([text for _, text in _named_tokens(config) if text not in known and backend.token_to_id(text) is not None])
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """`bos_token`, `eos_token` and the like, with their texts, as templates use them."""
+    extra = config.get("extra_special_tokens")
+    for name, token in [*config.items(), *(extra.items() if isinstance(extra, dict) else ())]:
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str) and text:
+            yield name, text
+
+
+def _read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. The files win over what tokenizer_config.json holds, as in transformers."""
+    listed = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template") or []
+    templates = {"default": listed} if isinstance(listed, str) else {entry["name"]: entry["template"] for entry in listed}
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if (directory / "chat_template.jinja").is_file():
+        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+def _read_eos_token_ids(directory: Path) -> list[int]:
+    """From generation_config.json, or where there is none from config.json, which transformers then reads for it."""
+    config = _read_json(directory / "generation_config.json") or _read_json(directory / "config.json")
+    found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    return found if isinstance(found, list) else [found] if found is not None else []
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} does not hold a JSON object")
+    return content
