@@ -1,13 +1,84 @@
 """One sequence's tokens on their way to events: detokenizer → reasoning parser → stop strings → tool parser."""
 
-# Written by the parser work; the engine calls exactly this:
-#
-# class Answer:
-#     def __init__(self, detokenizer: Detokenizer, reasoning: ReasoningParser | None, tool_parser: Parser | None,
-#                  stop: Sequence[str], include_stop_str_in_output: bool, skip_special_tokens: bool) -> None
-#     def feed(self, token_id: int) -> list[Event]
-#     def finish(self) -> list[Event]
-#     phase: Phase                      (property; CONTENT where there is no reasoning parser)
-#     num_reasoning_tokens: int
-#     stop_match: str | None            the stop string that ended the content; nothing after it comes out
-#     end_marker: str | None            the reasoning parser's
+from collections.abc import Iterable, Sequence
+
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.events import Event, Reasoning, SpecialText, Text
+from penstock.engine.parsing import Parser, Phase, ReasoningParser
+from penstock.engine.stop_strings import StopStrings
+
+
+class Answer:
+    """What one sequence says, token by token.
+
+    Stop strings apply to content, tool-call markup included, and never to reasoning. Once `stop_match` is set nothing more comes out but
+    what was held back before it: `finish` gives that, and `feed` must not be called again. Ids that end the sequence are fed only where
+    they are to be seen.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        reasoning: ReasoningParser | None,
+        tool_parser: Parser | None,
+        stop: Sequence[str],
+        include_stop_str_in_output: bool,
+        skip_special_tokens: bool,
+    ) -> None:
+        from penstock.engine.parser_chain import ParserChain
+
+        self._detokenizer = detokenizer
+        self._reasoning = reasoning
+        self._stop_strings = StopStrings(stop, include_stop_str_in_output, skip_special_tokens=skip_special_tokens) if stop else None
+        self._skip_special_tokens = skip_special_tokens
+        self._chain = ParserChain([parser for parser in (reasoning, self._stop_strings, tool_parser) if parser is not None])
+        self.num_reasoning_tokens = 0
+        """Tokens at whose start or end the model was reasoning: those of both markers count, as far as a marker is told from text."""
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.CONTENT if self._reasoning is None else self._reasoning.phase
+
+    @property
+    def stop_match(self) -> str | None:
+        """The stop string that ended the content."""
+        return None if self._stop_strings is None else self._stop_strings.match
+
+    @property
+    def end_marker(self) -> str | None:
+        """What ends reasoning, where there is any."""
+        return None if self._reasoning is None else self._reasoning.end_marker
+
+    def feed(self, token_id: int) -> list[Event]:
+        """What is certain now that `token_id` is known."""
+        assert self.stop_match is None, "the answer ended at a stop string"
+        before = self.phase
+        events = self._read(self._detokenizer.feed(token_id))
+        if Phase.REASONING in (before, self.phase):
+            self.num_reasoning_tokens += 1
+        return self._visible(events)
+
+    def finish(self) -> list[Event]:
+        """Generation is over: what was held back."""
+        events = self._read(self._detokenizer.finish())
+        events.extend(self._chain.finish())
+        return self._visible(events)
+
+    def _read(self, pieces: Iterable[str]) -> list[Event]:
+        return [event for piece in pieces for event in self._chain.feed(piece)]
+
+    def _visible(self, events: Iterable[Event]) -> list[Event]:
+        """Without hidden special tokens, every text a plain `str`, and neighbours of one kind joined."""
+        visible: list[Event] = []
+        for event in events:
+            if not isinstance(event, Text | Reasoning):
+                visible.append(event)
+                continue
+            if not event.text or (self._skip_special_tokens and isinstance(event.text, SpecialText) and event.text.is_hidden):
+                continue
+            last = visible[-1] if visible else None
+            if isinstance(last, Text | Reasoning) and type(last) is type(event):
+                visible[-1] = type(event)(last.text + event.text)
+            else:
+                visible.append(type(event)(str(event.text)))
+        return visible
