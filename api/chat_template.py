@@ -158,9 +158,12 @@ def _content_text(content: Any, path: str) -> str:
         return content
     texts: list[str] = []
     for index, part in enumerate(content):
-        text = part.get("text", part.get("refusal"))
+        if isinstance(part, Mapping):
+            text, kind = part.get("text", part.get("refusal")), part.get("type")
+        else:
+            text, kind = part, type(part).__name__
         if not isinstance(text, str):
-            raise InvalidRequest(f"content parts of type {part.get('type')!r} cannot be read by this model", f"{path}[{index}]")
+            raise InvalidRequest(f"content parts of type {kind!r} cannot be read by this model", f"{path}[{index}]")
         texts.append(text)
     return "\n".join(texts)
 

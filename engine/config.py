@@ -15,12 +15,12 @@ MAX_NUM_BATCHED_TOKENS = 2048
 class EngineConfig:
     """How much the engine may hold, and how it computes.
 
-    None means that the engine chooses: `max_model_len` from the model's config, `max_num_seqs` from the device, `max_num_batched_tokens`
-    from `MAX_NUM_BATCHED_TOKENS`, `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores that are there.
+    None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs` from the device,
+    `max_num_batched_tokens` from `MAX_NUM_BATCHED_TOKENS`, `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores.
     `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
     """
 
-    model: str
+    model: str | None = None
     dtype: Dtype = "auto"
     device: str = "auto"
     max_model_len: int | None = None

@@ -1,0 +1,177 @@
+"""What happens around every handler: request id, access log, errors as bodies, API key, CORS, and no new work while stopping."""
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+from penstock.api.context import CONTEXT
+from penstock.api.errors import error_body, error_response, json_response
+from penstock.api.metrics import TIMER
+from penstock.engine.errors import EngineUnavailable, PenstockError
+
+access_log = logging.getLogger("penstock.access")
+log = logging.getLogger("penstock.api")
+
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+STARTED: web.RequestKey[web.StreamResponse] = web.RequestKey("started", web.StreamResponse)
+OPEN_PATHS = frozenset({"/health", "/ping"})
+CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that did not wait for its answer
+VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class Gate:
+    """Whether the server takes new requests."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+
+GATE: web.AppKey[Gate] = web.AppKey("gate", Gate)
+
+
+@web.middleware
+async def identify_and_log(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Outermost: gives the request its id, the client's own where it sent one, and writes one line when the answer is out."""
+    offered = request.headers.get("x-request-id", "")
+    request[REQUEST_ID] = offered if VALID_REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+    start = time.monotonic()
+    status = CLIENT_CLOSED_REQUEST
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        access_log.info("%s", access_line(request, status, time.monotonic() - start))
+
+
+def access_line(request: web.Request, status: int, seconds: float) -> str:
+    """One line: address, what was asked, status, id, and in milliseconds how long it took and until the first token."""
+    line = f"{request.remote} {request.method} {request.rel_url.raw_path} {status} id={request[REQUEST_ID]} total={seconds * 1000:.1f}ms"
+    timer = request.get(TIMER)
+    if timer is None:
+        return line
+    first = "-" if timer.time_to_first_token is None else f"{timer.time_to_first_token * 1000:.1f}ms"
+    return f"{line} first={first} prompt={timer.num_prompt_tokens} output={timer.num_generation_tokens}"
+
+
+@web.middleware
+async def translate_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every exception becomes OpenAI's error body; what nobody expected is logged with the request's id and not described.
+
+    Where the response has started it is too late for that: the connection is cut, so that no client takes half an answer for a whole one.
+    """
+    try:
+        return await handler(request)
+    except Exception as error:
+        if (started := request.get(STARTED)) is not None:
+            return cut_off(request, started, error)
+        if isinstance(error, web.HTTPException):
+            return refusal(request, error)
+        if not isinstance(error, PenstockError):
+            log.exception("request %s failed", request[REQUEST_ID])
+            return json_response(error_body(500, f"internal server error; the log has more under {request[REQUEST_ID]}"), status=500)
+        return error_response(error)
+
+
+def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
+    """aiohttp's own refusals, in the same shape as ours."""
+    headers: dict[str, str] = {}
+    message = error.text or error.reason
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        headers[hdrs.ALLOW] = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.path} takes {headers[hdrs.ALLOW]}, not {request.method}"
+    elif isinstance(error, web.HTTPNotFound):
+        message = f"there is nothing at {request.path}"
+    elif isinstance(error, web.HTTPRequestEntityTooLarge):
+        message = f"the body is larger than {request.app[CONTEXT].options.max_body_bytes} bytes"
+    return json_response(error_body(error.status, message), status=error.status, headers=headers)
+
+
+def cut_off(request: web.Request, started: web.StreamResponse, error: Exception) -> web.StreamResponse:
+    if not isinstance(error, ConnectionError):
+        log.error("request %s failed after its response had started", request[REQUEST_ID], exc_info=error)
+    if request.transport is not None:
+        request.transport.abort()
+    return started
+
+
+@web.middleware
+async def refuse_while_stopping(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if not request.app[GATE].is_open and request.path not in OPEN_PATHS:
+        raise EngineUnavailable("the server is shutting down")
+    return await handler(request)
+
+
+@web.middleware
+async def limit_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses by the announced length, before anything is read; what is not announced is counted by aiohttp while it reads."""
+    limit = request.app[CONTEXT].options.max_body_bytes
+    if request.content_length is not None and request.content_length > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
+    return await handler(request)
+
+
+def require_api_key(api_keys: tuple[str, ...]) -> Middleware:
+    """Asks for `Authorization: Bearer KEY` on every route but the health checks. Takes as long whichever key is wrong, and where."""
+    digests = [_digest(key) for key in api_keys]
+
+    @web.middleware
+    async def check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in OPEN_PATHS:
+            return await handler(request)
+        scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        offered = _digest(key.strip())
+        is_known = any([hmac.compare_digest(offered, digest) for digest in digests])  # noqa: C419 - all are compared, always
+        if scheme.lower() == "bearer" and is_known:
+            return await handler(request)
+        message = "the API key is wrong" if scheme else "this server asks for an API key: send `Authorization: Bearer KEY`"
+        headers: dict[str, str] = {hdrs.WWW_AUTHENTICATE: "Bearer"}
+        return json_response(error_body(401, message, code="invalid_api_key"), status=401, headers=headers)
+
+    return check_api_key
+
+
+def allow_origins(origins: tuple[str, ...]) -> Middleware:
+    """Answers preflight requests; the headers on all other responses are set by `set_response_headers`."""
+
+    @web.middleware
+    async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_preflight = request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        if not is_preflight or not _is_allowed(request, origins):
+            return await handler(request)
+        return web.Response(
+            status=204,
+            headers={
+                hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST, DELETE, OPTIONS",
+                hdrs.ACCESS_CONTROL_ALLOW_HEADERS: request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "*"),
+                hdrs.ACCESS_CONTROL_MAX_AGE: "600",
+            },
+        )
+
+    return answer_preflight
+
+
+async def set_response_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Runs when a response is about to start, so that streams get these headers like all others."""
+    request[STARTED] = response
+    response.headers["x-request-id"] = request[REQUEST_ID]
+    origins = request.app[CONTEXT].options.cors_origins
+    if origins and _is_allowed(request, origins):
+        response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if "*" in origins else request.headers[hdrs.ORIGIN]
+        response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = "x-request-id"
+        response.headers.add(hdrs.VARY, hdrs.ORIGIN)
+
+
+def _is_allowed(request: web.Request, origins: tuple[str, ...]) -> bool:
+    return hdrs.ORIGIN in request.headers and ("*" in origins or request.headers[hdrs.ORIGIN] in origins)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

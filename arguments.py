@@ -1,0 +1,258 @@
+"""The command line: every flag, its default and its meaning. Imports nothing heavy, so that `--help` answers at once."""
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, get_args
+
+from penstock import __version__
+from penstock.engine.config import CompileMode, Dtype, EngineConfig
+from penstock.engine.errors import ConfigurationError
+
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What the command line said, parsed and checked. Sizes are in bytes, times in seconds."""
+
+    command: str
+    engine: EngineConfig
+    served_model_names: tuple[str, ...]
+    plugins: tuple[str, ...]
+    without: tuple[str, ...]
+    chat_template: str | None
+    thinking_token_budget: int | None
+    trust_request_chat_template: bool
+    allow_unknown_fields: bool
+    host: str
+    port: int
+    api_keys: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
+    max_body_size: int
+    keep_alive_interval: float
+    drain_timeout: float
+    log_level: str
+    access_log: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    """Adds the nearest flag to the complaint about an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown is not None:
+            nearest = difflib.get_close_matches(unknown[1], list(self._option_string_actions), n=1)
+            message += f" (did you mean {nearest[0]}?)" if nearest else ""
+        super().error(message)
+
+
+def parse_arguments(argv: list[str] | None = None) -> Arguments:
+    """Raises `ConfigurationError` for values that do not go together; argparse itself exits with code 2 for those it cannot read."""
+    given = build_parser().parse_args(argv)
+    environment_keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",")]
+    api_keys = tuple(given.api_key or [key for key in environment_keys if key])
+    if any(not key.strip() for key in api_keys):
+        raise ConfigurationError("--api-key is empty")
+    return Arguments(
+        command=given.command,
+        engine=EngineConfig(
+            model=given.model,
+            dtype=given.dtype,
+            device=given.device,
+            max_model_len=given.max_model_len,
+            max_num_seqs=given.max_num_seqs,
+            max_num_batched_tokens=given.max_num_batched_tokens,
+            kv_cache_memory=given.kv_cache_memory,
+            enable_prefix_caching=given.prefix_caching,
+            max_waiting_requests=given.max_waiting_requests,
+            compile=given.compile,
+            seed=given.seed,
+            num_threads=given.threads,
+            trust_remote_code=given.trust_remote_code,
+        ),
+        served_model_names=tuple(given.served_model_name),
+        plugins=tuple(given.plugin),
+        without=tuple(given.without),
+        chat_template=given.chat_template,
+        thinking_token_budget=given.thinking_token_budget,
+        trust_request_chat_template=given.trust_request_chat_template,
+        allow_unknown_fields=given.allow_unknown_fields,
+        host=given.host,
+        port=given.port,
+        api_keys=api_keys,
+        allowed_origins=tuple(given.allowed_origins),
+        max_body_size=given.max_body_size,
+        keep_alive_interval=given.keep_alive_interval,
+        drain_timeout=given.drain_timeout,
+        log_level=given.log_level,
+        access_log=given.access_log,
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="penstock",
+        description="Serve a language model over OpenAI's HTTP interface. Without flags: a small default model at http://127.0.0.1:8000/v1.",
+        epilog="`penstock plugins` lists the plug-ins that are loaded, and what each registers.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("command", nargs="?", choices=("serve", "plugins"), default="serve", help="what to do (default: serve)")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    _add_model_flags(parser)
+    _add_format_flags(parser)
+    _add_http_flags(parser)
+    _add_engine_flags(parser)
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        metavar="ID|DIR|GGUF",
+        help="a Hugging Face id, a local directory or a .gguf file (default: SmolLM2-135M-Instruct, fetched once)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what clients call the model; repeatable, the first is the one in responses (default: --model)",
+    )
+    group.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="of weights and activations (default: auto)")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, CUDA where there is one)")
+    group.add_argument("--max-model-len", type=_integer(1), metavar="TOKENS", help="prompt and answer together (default: the model's)")
+    group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model (default: never)")
+
+
+def _add_format_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("formats and plug-ins")
+    group.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="NAME|MODULE|FILE.py",
+        help="load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable",
+    )
+    group.add_argument("--without", action="append", default=[], metavar="NAME", help="do not load this plug-in; repeatable")
+    group.add_argument("--chat-template", metavar="FILE|NAME", help="a Jinja file, or one of: think, chatml (default: the model's own)")
+    group.add_argument(
+        "--thinking-token-budget",
+        type=_integer(0),
+        metavar="TOKENS",
+        help="reasoning is closed after so many tokens where a request does not say (default: no bound, "
+        "or 256 on a model that never learned the parser's markers)",
+    )
+    group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
+    group.add_argument(
+        "--allow-unknown-fields",
+        action="store_true",
+        help="ignore fields that the server does not know and name them in x-ignored-fields (default: 400)",
+    )
+
+
+def _add_http_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("HTTP")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    group.add_argument("--port", type=_integer(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"ask for it on every route but /health and /ping; repeatable (default: those in {API_KEY_VARIABLE}, separated by commas)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ORIGIN",
+        help="CORS: pages that may call, or * (default: none)",
+    )
+    group.add_argument(
+        "--max-body-size", type=_size, default=16 * 2**20, metavar="SIZE", help="of a request, such as 1MiB (default: 16MiB)"
+    )
+    group.add_argument(
+        "--keep-alive-interval",
+        type=_seconds,
+        default=15.0,
+        metavar="SECONDS",
+        help="a comment in silent streams so that proxies keep them open; 0: none (default: 15)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="what running requests get on shutdown (default: 30)",
+    )
+    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
+    group.add_argument("--access-log", action=argparse.BooleanOptionalAction, default=True, help="one line per request (default: on)")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--max-num-seqs", type=_integer(1), metavar="N", help="sequences that run at the same time (default: 64 on CPU, 256 on CUDA)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens", type=_integer(1), metavar="TOKENS", help="prompt and answer tokens in one step (default: 2048)"
+    )
+    group.add_argument(
+        "--kv-cache-memory",
+        type=_size,
+        metavar="SIZE",
+        help="such as 2GiB (default: from the memory that the model leaves free)",
+    )
+    group.add_argument(
+        "--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse what earlier prompts began with (default: on)"
+    )
+    group.add_argument(
+        "--max-waiting-requests", type=_integer(0), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"
+    )
+    group.add_argument(
+        "--compile", choices=get_args(CompileMode), default="auto", help="torch.compile; auto: where there is a compiler (default: auto)"
+    )
+    group.add_argument("--threads", type=_integer(1), metavar="N", help="CPU threads of the model (default: one per core)")
+    group.add_argument("--seed", type=_integer(0, 2**63 - 1), default=0, help="of requests that bring none (default: %(default)s)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `2GiB`, `512M`, `1.5gb` or a plain number. Raises `ValueError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is not a size such as 2GiB, 512MB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 1:
+        raise argparse.ArgumentTypeError("must be more than 0 bytes")
+    return size
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    bounds = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
+
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"-?\d+", text) or int(text) < low or (high is not None and int(text) > high):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {bounds}")
+        return int(text)
+
+    return convert
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return float(text)
