@@ -1,11 +1,13 @@
 """What `/metrics` shows: vLLM's core names under the prefix `penstock:`, in a registry of the server's own."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Protocol
 
 from aiohttp import web
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.outputs import PromptInfo, SequenceDelta
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -71,7 +73,7 @@ class EngineCollector(Collector):
 
 
 class Metrics:
-    """The server's registry. `begin()` gives the timer that one request's handler feeds with what the engine gives back."""
+    """The server's registry. `begin()` gives the timer of one request."""
 
     def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -103,46 +105,58 @@ class Metrics:
 
 
 class RequestTimer:
-    """One request's times and counts, from the engine's deltas. `observe` every delta; everything else follows.
+    """One HTTP request's times and counts, from the engine's deltas that pass through `watch`.
 
     `time_to_first_token` is in seconds, None before there was one.
     """
 
-    __slots__ = ("_last_token", "_metrics", "_num_tokens", "_start", "num_prompt_tokens", "time_to_first_token")
+    __slots__ = ("_metrics", "_start", "num_generation_tokens", "num_prompt_tokens", "time_to_first_token")
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = time.monotonic()
-        self._last_token: dict[int, float] = {}
-        self._num_tokens: dict[int, int] = {}
         self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
         self.time_to_first_token: float | None = None
 
-    @property
-    def num_generation_tokens(self) -> int:
-        return sum(self._num_tokens.values())
+    async def watch(self, stream: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
+        """The same deltas, counted as they pass. Wrap each prompt's stream; closing the wrapper closes the stream."""
+        sequences: dict[int, _SequenceTimes] = {}
+        has_prompt = False
+        async with aclosing(stream):
+            async for delta in stream:
+                if delta.prompt is not None and not has_prompt:
+                    has_prompt = True
+                    self._observe_prompt(delta.prompt)
+                self._observe(delta, sequences.setdefault(delta.index, _SequenceTimes()))
+                yield delta
 
-    def observe(self, delta: SequenceDelta) -> None:
+    def _observe_prompt(self, prompt: PromptInfo) -> None:
+        self.num_prompt_tokens += prompt.num_tokens
+        self._metrics.prompt_tokens.observe(prompt.num_tokens)
+        self._metrics.queue_time.observe(prompt.queue_seconds)
+
+    def _observe(self, delta: SequenceDelta, sequence: "_SequenceTimes") -> None:
         now = time.monotonic()
-        if delta.prompt is not None and not self.num_prompt_tokens:
-            self.num_prompt_tokens = delta.prompt.num_tokens
-            self._metrics.prompt_tokens.observe(delta.prompt.num_tokens)
-            self._metrics.queue_time.observe(delta.prompt.queue_seconds)
         if delta.token_ids:
-            self._observe_tokens(delta.index, len(delta.token_ids), now)
+            if self.time_to_first_token is None:
+                self.time_to_first_token = now - self._start
+                self._metrics.time_to_first_token.observe(self.time_to_first_token)
+            if sequence.last_token is not None:
+                self._metrics.inter_token_latency.observe((now - sequence.last_token) / len(delta.token_ids))
+            sequence.last_token = now
+            sequence.num_tokens += len(delta.token_ids)
+            self.num_generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._metrics.count_finished(delta.finish_reason.value)
-            self._metrics.generation_tokens.observe(self._num_tokens.get(delta.index, 0))
+            self._metrics.generation_tokens.observe(sequence.num_tokens)
             self._metrics.e2e_latency.observe(now - self._start)
 
-    def _observe_tokens(self, index: int, num_tokens: int, now: float) -> None:
-        if self.time_to_first_token is None:
-            self.time_to_first_token = now - self._start
-            self._metrics.time_to_first_token.observe(self.time_to_first_token)
-        elif index in self._last_token:
-            self._metrics.inter_token_latency.observe((now - self._last_token[index]) / num_tokens)
-        self._last_token[index] = now
-        self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
+
+@dataclass(slots=True)
+class _SequenceTimes:
+    last_token: float | None = None
+    num_tokens: int = 0
 
 
 METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
@@ -150,7 +164,10 @@ TIMER: web.RequestKey[RequestTimer] = web.RequestKey("timer", RequestTimer)
 
 
 def begin_timer(request: web.Request) -> RequestTimer:
-    """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log."""
+    """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log.
+
+    A handler writes `begin_timer(request).watch(engine.generate(...))` in place of `engine.generate(...)`.
+    """
     timer = request.app[METRICS].begin()
     request[TIMER] = timer
     return timer
