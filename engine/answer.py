@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.events import Event, Reasoning, SpecialText, Text
+from penstock.engine.parser_chain import ParserChain
 from penstock.engine.parsing import Parser, Phase, ReasoningParser
 from penstock.engine.stop_strings import StopStrings
 
@@ -25,8 +26,6 @@ class Answer:
         include_stop_str_in_output: bool,
         skip_special_tokens: bool,
     ) -> None:
-        from penstock.engine.parser_chain import ParserChain
-
         self._detokenizer = detokenizer
         self._reasoning = reasoning
         self._stop_strings = StopStrings(stop, include_stop_str_in_output, skip_special_tokens=skip_special_tokens) if stop else None
