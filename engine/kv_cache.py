@@ -1,0 +1,41 @@
+"""The memory that keys and values live in, and how it hangs on the model."""
+
+import torch
+from penstock.engine.kv_layout import LayerKV
+from torch import Tensor, nn
+
+
+class KVCache:
+    """One key and one value tensor [num_blocks, block_size, num_kv_heads, head_size] per layer.
+
+    The memory is reserved at once but, on the CPU, only becomes resident as blocks are first written.
+    """
+
+    def __init__(self, layout: list[LayerKV], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        def reserve(num_heads: int, size: int) -> Tensor:
+            return torch.empty(num_blocks, block_size, num_heads, size, dtype=dtype, device=device)
+
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.keys = [reserve(layer.num_kv_heads, layer.key_size) for layer in layout]
+        self.values = [reserve(layer.num_kv_heads, layer.value_size) for layer in layout]
+
+    def attach(self, model: nn.Module) -> None:
+        """Hangs each layer's tensors on the modules that know its number, where the attention function finds them."""
+        for module in model.modules():
+            layer_idx = getattr(module, "layer_idx", None)
+            if isinstance(layer_idx, int):
+                module.key_cache, module.value_cache = self.keys[layer_idx], self.values[layer_idx]
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, (source, target) pairs, in every layer."""
+        if not copies:
+            return
+        sources, targets = (torch.tensor(blocks, device=self.keys[0].device) for blocks in zip(*copies, strict=True))
+        for cache in (*self.keys, *self.values):
+            cache[targets] = cache[sources]
+
+
+def block_bytes(layout: list[LayerKV], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers."""
+    return sum(layer.num_elements for layer in layout) * block_size * dtype.itemsize

@@ -1,0 +1,187 @@
+// Paged attention for CPUs: writing keys and values into their blocks, and one query token per sequence attending to them.
+//
+// A plain C interface without torch's headers, so that it compiles in a second or two; `engine/native_library.py` builds and loads it.
+// Caches are [num_blocks, block_size, num_kv_heads, head_size]. The query heads of one KV head are handled together, so that every key and
+// value is read from memory once. The softmax is computed online, one block at a time (Milakov and Gimelshein, arXiv:1805.02867).
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(BFloat16 x) {
+    uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &wide, sizeof(result));
+    return result;
+}
+
+inline void store(float* to, float x) { *to = x; }
+
+inline void store(BFloat16* to, float x) {
+    uint32_t wide;
+    std::memcpy(&wide, &x, sizeof(wide));
+    // Round to nearest even; NaN stays NaN because its payload is never all zero after the shift of a quiet NaN.
+    to->bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
+struct Shape {
+    int64_t num_heads, num_kv_heads, key_size, value_size, block_size, blocks_per_sequence;
+};
+
+struct Options {
+    float scaling;
+    int64_t window;        // keys further back than this many positions are invisible; 0: no limit
+    float softcap;         // 0: none
+    const float* sinks;    // one logit per query head that takes part in the denominator only; null: none
+};
+
+template <typename T, int64_t SIZE>
+inline float dot(const float* query, const T* key, int64_t size) {
+    const int64_t n = SIZE > 0 ? SIZE : size;
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < n; ++d) sum += query[d] * to_float(key[d]);
+    return sum;
+}
+
+// One sequence, one KV head, all of its query heads. `scratch` holds, for each of the group's heads: query [key_size], accumulator [value_size],
+// scores [block_size].
+template <typename T, int64_t SIZE>
+void decode_group(T* out, const T* query, const T* key_cache, const T* value_cache, const int64_t* blocks, int64_t context_len, int64_t kv_head,
+                  const Shape& shape, const Options& options, float* scratch) {
+    const int64_t group = shape.num_heads / shape.num_kv_heads;
+    const int64_t key_size = SIZE > 0 ? SIZE : shape.key_size;
+    const int64_t value_size = SIZE > 0 ? SIZE : shape.value_size;
+    float* queries = scratch;
+    float* accumulators = queries + group * key_size;
+    float* scores = accumulators + group * value_size;
+    float* maxima = scores + group * shape.block_size;
+    float* sums = maxima + group;
+    for (int64_t g = 0; g < group; ++g) {
+        const int64_t head = kv_head * group + g;
+        for (int64_t d = 0; d < key_size; ++d) queries[g * key_size + d] = to_float(query[head * key_size + d]) * options.scaling;
+        std::fill_n(accumulators + g * value_size, value_size, 0.0f);
+        maxima[g] = options.sinks ? options.sinks[head] : -std::numeric_limits<float>::infinity();
+        sums[g] = options.sinks ? 1.0f : 0.0f;
+    }
+    const int64_t first = options.window > 0 ? std::max<int64_t>(0, context_len - options.window) : 0;
+    const int64_t key_stride = shape.num_kv_heads * key_size;
+    const int64_t value_stride = shape.num_kv_heads * value_size;
+    for (int64_t block = first / shape.block_size; block * shape.block_size < context_len; ++block) {
+        const int64_t begin = std::max<int64_t>(first - block * shape.block_size, 0);
+        const int64_t end = std::min(shape.block_size, context_len - block * shape.block_size);
+        const T* keys = key_cache + (blocks[block] * shape.block_size) * key_stride + kv_head * key_size;
+        const T* values = value_cache + (blocks[block] * shape.block_size) * value_stride + kv_head * value_size;
+        for (int64_t i = begin; i < end; ++i) {
+            const T* key = keys + i * key_stride;
+            for (int64_t g = 0; g < group; ++g) {
+                float score = dot<T, SIZE>(queries + g * key_size, key, key_size);
+                if (options.softcap > 0.0f) score = options.softcap * std::tanh(score / options.softcap);
+                scores[g * shape.block_size + i] = score;
+            }
+        }
+        for (int64_t g = 0; g < group; ++g) {
+            float* row = scores + g * shape.block_size;
+            float* accumulator = accumulators + g * value_size;
+            float maximum = maxima[g];
+            for (int64_t i = begin; i < end; ++i) maximum = std::max(maximum, row[i]);
+            if (maximum > maxima[g]) {
+                const float correction = std::exp(maxima[g] - maximum);
+                sums[g] *= correction;
+                for (int64_t d = 0; d < value_size; ++d) accumulator[d] *= correction;
+                maxima[g] = maximum;
+            }
+            for (int64_t i = begin; i < end; ++i) {
+                row[i] = std::exp(row[i] - maximum);
+                sums[g] += row[i];
+            }
+        }
+        for (int64_t i = begin; i < end; ++i) {
+            const T* value = values + i * value_stride;
+            for (int64_t g = 0; g < group; ++g) {
+                const float weight = scores[g * shape.block_size + i];
+                float* accumulator = accumulators + g * value_size;
+#pragma omp simd
+                for (int64_t d = 0; d < value_size; ++d) accumulator[d] += weight * to_float(value[d]);
+            }
+        }
+    }
+    for (int64_t g = 0; g < group; ++g) {
+        const float scale = sums[g] > 0.0f ? 1.0f / sums[g] : 0.0f;
+        T* row = out + (kv_head * group + g) * value_size;
+        for (int64_t d = 0; d < value_size; ++d) store(row + d, accumulators[g * value_size + d] * scale);
+    }
+}
+
+template <typename T, int64_t SIZE>
+void decode(T* out, const T* query, const T* key_cache, const T* value_cache, const int64_t* block_table, const int64_t* context_lens,
+            int64_t num_sequences, const Shape& shape, const Options& options) {
+    const int64_t group = shape.num_heads / shape.num_kv_heads;
+    const int64_t scratch_size = group * (shape.key_size + shape.value_size + shape.block_size + 2);
+    const int64_t num_tasks = num_sequences * shape.num_kv_heads;
+#pragma omp parallel
+    {
+        std::vector<float> scratch(scratch_size);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < num_tasks; ++task) {
+            const int64_t sequence = task / shape.num_kv_heads;
+            decode_group<T, SIZE>(out + sequence * shape.num_heads * shape.value_size, query + sequence * shape.num_heads * shape.key_size, key_cache,
+                                  value_cache, block_table + sequence * shape.blocks_per_sequence, context_lens[sequence],
+                                  task % shape.num_kv_heads, shape, options, scratch.data());
+        }
+    }
+}
+
+template <typename T>
+void decode_any(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table, const int64_t* context_lens,
+                int64_t num_sequences, const Shape& shape, const Options& options) {
+    auto run = [&](auto* function) {
+        function(static_cast<T*>(out), static_cast<const T*>(query), static_cast<const T*>(key_cache), static_cast<const T*>(value_cache), block_table,
+                 context_lens, num_sequences, shape, options);
+    };
+    const bool is_square = shape.key_size == shape.value_size;
+    if (is_square && shape.key_size == 64) {
+        run(&decode<T, 64>);
+    } else if (is_square && shape.key_size == 128) {
+        run(&decode<T, 128>);
+    } else {
+        run(&decode<T, 0>);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Copies row t of `rows` (`row_bytes` long, `row_stride` bytes apart) to slot_mapping[t] of a cache; a negative slot is padding.
+void penstock_write_rows(char* cache, const char* rows, const int64_t* slot_mapping, int64_t num_rows, int64_t row_bytes, int64_t row_stride) {
+    for (int64_t t = 0; t < num_rows; ++t) {
+        if (slot_mapping[t] >= 0) std::memcpy(cache + slot_mapping[t] * row_bytes, rows + t * row_stride, row_bytes);
+    }
+}
+
+// query and out: [num_sequences, num_heads, size], contiguous. block_table: [num_sequences, blocks_per_sequence].
+void penstock_paged_decode(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table,
+                           const int64_t* context_lens, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t key_size,
+                           int64_t value_size, int64_t block_size, int64_t blocks_per_sequence, int64_t is_bfloat16, float scaling, int64_t window,
+                           float softcap, const float* sinks) {
+    const Shape shape{num_heads, num_kv_heads, key_size, value_size, block_size, blocks_per_sequence};
+    const Options options{scaling, window, softcap, sinks};
+    if (is_bfloat16) {
+        decode_any<BFloat16>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
+    } else {
+        decode_any<float>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
+    }
+}
+}

@@ -1,0 +1,72 @@
+"""Builds the C++ kernels once with the machine's own compiler and loads them. Where there is no compiler, callers take their torch path."""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from penstock.engine.cache_directory import cache_directory
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).parent / "native" / "attention.cpp"
+# Finite-math-only would be wrong: the softmax starts from minus infinity.
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffast-math", "-fno-finite-math-only", "-std=c++17", "-shared", "-fPIC")
+BUILD_SECONDS = 120
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: `$CXX`, else g++ or clang++ on the path."""
+    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The loaded library, built on first use and kept in the user's cache directory; None where it cannot be built."""
+    compiler = find_compiler()
+    if compiler is None:
+        logger.info("No C++ compiler found: attention takes its slower torch path.")
+        return None
+    try:
+        library = ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("The C++ kernels could not be built, attention takes its slower torch path: %s", detail)
+        return None
+    pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    library.penstock_write_rows.argtypes = [pointer, pointer, pointer, integer, integer, integer]
+    library.penstock_write_rows.restype = None
+    library.penstock_paged_decode.argtypes = [pointer] * 6 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_paged_decode.restype = None
+    return library
+
+
+def _build(compiler: str) -> Path:
+    # -march=native ties the result to this processor, so its name and features are part of the key.
+    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), compiler.encode(), *map(str.encode, FLAGS), _processor().encode()])).hexdigest()[
+        :20
+    ]
+    target = cache_directory() / "native" / f"attention-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = Path(scratch) / target.name
+            command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
+            built.replace(target)
+    return target
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    wanted = ("model name", "flags", "CPU part", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)})) or platform.machine()

@@ -1,0 +1,61 @@
+"""Linear layers whose weights lie as the CPU's matrix multiplication wants them.
+
+oneDNN reorders a plain weight on every call or falls back to slower loops; a weight reordered once makes a forward pass of a small model at
+1 to 32 rows about twice as fast (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same.
+"""
+
+import torch
+from torch import Tensor, nn
+
+# The packed weight is an opaque tensor that no compiler can look into, so the graph gets a one-element tensor holding its number here.
+_packed: list[Tensor] = []
+
+_library = torch.library.Library("penstock", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor handle, Tensor? bias, SymInt out_features) -> Tensor")
+
+
+@torch.library.impl(_library, "packed_linear", "CPU")
+def _packed_linear(x: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, _packed[int(handle)], bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+@torch.library.register_fake("penstock::packed_linear", lib=_library)
+def _packed_linear_shape(x: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+class PackedLinear(nn.Module):
+    """Computes what the `nn.Linear` that it was made from computes: [..., in_features] to [..., out_features]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        _packed.append(torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach()))
+        self.register_buffer("handle", torch.tensor([len(_packed) - 1]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.penstock.packed_linear(x, self.handle, self.bias, self.out_features)  # type: ignore[no-any-return]
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build and processor have packed kernels for the type."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replaces every `nn.Linear` on the CPU in place and returns how many. A weight that is shared with an embedding keeps its plain copy."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and child.weight.device.type == "cpu"
+    ]
+    for parent, name, linear in found:
+        if can_pack(linear.weight.dtype):
+            setattr(parent, name, PackedLinear(linear))
+            linear.weight = None  # type: ignore[assignment]
+    return len(found)
