@@ -1,6 +1,6 @@
 """What a client may ask of the sampler, checked once where it comes in."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -47,7 +47,7 @@ class SamplingParams:
                 raise InvalidRequest(f"`{name}` must be {rule}, got {getattr(self, name)!r}", name)
 
         def finite(value: float) -> bool:
-            return math.isfinite(value)
+            return abs(value) <= sys.float_info.max  # math.isfinite raises for huge integers
 
         require(1 <= self.n <= 128, "n", "an integer from 1 to 128")
         require(finite(self.temperature) and 0 <= self.temperature <= 2, "temperature", "a number from 0 to 2")
