@@ -1,0 +1,108 @@
+"""What chat templates may do, and that none of them can hold the server up."""
+
+import threading
+import time
+
+import jinja2
+import pytest
+from jinja2.sandbox import SecurityError
+from penstock.api.template_environment import (
+    MAX_OUTPUT_CHARS,
+    Interruptible,
+    TemplateEnvironment,
+    TemplateTimeout,
+    TemplateTooLarge,
+    render_bounded,
+)
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+def render(source: str, **variables: object) -> str:
+    return render_bounded(TemplateEnvironment().from_string(source), variables)
+
+
+def test_json_is_written_as_models_learned_it() -> None:
+    assert render("{{ value | tojson }}", value={"b": "<é'>", "a": 1}) == '{"b": "<é\'>", "a": 1}'
+    assert render("{{ value | tojson(indent=1, sort_keys=true) }}", value={"b": 2, "a": 1}) == '{\n "a": 1,\n "b": 2\n}'
+
+
+def test_blocks_take_their_line_with_them() -> None:
+    assert render("{% if true %}\n  {% set x = 1 %}\na\n{% endif %}\nb") == "a\nb"
+
+
+def test_loop_controls_and_generation_blocks_are_known() -> None:
+    assert (
+        render("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}")
+        == "02"
+    )
+    assert render("a{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}c") == "abc"
+
+
+def test_the_year_can_be_asked_for() -> None:
+    assert render("{{ strftime_now('%Y') }}") == time.strftime("%Y")
+
+
+def test_raise_exception_carries_its_message() -> None:
+    with pytest.raises(jinja2.TemplateError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize("source", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception.__globals__.os }}"])
+def test_what_could_reach_beyond_the_template_is_refused(source: str) -> None:
+    with pytest.raises((SecurityError, jinja2.UndefinedError)):
+        render(source, messages=[])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 9 ** (9 ** (9 ** 9)) }}",
+        "{{ 'ab' * 999999999999 }}",
+        "{{ 999999999999 * [1, 2] }}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+    ],
+)
+def test_what_could_fill_memory_is_refused(source: str) -> None:
+    with pytest.raises(TemplateTooLarge):
+        render(source)
+
+
+def test_arithmetic_within_reason_works() -> None:
+    assert render("{{ 2 ** 10 + 3 * 4 }}{{ 'ab' * 2 + 'c' }}{{ [1] + [2] }}{{ 2 ** -1 }}{{ 1.5 * 2 }}") == "1036ababc[1, 2]0.53.0"
+    assert MAX_OUTPUT_CHARS > 16 * 2**20
+
+
+def test_an_endless_template_can_be_interrupted_and_its_thread_goes_on() -> None:
+    call = Interruptible()
+    outcome: list[str] = []
+
+    def work() -> None:
+        try:
+            call.run(lambda: render(ENDLESS))
+        except TemplateTimeout:
+            outcome.append("interrupted")
+        outcome.append(render("{{ 'well' }}"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while call._thread_id is None:
+        time.sleep(0.001)
+    call.interrupt()
+    thread.join()
+    assert outcome == ["interrupted", "well"]
+
+
+def test_an_interrupt_before_the_start_keeps_the_call_from_starting() -> None:
+    call = Interruptible()
+    call.interrupt()
+    with pytest.raises(TemplateTimeout):
+        call.run(lambda: pytest.fail("it ran"))
+
+
+def test_an_interrupt_after_the_end_reaches_nobody() -> None:
+    call = Interruptible()
+    assert call.run(lambda: 1) == 1
+    call.interrupt()
+    assert sum(range(10_000)) == 49_995_000
