@@ -4,9 +4,10 @@ import argparse
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, get_args
+from typing import Any, get_args
 
 from penstock import __version__
 from penstock.engine.config import CompileMode, Dtype, EngineConfig
@@ -42,14 +43,15 @@ class Arguments:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Adds the nearest flag to the complaint about an unknown one."""
+    """Names the nearest flag where one is unknown: before anything else, since argparse may first trip over the value that follows it."""
 
-    def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-        if unknown is not None:
-            nearest = difflib.get_close_matches(unknown[1], list(self._option_string_actions), n=1)
-            message += f" (did you mean {nearest[0]}?)" if nearest else ""
-        super().error(message)
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
+            if flag not in self._option_string_actions:
+                nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+                self.error(f"unknown flag {flag}" + (f" (did you mean {nearest[0]}?)" if nearest else ""))
+        return super().parse_args(words, namespace)
 
 
 def parse_arguments(argv: list[str] | None = None) -> Arguments:

@@ -1,0 +1,161 @@
+"""The command line: what it reads, what it refuses, and what it costs to ask for help."""
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from penstock.arguments import Arguments, build_parser, parse_arguments, parse_size
+from penstock.engine.config import EngineConfig
+from penstock.engine.errors import ConfigurationError
+
+ROOT = Path(__file__).parent.parent
+
+
+EVERY_FLAG = """
+    --model m --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10 --trust-remote-code
+    --plugin deepseek_r1 --plugin hermes --without granite --chat-template think --thinking-token-budget 5 --trust-request-chat-template
+    --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
+    --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
+    --kv-cache-memory 2GiB --no-prefix-caching --max-waiting-requests 4 --compile off --threads 2 --seed 11
+"""
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(list(argv))
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_no_flags_mean_the_default_model_at_the_default_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    arguments = parse_arguments([])
+    assert arguments.engine == EngineConfig()
+    assert (arguments.command, arguments.host, arguments.port, arguments.api_keys) == ("serve", "127.0.0.1", 8000, ())
+
+
+def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    argv = shlex.split(EVERY_FLAG)
+    engine = EngineConfig(
+        model="m",
+        dtype="float32",
+        device="cpu",
+        max_model_len=10,
+        max_num_seqs=7,
+        max_num_batched_tokens=99,
+        kv_cache_memory=2 * 2**30,
+        enable_prefix_caching=False,
+        max_waiting_requests=4,
+        compile="off",
+        seed=11,
+        num_threads=2,
+        trust_remote_code=True,
+    )
+    expected = Arguments(
+        command="serve",
+        engine=engine,
+        served_model_names=("a", "b"),
+        plugins=("deepseek_r1", "hermes"),
+        without=("granite",),
+        chat_template="think",
+        thinking_token_budget=5,
+        trust_request_chat_template=True,
+        allow_unknown_fields=True,
+        host="0.0.0.0",
+        port=0,
+        api_keys=("k1", "k2"),
+        allowed_origins=("http://a", "http://b"),
+        max_body_size=2**20,
+        keep_alive_interval=2.5,
+        drain_timeout=3.0,
+        log_level="debug",
+        access_log=False,
+    )
+    assert parse_arguments(argv) == expected
+    default = parse_arguments([])
+    same = {field.name for field in dataclasses.fields(Arguments) if getattr(default, field.name) == getattr(expected, field.name)}
+    assert same == {"command"}, "a flag is not in this test"
+
+
+def test_keys_come_from_the_environment_unless_flags_name_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "one, two")
+    assert parse_arguments([]).api_keys == ("one", "two")
+    assert parse_arguments(["--api-key", "three"]).api_keys == ("three",)
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--api-key"):
+        parse_arguments(["--api-key", ""])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1024", 1024), ("2GiB", 2 * 2**30), ("2gib", 2 * 2**30), ("1.5 GiB".replace(" ", ""), 3 * 2**29), ("16M", 16_000_000), ("1kb", 1000)],
+)
+def test_sizes_take_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2XB", "1e9", "2 G i B"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+def test_a_mistyped_flag_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --max-model-len?" in complaint(capsys, "--max-modle-len", "5")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--port", "70000"], "an integer from 0 to 65535"),
+        (["--max-num-seqs", "0"], "an integer of 1 or more"),
+        (["--kv-cache-memory", "lots"], "is not a size such as 2GiB"),
+        (["--kv-cache-memory", "0"], "more than 0 bytes"),
+        (["--drain-timeout", "-1"], "not a number of seconds"),
+        (["--keep-alive-interval", "nan"], "not a number of seconds"),
+        (["--dtype", "int3"], "bfloat16"),
+        (["--mod", "x"], "unknown flag --mod"),
+        (["plug"], "plugins"),
+    ],
+)
+def test_a_wrong_value_is_explained(capsys: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:
+    assert re.search(expected, complaint(capsys, *argv))
+
+
+def test_every_flag_has_a_help_text() -> None:
+    assert [action.dest for action in build_parser()._actions if not action.help] == []
+
+
+def loaded_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split())
+
+
+def test_importing_the_package_is_cheap() -> None:
+    assert not {"torch", "transformers", "aiohttp", "jinja2", "msgspec", "pluggy", "numpy"} & loaded_after("import penstock")
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import penstock.server\ntry:\n    penstock.server.main(['--help'])\nexcept SystemExit: pass"
+    loaded = loaded_after(code)
+    assert "penstock.server" in loaded
+    assert not {"torch", "transformers", "aiohttp", "jinja2"} & loaded
+
+
+def test_the_server_file_runs_by_its_path() -> None:
+    shown = subprocess.run([sys.executable, "server.py", "--version"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert re.fullmatch(r"penstock \d+\.\d+\.\d+\n", shown)
+
+
+def test_a_configuration_error_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "server.py", "--model", str(tmp_path / "absent.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert re.fullmatch(r"penstock: error: [^\n]*absent\.gguf[^\n]*\n", done.stderr)

@@ -1,0 +1,57 @@
+"""Imports go one way: server → api → plugins → engine."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = ("engine", "plugins", "api")  # each may import itself and those before it; the top level may import all
+
+
+def modules(layer: str) -> list[Path]:
+    return sorted((ROOT / layer).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import in a file, those inside functions and under TYPE_CHECKING included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, "." * node.level + (node.module or "")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_only_itself_and_those_below(layer: str) -> None:
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
+    strays = [
+        f"{path.relative_to(ROOT)}:{line}: {module}"
+        for path in modules(layer)
+        for line, module in imported(path)
+        if module.startswith("penstock.") and module.split(".")[1] not in allowed
+    ]
+    assert strays == []
+
+
+def test_no_import_is_relative_or_by_a_generic_name() -> None:
+    paths = [*ROOT.glob("*.py"), *(path for layer in LAYERS for path in modules(layer))]
+    strays = [
+        f"{path.relative_to(ROOT)}:{line}: {module}"
+        for path in paths
+        for line, module in imported(path)
+        if module.startswith(".") or module.split(".")[0] in (*LAYERS, "server", "tests")
+    ]
+    assert strays == []
+
+
+def test_the_engine_knows_no_http() -> None:
+    strays = [
+        str(path.relative_to(ROOT)) for path in modules("engine") for _, module in imported(path) if module.split(".")[0] == "aiohttp"
+    ]
+    assert strays == []
+
+
+def test_every_layer_was_looked_at() -> None:
+    assert all(len(modules(layer)) > 3 for layer in LAYERS)
