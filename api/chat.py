@@ -1,0 +1,140 @@
+"""POST /v1/chat/completions."""
+
+import uuid
+
+from aiohttp import web
+from penstock.api.answering import answer
+from penstock.api.chat_fold import ChatFold
+from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.context import CONTEXT, ServerContext
+from penstock.api.folds import ReasoningView
+from penstock.api.messages import template_kwargs, template_messages
+from penstock.api.metrics import begin_timer
+from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, compiled_grammar, logits_processors
+from penstock.api.prompts import check_prompt_ids, encode_text, read_body, served_model
+from penstock.api.sampling import sampling_params, token_limit
+from penstock.api.tools import offered_tools
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.parsing import Phase
+from penstock.engine.request import Request
+from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.turn import Turn
+
+
+async def create_chat_completion(http: web.Request) -> web.StreamResponse:
+    """Answers a conversation: one body, or a stream of the deltas that it is the fold of."""
+    context = http.app[CONTEXT]
+    body, headers = await read_body(http, ChatCompletionRequest)
+    model = served_model(context, body.model)
+    request, view = await prepare(context, body)
+    fold = ChatFold(context, body, request, view, model)
+    return await answer(http, begin_timer(http).watch(context.engine.generate(request)), fold, stream=bool(body.stream), headers=headers)
+
+
+async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[Request, ReasoningView]:
+    """The engine's request, and how its reasoning is to be shown. Raises `InvalidRequest` for all that is wrong with the body."""
+    check(context, body)
+    turn, prompt_token_ids = await render(context, body)
+    params = chat_sampling_params(context, body, len(prompt_token_ids))
+    request = Request(
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        prompt_token_ids=prompt_token_ids,
+        params=params,
+        make_answer=answer_reader(
+            context.tokenizer,
+            prompt_token_ids,
+            params,
+            reasoning=context.reasoning_parser,
+            tools=context.tool_parser if turn.tools else None,
+            turn=turn,
+        ),
+        grammar=await compiled_grammar(context, body),
+        logits_processors=logits_processors(context, body.logits_processors),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+    return request, reasoning_view(context, body, turn)
+
+
+def check(context: ServerContext, body: ChatCompletionRequest) -> None:
+    """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
+    check_streaming(body)
+    if body.chat_template is not None and not context.options.trust_request_chat_template:
+        raise InvalidRequest(
+            "a chat template in the request is refused: start the server with --trust-request-chat-template", "chat_template"
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
+    if body.top_logprobs is not None and body.top_logprobs > 0 and not body.logprobs:
+        raise InvalidRequest("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise InvalidRequest("set `max_completion_tokens` or its older name `max_tokens`, not both", "max_tokens")
+
+
+async def render(context: ServerContext, body: ChatCompletionRequest) -> tuple[Turn, list[int]]:
+    """Where the answer starts, and the prompt's token ids."""
+    tools = offered_tools(body, has_parser=context.tool_parser is not None)
+    kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort)
+    source = body.chat_template or (context.chat_template.tool_source if tools else None) or context.chat_template.source
+    continues = bool(body.continue_final_message)
+    prompt = await context.chat_template.render(
+        template_messages(body.messages, knows_developer="developer" in (source or "")),
+        tools or None,
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        template_kwargs=kwargs,
+        template=body.chat_template,
+    )
+    # The template writes the special tokens itself.
+    prompt_token_ids = await encode_text(context, prompt.text, add_special_tokens=bool(body.add_special_tokens))
+    check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")
+    turn = Turn(
+        prompt_tail=prompt.tail,
+        added_tokens=added_token_texts(context.tokenizer),
+        tools=tools,
+        tool_choice="auto" if tools else "none",
+        chat_template_kwargs=kwargs,
+    )
+    return turn, prompt_token_ids
+
+
+def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, num_prompt_tokens: int) -> SamplingParams:
+    name, requested = "max_tokens", body.max_tokens
+    if body.max_completion_tokens is not None:
+        name, requested = "max_completion_tokens", body.max_completion_tokens
+    if requested is not None and requested < 1:
+        raise InvalidRequest(f"`{name}` must be at least 1, got {requested}", name)
+    if body.top_logprobs is not None and body.top_logprobs < 0:
+        raise InvalidRequest(f"`top_logprobs` must be from 0 to 20, got {body.top_logprobs}", "top_logprobs")
+    budget = context.default_thinking_budget if body.thinking_token_budget is None else body.thinking_token_budget
+    return sampling_params(
+        body,
+        max_tokens=token_limit(
+            requested,
+            name,
+            prompt_param="messages",
+            default=context.default_sampling.get("max_tokens"),
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_len=context.max_model_len,
+        ),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        thinking_token_budget=budget if context.reasoning_parser is not None and budget != -1 else None,  # -1: no budget
+        defaults=context.default_sampling,
+        vocab_size=context.vocab_size,
+    )
+
+
+def reasoning_view(context: ServerContext, body: ChatCompletionRequest, turn: Turn) -> ReasoningView:
+    opening = closing = ""
+    if context.reasoning_parser is not None and body.separate_reasoning is False:
+        parser = context.reasoning_parser(turn)
+        opening = parser.start_marker if parser.phase is Phase.UNDECIDED else ""
+        closing = parser.end_marker
+    return ReasoningView(
+        is_included=body.include_reasoning is not False,
+        is_separate=body.separate_reasoning is not False,
+        is_streamed=body.stream_reasoning is not False,
+        opening=opening,
+        closing=closing,
+    )

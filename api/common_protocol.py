@@ -1,0 +1,132 @@
+"""What requests and responses of several endpoints share."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# OpenAI stops at 4; evaluation harnesses written for vLLM send more.
+StopList = Annotated[list[str], Meta(max_length=64)]
+
+
+class FieldsWithoutEffect(Struct, kw_only=True):
+    """Fields of OpenAI's own reference that clients send and that mean nothing here: accepted, and without effect.
+
+    They steer OpenAI's storage, billing, caching and abuse tracking, or features of single models of theirs.
+    """
+
+    metadata: Any = None
+    moderation: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+    verbosity: Any = None
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # without effect: padding against traffic analysis, only useful behind OpenAI's own edge
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's spelling of a constraint: exactly one of json, regex, choice and json_object."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class JsonSchemaFormat(Struct):
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class LogitsProcessorChoice(Struct, forbid_unknown_fields=True):
+    """A processor that a plug-in has registered: only its name and arguments come over the wire, never code."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class GenerationFields(FieldsWithoutEffect, kw_only=True):
+    """How to sample and constrain: the same fields on every endpoint that generates. None, and null, mean the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    n: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int64 | None = None
+    max_tokens: Int64 | None = None
+    min_tokens: Int64 | None = None
+    ignore_eos: bool | None = None
+    stop: str | StopList | None = None
+    stop_token_ids: list[Int32] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Int32 | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logit_bias: dict[Int32, float] | None = None
+    allowed_token_ids: list[Int32] | None = None
+    bad_words: list[str] | None = None
+    logits_processors: Annotated[list[LogitsProcessorChoice], Meta(max_length=16)] | None = None
+    priority: Int32 | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class PromptLogprob(Struct):
+    """One candidate for one position of the prompt; keyed by token id on the wire. `rank` counts from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]

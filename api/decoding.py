@@ -1,0 +1,108 @@
+"""From a body's bytes to its Struct. Every mistake in it becomes an `InvalidRequest` that carries the JSON path."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+from penstock.engine.errors import InvalidRequest
+
+T = TypeVar("T")
+
+OFF: tuple[Any, ...] = (None, False, "", [], {})
+PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+
+# Fields that change the result where other servers know them. They are refused even with --allow-unknown-fields, unless switched off.
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "audio": ("audio is not supported", OFF),
+    "best_of": ("`best_of` greater than 1 is not supported: ask for `n` answers and choose among them", (*OFF, 1)),
+    "documents": ("`documents` are not supported: put them in a message", OFF),
+    "early_stopping": ("beam search is not supported", OFF),
+    "ebnf": ("grammars are not supported: use `guided_json`, `guided_regex` or `guided_choice`", OFF),
+    "function_call": ("`function_call` is deprecated and not supported: use `tool_choice`", (*OFF, "none")),
+    "functions": ("`functions` is deprecated and not supported: use `tools`", OFF),
+    "guided_grammar": ("grammars are not supported: use `guided_json`, `guided_regex` or `guided_choice`", OFF),
+    "json_schema": ("`json_schema` is not a field of its own here: use `response_format` or `guided_json`", OFF),
+    "length_penalty": ("beam search is not supported", (*OFF, 1, 0)),
+    "logprob_token_ids": ("`logprob_token_ids` is not supported", OFF),
+    "modalities": ("only text can be generated", (*OFF, ["text"])),
+    "prediction": ("predicted outputs are not supported", OFF),
+    "prompt_embeds": ("prompt embeddings are not supported", OFF),
+    "regex": ("`regex` is not a field of its own here: use `guided_regex`", OFF),
+    "repetition_detection": ("`repetition_detection` is not supported", OFF),
+    "structural_tag": ("structural tags are not supported", OFF),
+    "suffix": ("`suffix` is not supported: this server does not fill in the middle", OFF),
+    "truncate_prompt_tokens": ("prompts are never truncated: shorten the prompt", OFF),
+    "use_beam_search": ("beam search is not supported", OFF),
+    "web_search_options": ("web search is not supported", OFF),
+}
+
+
+def decode(body: bytes, kind: type[T], *, allow_unknown_fields: bool = False) -> tuple[T, tuple[str, ...]]:
+    """The decoded body, and the paths of the unknown fields that were ignored (always none unless they are allowed).
+
+    Raises `InvalidRequest`: for malformed JSON, wrong types and ranges, refused fields, and unknown ones with the nearest known name.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind), ()
+    except msgspec.ValidationError as error:
+        if not str(error).startswith("Object contains unknown field"):
+            raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    return _decode_with_unknown_fields(body, kind, allow_unknown_fields)
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+    """msgspec says what it expected, what it got and where: the client reads just that."""
+    message = str(error)
+    found = PATH.search(message)
+    param = found[1] if found else None
+    missing = re.match(r"Object missing required field `([^`]+)`", message)
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+    return InvalidRequest(message, param)
+
+
+def _decode_with_unknown_fields(body: bytes, kind: type[T], allowed: bool) -> tuple[T, tuple[str, ...]]:
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    ignored: list[str] = []
+    for path, holder, name, known in list(_unknown_fields(value, inspect.type_info(kind), "")):
+        setting = holder.pop(name)
+        if path == name and name in REFUSED:
+            reason, neutral = REFUSED[name]
+            if setting not in neutral:
+                raise InvalidRequest(reason, name)
+        elif not allowed:
+            nearest = difflib.get_close_matches(name[:100], known, n=1)
+            hint = f"; did you mean `{nearest[0]}`?" if nearest else ""
+            raise InvalidRequest(f"unknown field `{path}`{hint}", path)
+        else:
+            ignored.append(path)
+    try:
+        return msgspec.convert(value, kind, str_keys=True), tuple(ignored)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple[str, dict[str, Any], str, list[str]]]:
+    """Walks a decoded body along its type: (path, the object that holds the field, its name, the names known there)."""
+    if isinstance(info, inspect.UnionType):
+        for member in info.types:
+            yield from _unknown_fields(value, member, path)
+    elif isinstance(info, inspect.StructType) and isinstance(value, dict):
+        fields = {field.encode_name: field.type for field in info.fields}
+        for name, item in value.items():
+            at = f"{path}.{name}" if path else name
+            if name in fields:
+                yield from _unknown_fields(item, fields[name], at)
+            elif info.forbid_unknown_fields:
+                yield at, value, name, list(fields)
+    elif isinstance(info, inspect.ListType) and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _unknown_fields(item, info.item_type, f"{path}[{index}]")

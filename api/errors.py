@@ -1,0 +1,95 @@
+"""The one place where exceptions become HTTP: a status and OpenAI's error body."""
+
+import logging
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+from penstock.engine.errors import EngineUnavailable, InvalidRequest, NoSuchModel, PenstockError, QueueFull
+
+log = logging.getLogger(__name__)
+
+ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.CONFLICT: "ConflictError",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "UnprocessableEntityError",
+    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
+    HTTPStatus.NOT_IMPLEMENTED: "NotImplementedError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+}
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt and what was asked to follow it, is longer than the context. Clients look for its code."""
+
+
+class ErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorInfo
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
+    """OpenAI's error body; its `type` follows from the status."""
+    kind = ERROR_TYPES.get(HTTPStatus(status), "BadRequestError" if status < 500 else "InternalServerError")
+    return ErrorBody(ErrorInfo(message, kind, param, code))
+
+
+def status_of(error: BaseException) -> int:
+    match error:
+        case NoSuchModel():
+            return HTTPStatus.NOT_FOUND
+        case InvalidRequest():
+            return HTTPStatus.BAD_REQUEST
+        case QueueFull():
+            return HTTPStatus.TOO_MANY_REQUESTS
+        case EngineUnavailable():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        case web.HTTPException():
+            return error.status
+        case _:
+            return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def code_of(error: BaseException) -> str | None:
+    match error:
+        case NoSuchModel():
+            return "model_not_found"
+        case ContextLengthExceeded():
+            return "context_length_exceeded"
+        case QueueFull():
+            return "queue_full"
+        case _:
+            return None
+
+
+def body_of(error: BaseException) -> ErrorBody:
+    """The body for any exception. What is not one of ours is our own bug: it is logged, and the client sees none of its text."""
+    status = status_of(error)
+    match error:
+        case InvalidRequest():
+            return error_body(status, error.message, param=error.param, code=code_of(error))
+        case PenstockError():
+            return error_body(status, str(error), code=code_of(error))
+        case web.HTTPException():
+            return error_body(status, error.text or error.reason)
+        case _:
+            log.error("a handler failed", exc_info=error)
+            return error_body(status, "internal server error")
+
+
+def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers)
+
+
+def error_response(error: BaseException) -> web.Response:
+    """The whole answer for an exception that came up before the first byte was sent."""
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull) else None
+    return json_response(body_of(error), status=status_of(error), headers=headers)

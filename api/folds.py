@@ -1,0 +1,233 @@
+"""What the engine brings, step by step, as wire deltas; and whole answers as folds of those same deltas."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from msgspec import UNSET
+from penstock.api.chat_protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    FunctionCall,
+    FunctionDelta,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+)
+from penstock.api.common_protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from penstock.engine.errors import EngineUnavailable, GenerationFailed
+from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+
+
+def check_delta(delta: SequenceDelta) -> None:
+    """Raises where a sequence ended otherwise than by its own end or its limit: that is an error on the wire, not a finish reason."""
+    if delta.finish_reason is FinishReason.ERROR:
+        raise GenerationFailed(delta.error or "the step that this request was in failed")
+    if delta.finish_reason is FinishReason.ABORT:
+        raise EngineUnavailable(delta.error or "the request was aborted before it was complete")
+
+
+@dataclass(slots=True)
+class UsageFold:
+    """Counts tokens over all sequences; a prompt counts once, however many sequences (`n`) share it."""
+
+    n: int
+    prompts: dict[int, PromptInfo] = field(default_factory=dict)
+    num_completion_tokens: int = 0
+    num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
+
+    def feed(self, delta: SequenceDelta) -> None:
+        if delta.prompt is not None:
+            self.prompts.setdefault(delta.index // self.n, delta.prompt)
+        self.num_completion_tokens += len(delta.token_ids)
+        if delta.num_reasoning_tokens:
+            self.num_reasoning_tokens[delta.index] = delta.num_reasoning_tokens
+
+    def usage(self) -> Usage:
+        num_prompt_tokens = sum(prompt.num_tokens for prompt in self.prompts.values())
+        return Usage(
+            num_prompt_tokens,
+            self.num_completion_tokens,
+            num_prompt_tokens + self.num_completion_tokens,
+            PromptTokensDetails(sum(prompt.num_cached_tokens for prompt in self.prompts.values())),
+            CompletionTokensDetails(sum(self.num_reasoning_tokens.values())),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningView:
+    """How the client wants to see reasoning: left out, set apart, or inside the content between its markers; as it comes, or in one piece.
+
+    `opening` is empty where the prompt already holds the start marker, so that prompt and content together read as the model wrote them.
+    """
+
+    is_included: bool = True
+    is_separate: bool = True
+    is_streamed: bool = True
+    opening: str = ""
+    closing: str = ""
+
+
+class ChoiceFold:
+    """One sequence's steps as wire deltas. Each delta holds one kind of thing: clients look at one field and skip the others."""
+
+    def __init__(
+        self,
+        index: int,
+        view: ReasoningView,
+        write_logprobs: Callable[[TokenLogprobs], TokenLogprob] | None = None,
+        max_tool_calls: int | None = None,
+    ) -> None:
+        self._index = index
+        self._view = view
+        self._write_logprobs = write_logprobs
+        self._max_tool_calls = max_tool_calls
+        self._pending_logprobs: list[TokenLogprob] = []
+        self._held_reasoning: list[str] = []
+        self._is_reasoning_inline = False
+        self._num_tool_calls = 0
+
+    def opening(self) -> ChatChunkChoice:
+        return ChatChunkChoice(self._index, ChatDelta(role="assistant", content=""))
+
+    def feed(self, delta: SequenceDelta) -> list[ChatChunkChoice]:
+        """Raises `GenerationFailed` or `EngineUnavailable` where the delta says that the sequence was cut off."""
+        check_delta(delta)
+        if self._write_logprobs is not None:
+            self._pending_logprobs += map(self._write_logprobs, delta.logprobs)
+        deltas: list[ChatDelta] = []
+        for event in delta.events:
+            self._take(event, deltas)
+        if delta.finish_reason is not None:
+            self._release_reasoning(deltas)
+        choices = [ChatChunkChoice(self._index, chat_delta, self._take_logprobs()) for chat_delta in deltas]
+        if delta.finish_reason is not None:
+            choices.append(self._last_choice(delta.finish_reason, delta.stop_reason))
+        return choices
+
+    def _take(self, event: Event, deltas: list[ChatDelta]) -> None:
+        match event:
+            case Text(text):
+                self._end_reasoning(deltas)
+                add_content(deltas, text)
+            case Reasoning(text):
+                self._take_reasoning(text, deltas)
+            case ToolCallStart(index, name, call_id):
+                self._end_reasoning(deltas)
+                if self._is_kept(index):
+                    self._num_tool_calls = max(self._num_tool_calls, index + 1)
+                    call = ToolCallDelta(index, FunctionDelta("", name), call_id, "function")
+                    deltas.append(ChatDelta(tool_calls=[call]))
+            case ToolCallArguments(index, fragment):
+                if fragment and self._is_kept(index):
+                    add_arguments(deltas, index, fragment)
+
+    def _take_reasoning(self, text: str, deltas: list[ChatDelta]) -> None:
+        view = self._view
+        if not view.is_included:
+            return
+        if not view.is_separate:
+            add_content(deltas, text if self._is_reasoning_inline else view.opening + text)
+            self._is_reasoning_inline = True
+        elif not view.is_streamed:
+            self._held_reasoning.append(text)
+        else:
+            add_reasoning(deltas, text)
+
+    def _end_reasoning(self, deltas: list[ChatDelta]) -> None:
+        self._release_reasoning(deltas)
+        if self._is_reasoning_inline:
+            add_content(deltas, self._view.closing)
+            self._is_reasoning_inline = False
+
+    def _release_reasoning(self, deltas: list[ChatDelta]) -> None:
+        if self._held_reasoning:
+            add_reasoning(deltas, "".join(self._held_reasoning))
+            self._held_reasoning.clear()
+
+    def _is_kept(self, tool_index: int) -> bool:
+        return self._max_tool_calls is None or tool_index < self._max_tool_calls
+
+    def _take_logprobs(self) -> ChatLogprobs | None:
+        if not self._pending_logprobs:
+            return None
+        logprobs, self._pending_logprobs = ChatLogprobs(self._pending_logprobs), []
+        return logprobs
+
+    def _last_choice(self, reason: FinishReason, stop_reason: int | str | None) -> ChatChunkChoice:
+        has_called = self._num_tool_calls > 0 and reason is FinishReason.STOP
+        finish_reason = "tool_calls" if has_called else str(reason)
+        stop = UNSET if stop_reason is None else stop_reason
+        return ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), finish_reason, stop)
+
+
+def add_content(deltas: list[ChatDelta], text: str) -> None:
+    if deltas and isinstance(deltas[-1].content, str):
+        deltas[-1].content += text
+    elif text:
+        deltas.append(ChatDelta(content=str(text)))
+
+
+def add_reasoning(deltas: list[ChatDelta], text: str) -> None:
+    if deltas and isinstance(deltas[-1].reasoning_content, str):
+        deltas[-1].reasoning_content += text
+    elif text:
+        deltas.append(ChatDelta(reasoning_content=str(text)))
+
+
+def add_arguments(deltas: list[ChatDelta], index: int, fragment: str) -> None:
+    """Fragments of one step become one delta, but never join a call's first delta, whose arguments are empty by convention."""
+    last = deltas[-1].tool_calls if deltas else UNSET
+    if isinstance(last, list) and last[0].index == index and last[0].id is UNSET:
+        last[0].function.arguments += fragment
+    else:
+        deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(str(fragment)))]))
+
+
+class MessageFold:
+    """A whole chat choice from the deltas that streaming would have sent."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[str, str, list[str]]] = {}
+        self._logprobs: list[TokenLogprob] = []
+        self._finish_reason = ""
+        self._stop_reason: int | str | None = None
+
+    def feed(self, choices: Iterable[ChatChunkChoice]) -> None:
+        for choice in choices:
+            delta = choice.delta
+            if isinstance(delta.content, str):
+                self._content.append(delta.content)
+            if isinstance(delta.reasoning_content, str):
+                self._reasoning.append(delta.reasoning_content)
+            for call in delta.tool_calls or ():
+                if isinstance(call.function.name, str) and isinstance(call.id, str):
+                    self._calls[call.index] = (call.id, call.function.name, [])
+                self._calls[call.index][2].append(call.function.arguments)
+            if choice.logprobs is not None:
+                self._logprobs += choice.logprobs.content
+            if choice.finish_reason is not None:
+                self._finish_reason = choice.finish_reason
+                self._stop_reason = None if choice.stop_reason is UNSET else choice.stop_reason
+
+    def choice(self, *, has_reasoning_parser: bool) -> ChatChoice:
+        """`reasoning_content` is there, if only as null, wherever the server tells reasoning apart."""
+        content = "".join(self._content)
+        reasoning = "".join(self._reasoning) or None
+        calls = [
+            ToolCall(call_id, "function", FunctionCall(name, "".join(fragments)))
+            for _, (call_id, name, fragments) in sorted(self._calls.items())
+        ]
+        message = AssistantMessage(
+            content=content or (None if reasoning or calls else ""),
+            reasoning_content=reasoning if has_reasoning_parser else UNSET,
+            tool_calls=calls or UNSET,
+        )
+        logprobs = ChatLogprobs(self._logprobs) if self._logprobs else None
+        return ChatChoice(self._index, message, logprobs, self._finish_reason, self._stop_reason)

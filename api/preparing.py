@@ -1,0 +1,89 @@
+"""What chat and completions do alike on the way from a body to an engine `Request`."""
+
+import functools
+from collections.abc import Callable
+
+from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice
+from penstock.api.constraints import grammar_spec
+from penstock.api.context import ServerContext
+from penstock.engine.answer import Answer
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import CompiledGrammar
+from penstock.engine.hooks import LogitsProcessor, LogitsProcessorFactory, ReasoningParserFactory, ToolParserFactory
+from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.turn import Turn
+
+
+def check_streaming(body: GenerationFields) -> None:
+    """Raises `InvalidRequest` for options that only make sense with the other value of `stream`."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("Stream options can only be defined when `stream=True`.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+
+
+async def compiled_grammar(context: ServerContext, body: GenerationFields) -> CompiledGrammar | None:
+    """The request's constraint, compiled by the backend that it names or by the first that takes it. Raises `InvalidRequest`."""
+    backend = body.guided_decoding_backend
+    if backend == "auto":
+        backend = None
+    if backend is not None and backend not in context.plugins.grammar_backends:
+        known = ", ".join(["auto", *context.plugins.grammar_backends])
+        raise InvalidRequest(f"no grammar backend {backend[:100]!r}: there are {known}", "guided_decoding_backend")
+    spec = grammar_spec(body)
+    return None if spec is None else await context.compile_grammar.compile(spec, backend)
+
+
+def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[Callable[[], LogitsProcessor]]:
+    """Factories that the engine calls once per sequence. Each is called once here, so that arguments it refuses are the client's 400."""
+    factories: list[Callable[[], LogitsProcessor]] = []
+    for index, choice in enumerate(choices or ()):
+        path = f"logits_processors[{index}]"
+        factory: LogitsProcessorFactory | None = context.plugins.logits_processors.get(choice.name)
+        if factory is None:
+            known = ", ".join(context.plugins.logits_processors) or "none"
+            raise InvalidRequest(f"no logits processor {choice.name[:100]!r}: there are {known}", f"{path}.name")
+        try:
+            factory(**choice.arguments)
+        except (TypeError, ValueError, LookupError) as error:
+            raise InvalidRequest(f"the logits processor `{choice.name}` refused its arguments: {error}", f"{path}.arguments") from error
+        factories.append(functools.partial(factory, **choice.arguments))
+    return factories
+
+
+def answer_reader(
+    tokenizer: Tokenizer,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    *,
+    reasoning: ReasoningParserFactory | None = None,
+    tools: ToolParserFactory | None = None,
+    turn: Turn | None = None,
+) -> Callable[[], Answer]:
+    """What the engine calls once per sequence to read its tokens. Without parsers the text is the model's own."""
+    start = turn or Turn()
+
+    def make_answer() -> Answer:
+        return Answer(
+            Detokenizer(tokenizer, prompt_token_ids),
+            reasoning(start) if reasoning else None,
+            tools(start) if tools else None,
+            params.stop,
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+            params.min_tokens,
+        )
+
+    return make_answer
+
+
+@functools.lru_cache(maxsize=8)
+def added_token_texts(tokenizer: Tokenizer) -> frozenset[str]:
+    return frozenset(token.text for token in tokenizer.added_tokens.values())
+
+
+@functools.lru_cache(maxsize=8)
+def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(token_id for token_id, token in tokenizer.added_tokens.items() if token.is_special)

@@ -1,0 +1,94 @@
+"""From a request's fields to `SamplingParams`: what the request says, else what the model's generation_config says, else the default."""
+
+from typing import Any
+
+from penstock.api.common_protocol import GenerationFields
+from penstock.api.errors import ContextLengthExceeded
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.sampling_params import SamplingParams
+
+MAX_BIAS = 100.0
+TAKEN_AS_THEY_ARE = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+def sampling_params(
+    body: GenerationFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    thinking_token_budget: int | None = None,
+    defaults: dict[str, Any],
+    vocab_size: int,
+) -> SamplingParams:
+    """Raises `InvalidRequest` naming the field that is out of range.
+
+    `max_tokens`, `logprobs` and `prompt_logprobs` are given apart because the endpoints spell them differently.
+    """
+    chosen = {name: value for name in TAKEN_AS_THEY_ARE if (value := getattr(body, name)) is not None}
+    params = SamplingParams(
+        **{name: value for name, value in defaults.items() if name in TAKEN_AS_THEY_ARE and value is not None} | chosen,
+        max_tokens=max_tokens,
+        stop=stop_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logit_bias=clamped_bias(body.logit_bias),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
+        thinking_token_budget=thinking_token_budget,
+    )
+    if body.allowed_token_ids == []:
+        raise InvalidRequest("`allowed_token_ids` must not be empty: no token could be chosen", "allowed_token_ids")
+    params.check_token_ids(vocab_size)
+    return params
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """One string or several. An empty list is none; an empty string is refused further on."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def clamped_bias(bias: dict[int, float] | None) -> dict[int, float]:
+    return {token_id: max(-MAX_BIAS, min(MAX_BIAS, value)) for token_id, value in (bias or {}).items()}
+
+
+def token_limit(
+    requested: int | None, param: str, *, prompt_param: str, default: int | None, num_prompt_tokens: int, max_model_len: int
+) -> int:
+    """How many tokens may be generated: what was asked for; else the default, or all that the context has room for.
+
+    Raises `ContextLengthExceeded` with the numbers where the prompt, or what was asked for, does not fit.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 0 or (room == 0 and requested != 0):
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {num_prompt_tokens} tokens, "
+            "which leaves no room for an answer. Please shorten it.",
+            prompt_param,
+        )
+    if requested is None:
+        return room if default is None else min(default, room)
+    if requested > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {requested + num_prompt_tokens} tokens "
+            f"({num_prompt_tokens} in the prompt, {requested} for the answer). Please reduce `{param}` or the prompt.",
+            param,
+        )
+    return requested
