@@ -1,0 +1,196 @@
+"""From logits to tokens, batched over the sequences of a step."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from penstock.engine.bitmask import apply_bitmask
+from penstock.engine.draw import draw, most_probable, padded_width
+from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.logprobs import token_logprobs
+from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.penalties import apply_penalties
+from penstock.engine.sampling_state import SamplingState
+from torch import Tensor
+from torch.nn.functional import threshold
+
+# On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
+CPU_PASS_ELEMENTS = 2**19
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """One entry per row. `failures` maps a row to why it has no token; its token id and log probability then mean nothing."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def extend(self, other: "SamplerOutput") -> None:
+        self.failures.update((len(self.token_ids) + row, reason) for row, reason in other.failures.items())
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+
+
+class Sampler:
+    """Chooses the next token of every sequence.
+
+    Order: logits processors, allowed ids, logit bias, penalties, bad words and held-off stop ids, grammar bitmask, temperature, top-k,
+    top-p, min-p. Log probabilities come from the raw logits. A row's token depends on that row and its seed alone.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._width = padded_width(vocab_size)
+        self._shared_generator = random.Random()
+        self._rows_per_pass = max(1, CPU_PASS_ELEMENTS // self._width) if self.device.type == "cpu" else None
+
+    def sample(self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None) -> SamplerOutput:
+        """Logits in any float dtype, left as they are; columns from `vocab_size` on are ignored.
+
+        `bitmask_BW` is int32 [B, ceil(V / 32)], all ones where a row is unconstrained; None where all are. Not a number, or no token
+        left, fails that row alone.
+        """
+        output = SamplerOutput([], [])
+        step = self._rows_per_pass or max(1, len(states))
+        for start in range(0, len(states), step):
+            rows = slice(start, start + step)
+            output.extend(self._sample_pass(logits_BV[rows], states[rows], None if bitmask_BW is None else bitmask_BW[rows]))
+        return output
+
+    def _sample_pass(self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None) -> SamplerOutput:
+        work_BV = self._float_copy(logits_BV)
+        failures = self._run_processors(work_BV, states)
+        self._edit(work_BV, states)
+        if bitmask_BW is not None:
+            self._constrain(work_BV, bitmask_BW)
+        token_ids, is_possible = self._choose(work_BV, states)
+        for row, possible in enumerate(is_possible):
+            if not possible and row not in failures:
+                failures[row] = self._reason(logits_BV[row], work_BV[row])
+        return SamplerOutput(token_ids, self._logprobs(logits_BV, states, token_ids, failures), failures)
+
+    def _float_copy(self, logits_BV: Tensor) -> Tensor:
+        work_BV = torch.empty((len(logits_BV), self._width), dtype=torch.float32, device=logits_BV.device)
+        work_BV[:, : self.vocab_size] = logits_BV[:, : self.vocab_size]
+        work_BV[:, self.vocab_size :] = -torch.inf
+        return work_BV
+
+    def _run_processors(self, work_BV: Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
+        failures: dict[int, str] = {}
+        for row, state in enumerate(states):
+            try:
+                for processor in state.processors:
+                    _process(processor, state.token_ids, work_BV[row, : self.vocab_size])
+            except Exception as error:  # a plug-in's code: whatever it raises ends its own request
+                failures[row] = f"a logits processor raised {type(error).__name__}: {error}"
+        return failures
+
+    def _edit(self, work_BV: Tensor, states: Sequence[SamplingState]) -> None:
+        """Everything that changes a few tokens of a few rows."""
+        for row, state in enumerate(states):
+            if state.allowed_ids is not None:
+                kept = work_BV[row, state.allowed_ids]
+                work_BV[row] = -torch.inf
+                work_BV[row, state.allowed_ids] = kept
+            if state.bias_ids is not None:
+                work_BV[row, state.bias_ids] += state.biases
+        penalised = [(row, state.counts, state.penalties) for row, state in enumerate(states) if state.counts is not None]
+        if penalised:
+            apply_penalties(work_BV, *zip(*penalised, strict=True))
+        masked = [(row, token_id) for row, state in enumerate(states) for token_id in state.masked_ids()]
+        if masked:
+            rows, ids = torch.tensor(masked, device=work_BV.device).unbind(1)
+            work_BV[rows, ids] = -torch.inf
+
+    def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:
+        """Rows of all ones cost nothing: masking every row of a large batch for one grammar would."""
+        bitmask_BW = bitmask_BW[:, : -(-self.vocab_size // 32)]
+        rows = (bitmask_BW != -1).any(-1).nonzero()[:, 0].tolist()
+        if len(rows) == len(work_BV):
+            apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW)
+            return
+        for row in rows:
+            apply_bitmask(work_BV[row : row + 1, : self.vocab_size], bitmask_BW[row : row + 1])
+
+    def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[bool]]:
+        """A token for each row, and whether the row had any to give."""
+        token_ids = most_probable(work_BV)
+        best_B1 = work_BV.gather(1, token_ids[:, None])
+        is_possible: list[bool] = best_B1[:, 0].isfinite().tolist()
+        rows = [row for row, state in enumerate(states) if is_possible[row] and not state.params.is_greedy]
+        if len(rows) == len(states):
+            token_ids = self._draw(work_BV - best_B1, states)
+        elif rows:
+            token_ids[rows] = self._draw(work_BV[rows].sub_(best_B1[rows]), [states[row] for row in rows])
+        return token_ids.tolist(), is_possible
+
+    def _draw(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """Draws for rows that have a temperature. The logits' greatest is 0, lest a low temperature overflow; they are overwritten."""
+        params = [state.params for state in states]
+        logits_BV.div_(torch.tensor([[row.temperature] for row in params], dtype=torch.float32, device=logits_BV.device))
+        _keep_top_k(logits_BV, [state.top_k for state in states])
+        probs_BV = logits_BV.softmax(-1)
+        _drop_below_min_p(probs_BV, [row.min_p for row in params])
+        generators = [state.generator or self._shared_generator for state in states]
+        return draw(probs_BV, [row.top_p for row in params], [generator.random for generator in generators])
+
+    def _reason(self, logits_V: Tensor, work_V: Tensor) -> str:
+        logits_V = logits_V[: self.vocab_size]
+        if logits_V.isnan().any() or logits_V.isposinf().any():
+            return "the model's logits are not finite"
+        if work_V.isnan().any() or work_V.isposinf().any():
+            return "the logits are not finite after this request's penalties and logits processors"
+        return "no token is left to choose from: together the constraints of this request allow none here"
+
+    def _logprobs(
+        self, logits_BV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int], failures: dict[int, str]
+    ) -> list[TokenLogprobs | None]:
+        result: list[TokenLogprobs | None] = [None] * len(states)
+        asked = {row: count for row, state in enumerate(states) if (count := state.params.logprobs) is not None and row not in failures}
+        if asked:
+            rows = list(asked)
+            raw_BV = logits_BV if len(rows) == len(states) else logits_BV[rows]
+            entries = token_logprobs(raw_BV[:, : self.vocab_size], [token_ids[row] for row in rows], list(asked.values()))
+            for row, entry in zip(rows, entries, strict=True):
+                result[row] = entry
+        return result
+
+
+def _process(processor: LogitsProcessor, token_ids: list[int], logits_V: Tensor) -> None:
+    """Runs one processor and leaves its answer in `logits_V`, which it may have changed in place."""
+    changed = processor(token_ids, logits_V)
+    if not isinstance(changed, Tensor) or changed.shape != logits_V.shape:
+        shape = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+        raise TypeError(f"expected logits of shape {tuple(logits_V.shape)}, got {shape}")
+    if changed is not logits_V:
+        logits_V.copy_(changed)
+
+
+def _keep_top_k(logits_BV: Tensor, top_ks: Sequence[int | None]) -> None:
+    """Tokens that tie with the k-th stay, so that the answer does not hang on how topk orders ties."""
+    limits = [(row, top_k) for row, top_k in enumerate(top_ks) if top_k is not None]
+    if not limits:
+        return
+    rows, ks = zip(*limits, strict=True)
+    limited_BV = logits_BV if len(rows) == len(logits_BV) else logits_BV[list(rows)]
+    kth = limited_BV.topk(max(ks)).values.gather(1, torch.tensor(ks, device=logits_BV.device)[:, None] - 1)
+    for row, bound in zip(rows, _just_below(kth[:, 0]), strict=True):
+        threshold(logits_BV[row], bound, -torch.inf, inplace=True)
+
+
+def _drop_below_min_p(probs_BV: Tensor, min_ps: Sequence[float]) -> None:
+    rows = [row for row, min_p in enumerate(min_ps) if min_p > 0]
+    if not rows:
+        return
+    bounds = probs_BV[rows].amax(-1) * torch.tensor([min_ps[row] for row in rows], device=probs_BV.device)
+    for row, bound in zip(rows, _just_below(bounds), strict=True):
+        threshold(probs_BV[row], bound, 0.0, inplace=True)
+
+
+def _just_below(bounds: Tensor) -> list[float]:
+    """What a value must exceed to be at least the bound: torch's vectorized threshold keeps only what exceeds."""
+    below: list[float] = torch.nextafter(bounds, torch.full_like(bounds, -torch.inf)).tolist()
+    return below

@@ -1,0 +1,84 @@
+"""What the sampler knows of one sequence, from its first token to its last."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+import torch
+from penstock.engine.bad_words import BadWords
+from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.penalties import Penalties, TokenCounts
+from penstock.engine.sampling_params import SamplingParams
+from torch import Tensor
+
+MAX_LOGIT_BIAS = 100.0
+
+
+class SamplingState:
+    """Parameters, penalties' counts and random numbers of one sequence. Nothing in it belongs to the cache: it survives preemption.
+
+    `is_constrained` is set when the grammar's gate opens; from then on `min_tokens` is the grammar's to decide. `block_stop` keeps stop
+    ids from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        stop_token_ids: frozenset[int],
+        bad_words_ids: list[list[int]],
+        processors: list[LogitsProcessor],
+        seed_offset: int,
+        device: torch.device | str,
+    ) -> None:
+        device = torch.device(device)
+        self.params = params
+        self.processors = processors
+        self.is_constrained = False
+        self.block_stop = False
+        self.num_output_tokens = 0
+        # Python's generator hashes a negative seed like its absolute value.
+        self.generator = None if params.seed is None else random.Random((params.seed + seed_offset) % 2**64)
+        self.token_ids = list(prompt_token_ids) if processors else []
+        self._vocab_size = vocab_size
+        self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
+        self._bad_words = BadWords(ids for ids in bad_words_ids if all(token_id < vocab_size for token_id in ids))
+        self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self.counts: TokenCounts | None = None
+        if self.penalties != Penalties(1.0, 0.0, 0.0):
+            # Placeholders of images and the like stand in the prompt with ids beyond the vocabulary.
+            in_vocabulary = (token_id for token_id in prompt_token_ids if 0 <= token_id < vocab_size)
+            self.counts = TokenCounts(in_vocabulary if params.repetition_penalty != 1 else (), device)
+        self.allowed_ids = _ids_tensor(params.allowed_token_ids, device)
+        self.bias_ids = _ids_tensor(params.logit_bias, device)
+        self.biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64, device=device)
+        self.biases = self.biases.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float()
+
+    @property
+    def top_k(self) -> int | None:
+        """The `top_k` that takes something away, else None."""
+        return self.params.top_k if 0 < self.params.top_k < self._vocab_size else None
+
+    def append(self, token_id: int) -> None:
+        """A token was added to the output, sampled or forced."""
+        self.num_output_tokens += 1
+        self.block_stop = False
+        self._bad_words.append(token_id)
+        if self.counts is not None and token_id < self._vocab_size:
+            self.counts.append(token_id)
+        if self.processors:
+            self.token_ids.append(token_id)
+
+    def masked_ids(self) -> list[int]:
+        """Tokens that may not come next: the last ones of bad words, and stop ids while they are held off."""
+        masked = self._bad_words.completing_ids()
+        is_too_short = self.num_output_tokens < self.params.min_tokens and not self.is_constrained
+        if self.block_stop or is_too_short:
+            masked += self._stop_token_ids
+        return masked
+
+
+def _ids_tensor(token_ids: Iterable[int], device: torch.device) -> Tensor | None:
+    ids = list(token_ids)
+    return torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
