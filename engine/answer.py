@@ -13,8 +13,8 @@ class Answer:
     """What one sequence says, token by token.
 
     Stop strings apply to content, tool-call markup included, and never to reasoning. Once `stop_match` is set nothing more comes out but
-    what was held back before it: `finish` gives that, and `feed` must not be called again. Ids that end the sequence are fed only where
-    they are to be seen.
+    what was held back before it: `finish` gives that, and `feed` must not be called again. A stop string that is complete before
+    `min_tokens` have been fed ends nothing. Ids that end the sequence are fed only where they are to be seen.
     """
 
     def __init__(
@@ -25,10 +25,13 @@ class Answer:
         stop: Sequence[str],
         include_stop_str_in_output: bool,
         skip_special_tokens: bool,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._reasoning = reasoning
         self._stop_strings = StopStrings(stop, include_stop_str_in_output, skip_special_tokens=skip_special_tokens) if stop else None
+        self._num_tokens = 0
+        self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
         self._chain = ParserChain([parser for parser in (reasoning, self._stop_strings, tool_parser) if parser is not None])
         self.num_reasoning_tokens = 0
@@ -51,6 +54,9 @@ class Answer:
     def feed(self, token_id: int) -> list[Event]:
         """What is certain now that `token_id` is known."""
         assert self.stop_match is None, "the answer ended at a stop string"
+        self._num_tokens += 1
+        if self._stop_strings is not None:
+            self._stop_strings.is_armed = self._num_tokens >= self._min_tokens
         before = self.phase
         events = self._read(self._detokenizer.feed(token_id))
         if Phase.REASONING in (before, self.phase):

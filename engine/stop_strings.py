@@ -28,6 +28,8 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str], include_in_output: bool = False, *, skip_special_tokens: bool = True) -> None:
         self.match: str | None = None
+        self.is_armed = True
+        """While it is off, a stop string that becomes complete is text like any other."""
         self._include_in_output = include_in_output
         self._skip_special_tokens = skip_special_tokens
         self._node = self._root = _automaton(stop)
@@ -42,7 +44,7 @@ class StopStrings:
             return self._release(0)
         for position, character in enumerate(text, start=1):
             self._node = _step(self._node, character)
-            if self._node.match is not None:
+            if self._node.match is not None and self.is_armed:
                 self._hold(text[:position] if position < len(text) else text)
                 return self._end(self._node.match)
         self._hold(text)
