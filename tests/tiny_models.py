@@ -24,6 +24,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "glm4": {"partial_rotary_factor": 0.5},
     "cohere2": {**_ALTERNATING, "logit_scale": 0.5},
-    "gpt_oss": {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
 }
 

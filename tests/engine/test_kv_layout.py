@@ -2,7 +2,7 @@ import pytest
 import torch
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV, kv_layout
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.tiny_models import ARCHITECTURES, WINDOW, tiny_config, tiny_model
 
@@ -91,7 +91,7 @@ def test_an_attention_that_is_not_causal_is_refused() -> None:
 
 def test_tiny_models_depend_on_the_whole_context() -> None:
     for name in ARCHITECTURES:
-        model: AutoModelForCausalLM = tiny_model(name)
+        model = tiny_model(name)
         tokens = torch.randint(3, 300, (1, 10), generator=torch.Generator().manual_seed(1))
         other = tokens.clone()
         other[0, 0] += 1

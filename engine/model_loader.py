@@ -1,0 +1,148 @@
+"""A model directory turned into a model on its device, checked before its weights are read."""
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from penstock.engine.config import Dtype
+from penstock.engine.context_length import max_model_len
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_layout import LayerKV
+from penstock.engine.servable import check_servable, read_config
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+ATTENTION = "penstock_paged"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, in eval mode and without gradients, and what the engine needs to know of it.
+
+    `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer.
+    """
+
+    model: PreTrainedModel
+    config: PretrainedConfig
+    generation_config: GenerationConfig
+    kv_layout: list[LayerKV]
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits, which may exceed the number of tokens that the tokenizer knows."""
+        return int(self.config.vocab_size)
+
+
+def load_model(
+    directory: Path,
+    dtype: Dtype = "auto",
+    device: str = "auto",
+    *,
+    max_len: int | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str = ATTENTION,
+) -> LoadedModel:
+    """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
+
+    Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read.
+    """
+    config = read_config(directory, trust_remote_code)
+    layout = check_servable(config, trust_remote_code)
+    context = max_model_len(config, max_len)
+    _check_weight_files(directory)
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=torch_dtype,
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ConfigurationError(f"{directory} cannot be loaded: {error}") from error
+    model: PreTrainedModel
+    model, report = loaded
+    # transformers fills what is missing with random numbers and goes on.
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigurationError(f"{directory} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}, ...")
+    torch.nn.Module.to(model, torch_device)
+    return LoadedModel(
+        model=model.train(False).requires_grad_(False),
+        config=model.config,
+        generation_config=model.generation_config,
+        kv_layout=layout,
+        eos_token_ids=frozenset(_token_ids(model.generation_config.eos_token_id)) | frozenset(_token_ids(config.eos_token_id)),
+        max_model_len=context,
+        dtype=torch_dtype,
+        device=torch_device,
+    )
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises `ConfigurationError` for a device that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"--device {device} is not a device: use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"--device {device} is not supported: use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"--device {device}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
+    return resolved
+
+
+def resolve_dtype(dtype: Dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    """`auto` is the stored type on a GPU, and on a CPU bfloat16 where it has instructions for it, else float32."""
+    named = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if dtype != "auto":
+        if dtype not in named:
+            raise ConfigurationError(f"--dtype {dtype} is not one of auto, {', '.join(named)}")
+        return named[dtype]
+    if device.type == "cuda":
+        wanted = stored or torch.bfloat16
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.float16 if wanted == torch.bfloat16 and not has_bfloat16 else wanted
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware; where it does not, bfloat16 is slower than float32."""
+    abilities = torch.cpu.get_capabilities()
+    return any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def _check_weight_files(directory: Path) -> None:
+    """Raises `ConfigurationError` naming the weight files that are not there."""
+    index = directory / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigurationError(f"{index} is not an index of weight files: {error}") from error
+    missing = sorted(name for name in names if not (directory / name).is_file())
+    if missing:
+        hint = "" if index.is_file() else "; weights in other formats than safetensors are not read"
+        raise ConfigurationError(f"{directory} lacks {', '.join(missing)}{hint}")
+
+
+def _token_ids(value: int | Iterable[int] | None) -> Iterable[int]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else value
