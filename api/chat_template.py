@@ -81,7 +81,7 @@ class ChatTemplate:
         template: str | None = None,
     ) -> RenderedPrompt:
         """Raises `InvalidRequest` with the template's own message where it refuses the conversation, fails, or takes too long."""
-        source = template or (self.tool_source if tools and self.tool_source else self.source)
+        source = template or self.source_for(tools)
         if source is None:
             raise InvalidRequest(
                 "the model has no chat template: use /v1/completions, or start the server with --chat-template", "messages"
@@ -102,6 +102,10 @@ class ChatTemplate:
             raise InvalidRequest("the chat template recurses too deeply", "messages") from None
         finally:
             timer.cancel()
+
+    def source_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        """The template that a conversation with these tools is rendered with."""
+        return self.tool_source if tools and self.tool_source else self.source
 
     def _variables(self, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         kwargs = template_kwargs or {}

@@ -89,8 +89,9 @@ class Metrics:
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence.", TOKEN_BUCKETS)
 
-    def begin(self) -> "RequestTimer":
-        return RequestTimer(self)
+    def begin(self, arrived: float) -> "RequestTimer":
+        """`arrived` is when the request came, by the monotonic clock."""
+        return RequestTimer(self, arrived)
 
     def count_finished(self, reason: str) -> None:
         self._success.labels(self._model_name, reason).inc()
@@ -112,9 +113,9 @@ class RequestTimer:
 
     __slots__ = ("_metrics", "_start", "num_generation_tokens", "num_prompt_tokens", "time_to_first_token")
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
         self._metrics = metrics
-        self._start = time.monotonic()
+        self._start = arrived
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.time_to_first_token: float | None = None
@@ -160,6 +161,7 @@ class _SequenceTimes:
 
 
 METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
+ARRIVED: web.RequestKey[float] = web.RequestKey("arrived", float)
 TIMER: web.RequestKey[RequestTimer] = web.RequestKey("timer", RequestTimer)
 
 
@@ -168,7 +170,7 @@ def begin_timer(request: web.Request) -> RequestTimer:
 
     A handler writes `begin_timer(request).watch(engine.generate(...))` in place of `engine.generate(...)`.
     """
-    timer = request.app[METRICS].begin()
+    timer = request.app[METRICS].begin(request[ARRIVED])
     request[TIMER] = timer
     return timer
 

@@ -1,17 +1,20 @@
 """What happens around every handler: request id, access log, errors as bodies, API key, CORS, and no new work while stopping."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import re
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 from penstock.api.context import CONTEXT
 from penstock.api.errors import error_body, error_response, json_response
-from penstock.api.metrics import TIMER
+from penstock.api.metrics import ARRIVED, TIMER
 from penstock.engine.errors import EngineUnavailable, PenstockError
 
 access_log = logging.getLogger("penstock.access")
@@ -25,12 +28,33 @@ VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class Gate:
-    """Whether the server takes new requests."""
-
-    __slots__ = ("is_open",)
+    """Whether the server takes new requests, and how many it is answering."""
 
     def __init__(self) -> None:
         self.is_open = True
+        self.num_inside = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        self.num_inside += 1
+        self._is_empty.clear()
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+            if not self.num_inside:
+                self._is_empty.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Closes the gate and waits for the requests inside; False where some are left after `seconds`."""
+        self.is_open = False
+        try:
+            await asyncio.wait_for(self._is_empty.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
 
 GATE: web.AppKey[Gate] = web.AppKey("gate", Gate)
@@ -41,14 +65,14 @@ async def identify_and_log(request: web.Request, handler: Handler) -> web.Stream
     """Outermost: gives the request its id, the client's own where it sent one, and writes one line when the answer is out."""
     offered = request.headers.get("x-request-id", "")
     request[REQUEST_ID] = offered if VALID_REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
-    start = time.monotonic()
+    request[ARRIVED] = time.monotonic()
     status = CLIENT_CLOSED_REQUEST
     try:
         response = await handler(request)
         status = response.status
         return response
     finally:
-        access_log.info("%s", access_line(request, status, time.monotonic() - start))
+        access_log.info("%s", access_line(request, status, time.monotonic() - request[ARRIVED]))
 
 
 def access_line(request: web.Request, status: int, seconds: float) -> str:
@@ -104,9 +128,11 @@ def cut_off(request: web.Request, started: web.StreamResponse, error: Exception)
 
 @web.middleware
 async def refuse_while_stopping(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if not request.app[GATE].is_open and request.path not in OPEN_PATHS:
+    gate = request.app[GATE]
+    if not gate.is_open and request.path not in OPEN_PATHS:
         raise EngineUnavailable("the server is shutting down")
-    return await handler(request)
+    with gate.enter():
+        return await handler(request)
 
 
 @web.middleware

@@ -7,9 +7,10 @@ import msgspec
 from aiohttp import web
 from penstock.api.chat_protocol import ChatMessage
 from penstock.api.context import CONTEXT, ServerContext
-from penstock.api.decoding import decode
 from penstock.api.errors import json_response
-from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.api.messages import template_kwargs, template_messages
+from penstock.api.prompts import encode_text, read_body, served_model
+from penstock.engine.errors import InvalidRequest
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -20,7 +21,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[ChatMessage] | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -46,57 +47,45 @@ class DetokenizeResponse(msgspec.Struct):
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize."""
     context = request.app[CONTEXT]
-    body, _ = decode(await request.read(), TokenizeRequest, allow_unknown_fields=context.options.allow_unknown_fields)
-    check_model(context, body.model)
-    text, add_special_tokens = await _text_of(context, body)
-
-    def encode() -> TokenizeResponse:
-        tokens = context.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
-        return TokenizeResponse(tokens, len(tokens), context.max_model_len, strings)
-
-    return json_response(await asyncio.get_running_loop().run_in_executor(context.workers, encode))
+    body, headers = await read_body(request, TokenizeRequest)
+    served_model(context, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either `prompt` or `messages`", "prompt")
+    if body.messages is None:
+        text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
+    else:
+        text, add_special_tokens = await _render(context, body, body.messages), body.add_special_tokens is True
+    tokens = await encode_text(context, text, add_special_tokens=add_special_tokens)
+    strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
+    return json_response(TokenizeResponse(tokens, len(tokens), context.max_model_len, strings), headers=headers)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize."""
     context = request.app[CONTEXT]
-    body, _ = decode(await request.read(), DetokenizeRequest, allow_unknown_fields=context.options.allow_unknown_fields)
-    check_model(context, body.model)
+    body, headers = await read_body(request, DetokenizeRequest)
+    served_model(context, body.model)
     for index, token_id in enumerate(body.tokens):
         if not 0 <= token_id < context.vocab_size:
             raise InvalidRequest(f"token id {token_id} is outside the vocabulary of {context.vocab_size} tokens", f"tokens[{index}]")
-
-    def decode_tokens() -> DetokenizeResponse:
-        return DetokenizeResponse(context.tokenizer.decode(body.tokens, skip_special_tokens=False))
-
-    return json_response(await asyncio.get_running_loop().run_in_executor(context.workers, decode_tokens))
+    loop = asyncio.get_running_loop()
+    text = await loop.run_in_executor(context.workers, lambda: context.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return json_response(DetokenizeResponse(text), headers=headers)
 
 
-def check_model(context: ServerContext, name: str | None) -> None:
-    """Raises `NoSuchModel`; no name at all means the model that is served."""
-    if name is not None and name not in context.model_names:
-        raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")
-
-
-async def _text_of(context: ServerContext, body: TokenizeRequest) -> tuple[str, bool]:
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give either `prompt` or `messages`", "prompt")
-    if body.messages is None:
-        assert body.prompt is not None
-        return body.prompt, body.add_special_tokens is not False
-    if not body.messages:
-        raise InvalidRequest("`messages` is empty", "messages")
+async def _render(context: ServerContext, body: TokenizeRequest, messages: list[ChatMessage]) -> str:
+    """The prompt that /v1/chat/completions would make of the same fields."""
     if body.chat_template is not None and not context.options.trust_request_chat_template:
-        raise InvalidRequest("the server does not take templates from requests", "chat_template")
+        raise InvalidRequest("a chat template in the request is refused: start with --trust-request-chat-template", "chat_template")
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest("`continue_final_message` needs `add_generation_prompt` to be false", "continue_final_message")
+    source = body.chat_template or context.chat_template.source_for(body.tools)
     rendered = await context.chat_template.render(
-        [msgspec.to_builtins(message) for message in body.messages],
+        template_messages(messages, knows_developer="developer" in (source or "")),
         body.tools,
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs=template_kwargs(body.chat_template_kwargs, None),
         template=body.chat_template,
     )
-    return rendered.text, body.add_special_tokens is True
+    return rendered.text
