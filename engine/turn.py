@@ -22,10 +22,17 @@ class Turn:
     tool_choice: str = "none"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def phase(self, start_marker: str, end_marker: str) -> Phase:
-        """REASONING where the last marker in the tail is `start_marker`, CONTENT where it is `end_marker`, UNDECIDED with neither."""
-        start = self.prompt_tail.rfind(start_marker)
-        end = self.prompt_tail.rfind(end_marker)
-        if start == end:
+    def phase(self, starts: str | Sequence[str], ends: str | Sequence[str], boundaries: Sequence[str] = ()) -> Phase:
+        """REASONING where the last marker in the tail is one of `starts`, CONTENT where it is one of `ends`, UNDECIDED with neither.
+
+        Markers before the last of `boundaries` belong to an earlier turn and are not looked at.
+        """
+        boundary = self._last(boundaries)
+        start = self._last((starts,) if isinstance(starts, str) else starts)
+        end = self._last((ends,) if isinstance(ends, str) else ends)
+        if max(start, end) <= boundary:
             return Phase.UNDECIDED
         return Phase.REASONING if start > end else Phase.CONTENT
+
+    def _last(self, markers: Sequence[str]) -> int:
+        return max((self.prompt_tail.rfind(marker) for marker in markers), default=-1)

@@ -1,0 +1,253 @@
+"""Loads plug-ins and keeps what they registered: built in, installed, or named on the command line."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import Distribution, EntryPoint, distributions, packages_distributions, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pluggy
+from penstock import __version__
+from penstock.engine import hooks
+from penstock.engine.errors import ConfigurationError
+from penstock.plugins.registry import Registry
+
+GROUP = "penstock"
+BUILT_INS = (
+    "penstock.plugins.reasoning.deepseek_r1",
+    "penstock.plugins.reasoning.qwen3",
+    "penstock.plugins.reasoning.granite",
+    "penstock.plugins.tools.hermes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a plug-in comes from. A file and a module outside any distribution have neither distribution nor version."""
+
+    plugin: str
+    distribution: str | None = None
+    version: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.plugin!r} of {self.distribution} {self.version}" if self.distribution else f"{self.plugin!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One row of `penstock plugins`."""
+
+    kind: str
+    name: str
+    plugin: str
+    distribution: str | None
+    version: str | None
+    is_active: bool
+
+
+class Plugins:
+    """Everything that plug-ins have registered, by kind and name.
+
+    Nothing is loaded by making one: call `load_builtins`, `load_entry_points` and `load`, in this order, and `check` at the end, or use
+    `start`. Every mistake is a `ConfigurationError` that names the plug-in. `without` drops plug-ins or single registered names.
+    """
+
+    def __init__(self, without: Iterable[str] = ()) -> None:
+        self.reasoning_parsers = Registry[hooks.ReasoningParserFactory]("reasoning parser", "register_reasoning_parsers", is_choice=True)
+        self.tool_parsers = Registry[hooks.ToolParserFactory]("tool parser", "register_tool_parsers", is_choice=True)
+        self.logits_processors = Registry[hooks.LogitsProcessorFactory]("logits processor", "register_logits_processors")
+        self.grammar_backends = Registry[hooks.GrammarBackendFactory]("grammar backend", "register_grammar_backends")
+        self._manager = pluggy.PluginManager(GROUP)
+        self._manager.add_hookspecs(hooks)
+        self._origins: dict[str, Origin] = {}
+        self._without = frozenset(without)
+        self._dropped: set[str] = set()
+
+    @classmethod
+    def start(cls, names: Sequence[str] = (), without: Sequence[str] = ()) -> "Plugins":
+        """Loads the built-ins, what is installed, and `names` in their order; then checks."""
+        plugins = cls(without)
+        plugins.load_builtins()
+        plugins.load_entry_points()
+        for name in names:
+            plugins.load(name)
+        plugins.check()
+        return plugins
+
+    @property
+    def registries(self) -> tuple[Registry[Any], ...]:
+        return (self.reasoning_parsers, self.tool_parsers, self.logits_processors, self.grammar_backends)
+
+    @property
+    def reasoning_parser(self) -> hooks.ReasoningParserFactory | None:
+        """The one that `--plugin` selected."""
+        return self.reasoning_parsers.active_factory
+
+    @property
+    def tool_parser(self) -> hooks.ToolParserFactory | None:
+        """The one that `--plugin` selected."""
+        return self.tool_parsers.active_factory
+
+    def load_builtins(self) -> None:
+        """The plug-ins that come with the server."""
+        for module in BUILT_INS:
+            self._add(Origin(module, GROUP, __version__), partial(importlib.import_module, module))
+
+    def load_entry_points(self) -> None:
+        """What installed distributions offer in the entry-point group `penstock`."""
+        for distribution, entry_point in _entry_points():
+            origin = Origin(entry_point.name, distribution.metadata["Name"], distribution.version)
+            self._add(origin, entry_point.load)
+
+    def load(self, name: str) -> None:
+        """Activates what `name` stands for: a registered name, a plug-in's name, a Python file, or a module.
+
+        A file or module is loaded first. Activating selects the reasoning parser and the tool parser; of each there can be one.
+        """
+        if name in self._without:
+            raise ConfigurationError(f"`--plugin {name}` and `--without {name}` contradict each other")
+        registries = [registry for registry in self.registries if name in registry]
+        for registry in registries:
+            registry.activate(name)
+        if registries:
+            return
+        plugin = self._load_new(name)
+        for registry in self.registries:
+            registry.activate_plugin(plugin)
+
+    def _load_new(self, name: str) -> str:
+        """Loads a file or module that is not loaded yet; returns the plug-in's name."""
+        if name in self._origins:
+            return name
+        if name.endswith(".py"):
+            path = Path(name).expanduser().resolve()
+            if not path.is_file():
+                raise ConfigurationError(f"`--plugin {name}`: there is no such file")
+            if str(path) not in self._origins:
+                self._add(Origin(str(path)), partial(_load_file, path))
+            return str(path)
+        if not _is_module(name):
+            self._raise_unknown("--plugin", name)
+        # An installed plug-in is known by its entry point's name, and may be asked for by its module's.
+        loaded = self._manager.get_name(sys.modules.get(name))
+        if loaded is None:
+            self._add(_module_origin(name), partial(importlib.import_module, name))
+        return loaded or name
+
+    def check(self) -> None:
+        """Raises where `without` names nothing that was found, or a plug-in left open which of its parsers is meant."""
+        for name in sorted(self._without - self._dropped):
+            self._raise_unknown("--without", name)
+        for registry in self.registries:
+            registry.check()
+
+    def listing(self) -> list[Listing]:
+        """What is loaded, by kind and name."""
+        rows = []
+        for registry in self.registries:
+            for name, origin in sorted(registry.origins.items()):
+                source = self._origins[origin]
+                rows.append(Listing(registry.kind, name, origin, source.distribution, source.version, name == registry.active))
+        return rows
+
+    def _add(self, origin: Origin, load: Callable[[], object]) -> None:
+        """Imports a plug-in, checks its hooks and runs them."""
+        if origin.plugin in self._without:
+            self._dropped.add(origin.plugin)
+            return
+        if origin.plugin in self._origins:
+            raise ConfigurationError(f"two plug-ins have one name: {self._origins[origin.plugin]} and {origin}")
+        self._origins[origin.plugin] = origin
+        try:
+            plugin = load()
+        except Exception as error:
+            raise ConfigurationError(f"plug-in {origin} cannot be loaded: {type(error).__name__}: {error}") from error
+        try:
+            self._manager.register(plugin, name=origin.plugin)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            problem = " ".join(str(error).split())
+            raise ConfigurationError(f"plug-in {origin} has a wrong hook: {problem}{self._nearest_hook(plugin)}") from error
+        except ValueError as error:
+            raise ConfigurationError(f"plug-in {origin} is loaded already, under another name") from error
+        self._run_hooks(plugin, origin)
+
+    def _run_hooks(self, plugin: object, origin: Origin) -> None:
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        if not self._manager.get_hookcallers(plugin):
+            raise ConfigurationError(f"plug-in {origin} implements no hook: mark its functions with `@hookimpl` from penstock")
+        for registry in self.registries:
+            caller = self._manager.subset_hook_caller(registry.hook, others)
+            try:
+                caller(register=partial(self._register, registry, origin))
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                raise ConfigurationError(f"plug-in {origin} failed in {registry.hook}: {type(error).__name__}: {error}") from error
+
+    def _register(self, registry: Registry[Any], origin: Origin, name: str, factory: Any) -> None:
+        if not isinstance(name, str) or not name or not callable(factory):
+            raise ConfigurationError(f"plug-in {origin} called register({name!r}, {factory!r}): it takes a name and a factory")
+        if name in self._without:
+            self._dropped.add(name)
+            return
+        if name in registry:
+            raise ConfigurationError(
+                f"{registry.kind} {name!r} is registered twice: by plug-in {self._origins[registry.origins[name]]} and by plug-in {origin}"
+            )
+        registry.add(name, origin.plugin, factory)
+
+    def _names(self) -> list[str]:
+        return sorted({name for registry in self.registries for name in registry})
+
+    def _raise_unknown(self, option: str, name: str) -> NoReturn:
+        near = difflib.get_close_matches(name, [*self._names(), *self._origins], n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the registered names are {', '.join(self._names())}"
+        kinds = "registered name, plug-in, module or .py file" if option == "--plugin" else "registered name or plug-in"
+        raise ConfigurationError(f"`{option} {name}`: no {kinds} of that name; {hint}")
+
+    def _nearest_hook(self, plugin: object) -> str:
+        known = [registry.hook for registry in self.registries]
+        for name in dir(plugin):
+            if self._manager.parse_hookimpl_opts(plugin, name) is not None and name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+                return f"; did you mean {near[0]!r}?"
+        return ""
+
+
+def _entry_points() -> list[tuple[Distribution, EntryPoint]]:
+    """Once each: an editable install may be found twice on the path."""
+    found: dict[tuple[str, str], tuple[Distribution, EntryPoint]] = {}
+    for distribution in distributions():
+        for entry_point in distribution.entry_points:
+            if entry_point.group == GROUP:
+                found.setdefault((distribution.metadata["Name"], entry_point.name), (distribution, entry_point))
+    return [found[key] for key in sorted(found)]
+
+
+def _load_file(path: Path) -> object:
+    name = f"penstock_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look a class's module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _module_origin(name: str) -> Origin:
+    owners = packages_distributions().get(name.partition(".")[0], [])
+    return Origin(name, owners[0], version(owners[0])) if owners else Origin(name)

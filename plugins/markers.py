@@ -1,0 +1,188 @@
+"""Finds a format's markers in text that arrives in pieces: the marker cut in two is solved here, once, for every parser."""
+
+from collections import deque
+from itertools import groupby
+
+from penstock.engine.events import SpecialText
+from penstock.plugins.automaton import MarkerAutomaton, compile_markers
+
+
+class MarkerBuffer:
+    """Text that has arrived and has not been given out yet; holds back at most a partial marker.
+
+    Of several markers the one that is complete first counts, and of two that end together the longer. Text comes out as pieces: every
+    `SpecialText` by itself, in order. A marker that `added_tokens` holds matches only such a piece; any other matches plain text.
+    """
+
+    def __init__(self, added_tokens: frozenset[str] = frozenset()) -> None:
+        self._added_tokens = added_tokens
+        self._automata: dict[tuple[str, ...], MarkerAutomaton] = {}
+        self._automaton: MarkerAutomaton | None = None
+        self._state = 0
+        self._held: list[str] = []  # as many symbols as the depth of the state: they may yet become a marker
+        self._space: list[str] = []  # white space before a marker that `take_start` is waiting for
+        self._unread: deque[str] = deque()
+        self._offset = 0  # into the first unread piece, so that a long one is never copied
+
+    def feed(self, piece: str) -> None:
+        """Adds text as it arrived. A `SpecialText` is a piece of its own."""
+        if piece:
+            self._unread.append(piece)
+
+    def take_until(self, *markers: str) -> tuple[list[str], str | None]:
+        """The pieces before the first marker, and that marker as it came, which is used up too; None where no marker has come yet."""
+        assert not self._space, "take_start has not decided yet"
+        automaton = self._use(markers)
+        taken: list[str] = []
+        while (piece := self.peek()) is not None:
+            if isinstance(piece, SpecialText):
+                self._offset = len(piece)
+                self._held.append(piece)
+                self._move(automaton, automaton.step(self._state, piece), 1, taken)
+            else:
+                self._read(automaton, piece, taken)
+            found = automaton.found[self._state]
+            if found is not None:
+                return join_pieces(taken), self._take_marker(found[0])
+        return join_pieces(taken), None
+
+    def _take_marker(self, marker: str) -> str:
+        if len(self._held) == 1:
+            marker = self._held[0]
+        self._state = 0
+        self._held.clear()
+        return marker
+
+    def _read(self, automaton: MarkerAutomaton, piece: str, taken: list[str]) -> None:
+        """Reads plain text to its end, or to the end of the first marker."""
+        start = self._offset
+        position = start
+        state = self._state
+        while position < len(piece):
+            if state == 0:
+                first = automaton.first.search(piece, position)
+                if first is None:
+                    position = len(piece)
+                    break
+                position = first.start()
+            state = automaton.step(state, piece[position])
+            position += 1
+            if automaton.found[state] is not None:
+                break
+        self._offset = position
+        num_symbols = position - start
+        num_kept = self._num_kept(automaton, state)
+        if num_kept < num_symbols:  # what was held before is text after all
+            taken.extend(self._held)
+            self._held.clear()
+            taken.append(piece[start : position - num_kept])
+            if num_kept:
+                self._held.append(piece[position - num_kept : position])
+            self._state = state
+        else:
+            self._held.append(piece[start:position])
+            self._held = join_pieces(self._held)
+            self._move(automaton, state, num_symbols, taken)
+
+    def _move(self, automaton: MarkerAutomaton, state: int, num_symbols: int, taken: list[str]) -> None:
+        """Enters `state` with `num_symbols` more held, and lets go of those that the state does not hold."""
+        surplus = automaton.depths[self._state] + num_symbols - self._num_kept(automaton, state)
+        while surplus > 0:
+            piece = self._held.pop(0)
+            num_symbols = 1 if isinstance(piece, SpecialText) else len(piece)
+            if num_symbols > surplus:
+                self._held.insert(0, piece[surplus:])
+                piece = piece[:surplus]
+            taken.append(piece)
+            surplus -= num_symbols
+        self._state = state
+
+    @staticmethod
+    def _num_kept(automaton: MarkerAutomaton, state: int) -> int:
+        found = automaton.found[state]
+        return found[1] if found is not None else automaton.depths[state]
+
+    def take_start(self, *markers: str) -> tuple[list[str], str | None] | None:
+        """White space and the marker right after it; the marker is None where something else follows, which is left in the buffer.
+
+        None altogether while that cannot be told: all that has come is white space and perhaps part of a marker.
+        """
+        automaton = self._use(markers)
+        while (piece := self.peek()) is not None:
+            symbol = piece if isinstance(piece, SpecialText) else piece[self._offset]
+            if not self._state and symbol.isspace():
+                self._space.append(symbol)
+                self._offset += len(symbol)
+                continue
+            state = automaton.step(self._state, symbol)
+            if automaton.depths[state] <= automaton.depths[self._state]:
+                self._restart()
+                return self._take_space(), None
+            self._offset += len(symbol)
+            self._held = join_pieces([*self._held, symbol])
+            self._state = state
+            if automaton.depths[state] == self._num_kept(automaton, state) and (found := automaton.found[state]):
+                return self._take_space(), self._take_marker(found[0])
+        return None
+
+    def _take_space(self) -> list[str]:
+        space, self._space = self._space, []
+        return join_pieces(space)
+
+    def peek(self) -> str | None:
+        """The first unread piece whole, of which `skip` has passed `offset` characters; None where all has been read."""
+        while self._unread and self._offset >= len(self._unread[0]):
+            self._unread.popleft()
+            self._offset = 0
+        return self._unread[0] if self._unread else None
+
+    @property
+    def offset(self) -> int:
+        return self._offset
+
+    def skip(self, num_characters: int) -> None:
+        """Takes characters of the piece that `peek` gave, for a parser that reads a stretch by itself. Nothing may be held back then."""
+        assert not self._held
+        assert not self._space
+        self._offset += num_characters
+
+    def finish(self) -> list[str]:
+        """Everything that is left."""
+        self._restart()
+        rest = self._take_space()
+        while (piece := self.peek()) is not None:
+            rest.append(piece if isinstance(piece, SpecialText) else piece[self._offset :])
+            self._offset = len(piece)
+        return join_pieces(rest)
+
+    def _use(self, markers: tuple[str, ...]) -> MarkerAutomaton:
+        automaton = self._automata.get(markers)
+        if automaton is None:
+            automaton = self._automata[markers] = compile_markers(markers, self._added_tokens)
+        if automaton is not self._automaton:
+            self._restart()
+            self._automaton = automaton
+        return automaton
+
+    def _restart(self) -> None:
+        """Puts what is held back in front again: other markers are looked for from here on, so it has to be read under those."""
+        self._state = 0
+        if self._held:
+            if self._offset:
+                rest = self._unread.popleft()[self._offset :]
+                self._offset = 0
+                if rest:
+                    self._unread.appendleft(rest)
+            self._unread.extendleft(reversed(self._held))
+            self._held.clear()
+
+
+def join_pieces(pieces: list[str]) -> list[str]:
+    """The same pieces with plain text joined to plain text."""
+    if len(pieces) < 2:
+        return pieces
+    joined: list[str] = []
+    for is_special, run in groupby(pieces, key=lambda piece: isinstance(piece, SpecialText)):
+        texts = list(run)
+        joined += texts if is_special else ["".join(texts)]
+    return joined

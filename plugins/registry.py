@@ -1,0 +1,69 @@
+"""The names of one kind that plug-ins have registered, and which of them is in use."""
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from penstock.engine.errors import ConfigurationError
+
+Factory = TypeVar("Factory")
+
+
+class Registry(Mapping[str, Factory]):
+    """Factories by name, in the order in which they were registered.
+
+    `origins` has the plug-in that registered each name. Where `is_choice`, an answer is read by one of them, `active`.
+    """
+
+    def __init__(self, kind: str, hook: str, *, is_choice: bool = False) -> None:
+        self.kind = kind
+        self.hook = hook
+        self.is_choice = is_choice
+        self.origins: dict[str, str] = {}
+        self.active: str | None = None
+        self._factories: dict[str, Factory] = {}
+        self._undecided: dict[str, list[str]] = {}  # plug-ins that were activated and offer several
+
+    def __getitem__(self, name: str) -> Factory:
+        return self._factories[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._factories)
+
+    def __len__(self) -> int:
+        return len(self._factories)
+
+    @property
+    def active_factory(self) -> Factory | None:
+        return None if self.active is None else self._factories[self.active]
+
+    def add(self, name: str, plugin: str, factory: Factory) -> None:
+        assert name not in self._factories
+        self._factories[name] = factory
+        self.origins[name] = plugin
+
+    def activate(self, name: str) -> None:
+        """Selects a name. Raises `ConfigurationError` where another is selected already."""
+        if not self.is_choice or self.active == name:
+            return
+        if self.active is not None:
+            raise ConfigurationError(
+                f"two {self.kind}s cannot be active at once: {self.active!r} of plug-in {self.origins[self.active]!r} "
+                f"and {name!r} of plug-in {self.origins[name]!r}"
+            )
+        self.active = name
+
+    def activate_plugin(self, plugin: str) -> None:
+        """Selects what a plug-in registered; where it registered several factories, a name has to be given as well."""
+        names = [name for name, origin in self.origins.items() if origin == plugin]
+        if len({id(self._factories[name]) for name in names}) > 1:
+            self._undecided[plugin] = names
+        elif names:
+            self.activate(names[0])
+
+    def check(self) -> None:
+        """Raises `ConfigurationError` where an activated plug-in offers several of this kind and none of them was chosen."""
+        for plugin, names in self._undecided.items():
+            if self.is_choice and self.active not in names:
+                raise ConfigurationError(
+                    f"plug-in {plugin!r} has several {self.kind}s: choose one with `--plugin NAME`, which is one of {', '.join(names)}"
+                )

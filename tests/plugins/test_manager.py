@@ -1,0 +1,238 @@
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.turn import Turn
+from penstock.plugins.manager import Plugins
+
+WriteFile = Callable[[str, str], str]
+
+REASONING = """
+    from penstock import hookimpl
+    from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+
+    @hookimpl
+    def register_reasoning_parsers(register):
+        register("{name}", deepseek_r1)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteFile:
+    def write_file(name: str, source: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return str(path)
+
+    return write_file
+
+
+@pytest.fixture
+def install(write: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+    """Puts a distribution with one entry point on the path, as an installer would."""
+
+    def install_distribution(distribution: str, entry_point: str, source: str) -> None:
+        module = distribution.replace("-", "_")
+        write(f"site/{module}.py", source)
+        write(f"site/{module}-1.2.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
+        write(f"site/{module}-1.2.dist-info/entry_points.txt", f"[penstock]\n{entry_point} = {module}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    return install_distribution
+
+
+def test_nothing_is_registered_before_it_is_loaded() -> None:
+    assert all(not registry for registry in Plugins().registries)
+
+
+def test_built_in_plugins_come_through_the_hooks_of_everyone() -> None:
+    plugins = Plugins.start()
+    assert {"deepseek_r1", "qwen3", "granite"} <= set(plugins.reasoning_parsers)
+    assert "hermes" in plugins.tool_parsers
+    rows = {(row.kind, row.name): row for row in plugins.listing()}
+    row = rows["tool parser", "hermes"]
+    assert (row.plugin, row.distribution, row.is_active) == ("penstock.plugins.tools.hermes", "penstock", False)
+    assert row.version
+
+
+def test_a_name_selects_the_parser_of_that_name() -> None:
+    plugins = Plugins.start(["deepseek_r1", "hermes"])
+    assert plugins.reasoning_parser is plugins.reasoning_parsers["deepseek_r1"]
+    assert plugins.tool_parser is plugins.tool_parsers["hermes"]
+    assert [row.name for row in plugins.listing() if row.is_active] == ["deepseek_r1", "hermes"]
+
+
+def test_without_a_name_no_parser_is_selected() -> None:
+    plugins = Plugins.start()
+    assert plugins.reasoning_parser is None
+    assert plugins.tool_parser is None
+
+
+def test_the_same_parser_may_be_named_twice() -> None:
+    assert Plugins.start(["qwen3", "qwen3"]).reasoning_parsers.active == "qwen3"
+
+
+def test_two_reasoning_parsers_are_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"two reasoning parsers .*'deepseek_r1'.*'qwen3'"):
+        Plugins.start(["deepseek_r1", "qwen3"])
+
+
+def test_an_unknown_name_is_answered_with_near_ones() -> None:
+    with pytest.raises(ConfigurationError, match=r"--plugin deepseek_r2.*did you mean 'deepseek_r1'"):
+        Plugins.start(["deepseek_r2"])
+
+
+def test_a_name_unlike_any_other_is_answered_with_all() -> None:
+    with pytest.raises(ConfigurationError, match=r"the registered names are .*hermes"):
+        Plugins.start(["zzzz"])
+
+
+def test_a_file_is_loaded_and_its_parser_selected(write: WriteFile) -> None:
+    path = write("mine.py", REASONING.format(name="mine"))
+    plugins = Plugins.start([path])
+    assert plugins.reasoning_parsers.active == "mine"
+    row = next(row for row in plugins.listing() if row.name == "mine")
+    assert (row.plugin, row.distribution, row.version) == (path, None, None)
+
+
+def test_a_module_is_loaded_and_its_parser_selected(write: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("my_penstock_module.py", REASONING.format(name="mine"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert Plugins.start(["my_penstock_module"]).reasoning_parsers.active == "mine"
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no such file"):
+        Plugins.start(["nowhere/missing.py"])
+
+
+def test_a_file_that_implements_no_hook_is_refused(write: WriteFile) -> None:
+    path = write("forgot.py", "def register_tool_parsers(register):\n    pass\n")
+    with pytest.raises(ConfigurationError, match=r"forgot\.py.*implements no hook.*@hookimpl"):
+        Plugins.start([path])
+
+
+def test_a_file_with_several_parsers_has_to_be_narrowed_down(write: WriteFile) -> None:
+    source = """
+        from penstock import hookimpl
+        from penstock.plugins.reasoning.qwen3 import qwen3
+        from penstock.plugins.reasoning.granite import granite
+
+        @hookimpl
+        def register_reasoning_parsers(register):
+            register("one", qwen3)
+            register("two", granite)
+    """
+    path = write("several.py", source)
+    with pytest.raises(ConfigurationError, match=r"several reasoning parsers.*one, two"):
+        Plugins.start([path])
+    assert Plugins.start([path, "two"]).reasoning_parsers.active == "two"
+
+
+def test_several_names_of_one_parser_need_no_choice(write: WriteFile) -> None:
+    source = """
+        from penstock import hookimpl
+        from penstock.plugins.reasoning.qwen3 import qwen3
+
+        @hookimpl
+        def register_reasoning_parsers(register):
+            register("one", qwen3)
+            register("also_one", qwen3)
+    """
+    assert Plugins.start([write("aliases.py", source)]).reasoning_parsers.active == "one"
+
+
+def test_a_name_registered_twice_is_an_error_that_names_both_plugins(write: WriteFile) -> None:
+    path = write("again.py", REASONING.format(name="qwen3"))
+    with pytest.raises(ConfigurationError, match=r"'qwen3' is registered twice.*plugins\.reasoning\.qwen3.*again\.py"):
+        Plugins.start([path])
+
+
+def test_a_misspelt_hook_is_an_error_at_start(write: WriteFile) -> None:
+    path = write("typo.py", REASONING.format(name="mine").replace("parsers(", "parser("))
+    with pytest.raises(ConfigurationError, match=r"typo\.py.*register_reasoning_parser.*did you mean 'register_reasoning_parsers'"):
+        Plugins.start([path])
+
+
+def test_a_hook_with_a_wrong_argument_is_an_error_at_start(write: WriteFile) -> None:
+    path = write("argument.py", REASONING.format(name="mine").replace("(register)", "(registrar)"))
+    with pytest.raises(ConfigurationError, match=r"argument\.py.*registrar"):
+        Plugins.start([path])
+
+
+def test_a_hook_that_raises_names_its_plugin(write: WriteFile) -> None:
+    path = write("raises.py", REASONING.format(name="mine").replace('register("mine", deepseek_r1)', "1 / 0"))
+    with pytest.raises(ConfigurationError, match=r"raises\.py.*ZeroDivisionError"):
+        Plugins.start([path])
+
+
+@pytest.mark.parametrize("call", ["register('', deepseek_r1)", "register('mine', 1)", "register(deepseek_r1, 'mine')"])
+def test_a_wrong_registration_names_its_plugin(write: WriteFile, call: str) -> None:
+    path = write("wrong.py", REASONING.format(name="mine").replace('register("mine", deepseek_r1)', call))
+    with pytest.raises(ConfigurationError, match=r"wrong\.py.*takes a name and a factory"):
+        Plugins.start([path])
+
+
+def test_an_installed_plugin_is_there_but_not_selected(install: Callable[[str, str, str], None]) -> None:
+    install("their-plugin", "theirs", REASONING.format(name="their_parser"))
+    plugins = Plugins.start()
+    assert plugins.reasoning_parser is None
+    row = next(row for row in plugins.listing() if row.name == "their_parser")
+    assert (row.plugin, row.distribution, row.version) == ("theirs", "their-plugin", "1.2")
+
+
+@pytest.mark.parametrize("name", ["their_parser", "theirs", "their_plugin"])
+def test_an_installed_plugin_is_selected_by_any_of_its_names(install: Callable[[str, str, str], None], name: str) -> None:
+    install("their-plugin", "theirs", REASONING.format(name="their_parser"))
+    assert Plugins.start([name]).reasoning_parsers.active == "their_parser"
+
+
+def test_an_installed_plugin_that_cannot_be_imported_names_its_distribution(install: Callable[[str, str, str], None]) -> None:
+    install("broken-plugin", "broken", "import a_module_that_is_not_there")
+    with pytest.raises(ConfigurationError, match=r"'broken' of broken-plugin 1\.2.*a_module_that_is_not_there"):
+        Plugins.start()
+
+
+def test_a_dropped_plugin_is_not_even_imported(install: Callable[[str, str, str], None]) -> None:
+    install("broken-plugin", "broken", "import a_module_that_is_not_there")
+    assert "hermes" in Plugins.start(without=["broken"]).tool_parsers
+
+
+def test_a_single_name_can_be_dropped_and_taken_by_another(write: WriteFile) -> None:
+    path = write("again.py", REASONING.format(name="qwen3"))
+    plugins = Plugins.start([path], without=["penstock.plugins.reasoning.qwen3", "hermes"])
+    assert plugins.reasoning_parsers.origins["qwen3"] == path
+    assert "hermes" not in plugins.tool_parsers
+
+
+def test_dropping_what_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"--without hermit.*did you mean 'hermes'"):
+        Plugins.start(without=["hermit"])
+
+
+def test_a_name_cannot_be_asked_for_and_dropped() -> None:
+    with pytest.raises(ConfigurationError, match="contradict"):
+        Plugins.start(["hermes"], without=["hermes"])
+
+
+def test_factories_make_parsers() -> None:
+    plugins = Plugins.start()
+    for factory in (*plugins.reasoning_parsers.values(), *plugins.tool_parsers.values()):
+        assert factory(Turn()).finish() == []
+
+
+def test_parser_plugins_do_not_load_torch() -> None:
+    code = """if True:
+        import sys
+        from penstock.plugins import manager
+        manager.BUILT_INS = tuple(name for name in manager.BUILT_INS if ".reasoning." in name or ".tools." in name)
+        manager.Plugins.start(["deepseek_r1", "hermes"])
+        assert not {"torch", "transformers", "outlines"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
