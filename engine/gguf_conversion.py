@@ -1,6 +1,7 @@
 """A GGUF file turned into a safetensors directory, once; afterwards the model loads in about a second."""
 
 import contextlib
+import glob
 import hashlib
 import shutil
 import tempfile
@@ -31,10 +32,11 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory.parent / f".{directory.name}.lock"), _scratch(directory) as scratch:
+        with FileLock(directory.parent / f".{directory.name}.lock"):
             if not directory.is_dir():
-                build(scratch)
-                scratch.rename(directory)
+                with _scratch(directory) as scratch:
+                    build(scratch)
+                    scratch.rename(directory)
     except OSError as error:
         raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from error
     return directory
@@ -42,6 +44,9 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
+    """An empty directory beside it. The caller holds the lock, so any that is found there is of a process that was killed."""
+    for abandoned in directory.parent.glob(f".{glob.escape(directory.name)}.*/"):
+        shutil.rmtree(abandoned, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     path.chmod(0o755)
     try:

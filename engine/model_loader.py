@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from penstock.engine import attention
 from penstock.engine.config import Dtype
 from penstock.engine.context_length import max_model_len
 from penstock.engine.errors import ConfigurationError
@@ -15,8 +16,6 @@ from penstock.engine.kv_layout import LayerKV
 from penstock.engine.servable import check_servable, read_config
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-
-ATTENTION = "penstock_paged"
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +49,13 @@ def load_model(
     *,
     max_len: int | None = None,
     trust_remote_code: bool = False,
-    attn_implementation: str = ATTENTION,
+    attn_implementation: str = attention.IMPLEMENTATION,
 ) -> LoadedModel:
     """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
 
     Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read.
     """
+    attention.register()
     config = read_config(directory, trust_remote_code)
     layout = check_servable(config, trust_remote_code)
     context = max_model_len(config, max_len)

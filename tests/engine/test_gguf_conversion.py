@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
-LETTERS = sorted(bytes_to_unicode().values())
+LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *LETTERS, "ĠĠ", "Ġ1"]
 
 
@@ -185,6 +185,15 @@ def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path) -
         build_once(directory, fail)
     assert not [entry for entry in directory.parent.iterdir() if entry.is_dir()]
     assert build_once(directory, lambda scratch: None).is_dir()
+
+
+def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
+    directory = tmp_path / "cache" / "models" / "one"
+    abandoned = directory.parent / ".one.killed"
+    abandoned.mkdir(parents=True)
+    (abandoned / "half").write_text("")
+    build_once(directory, lambda scratch: None)
+    assert not abandoned.exists()
 
 
 def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:

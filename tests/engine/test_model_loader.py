@@ -1,8 +1,10 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from penstock.engine.attention import IMPLEMENTATION
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV
 from penstock.engine.model_loader import cpu_has_bfloat16, load_model, resolve_device, resolve_dtype
@@ -35,7 +37,7 @@ def test_loaded_model_tells_what_the_engine_needs(default_model_dir: Path) -> No
     assert loaded.max_model_len == 8192
     assert loaded.vocab_size == 49152
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {loaded.dtype} == {torch.bfloat16}
-    assert loaded.model.get_output_embeddings().weight.data_ptr() == loaded.model.get_input_embeddings().weight.data_ptr()
+    assert loaded.model.get_parameter("lm_head.weight").data_ptr() == loaded.model.get_parameter("model.embed_tokens.weight").data_ptr()
 
 
 def test_the_default_model_speaks(default_model_dir: Path) -> None:
@@ -44,10 +46,15 @@ def test_the_default_model_speaks(default_model_dir: Path) -> None:
     loaded = load_model(default_model_dir, "float32", "cpu", attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = loaded.model.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    prompt: Any = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model: Any = loaded.model
+    answer = model.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
     assert answer[-1].item() in loaded.eos_token_ids
+
+
+def test_the_engines_own_attention_is_the_default(tiny_dir: Path) -> None:
+    assert load_model(tiny_dir, "float32", "cpu").model.config._attn_implementation == IMPLEMENTATION
 
 
 def test_end_tokens_of_both_configs_count(tiny_dir: Path) -> None:
