@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
+SPANS_PER_BLOCK = 4
+SPAN = BLOCK // SPANS_PER_BLOCK
 
 
 def padded_width(vocab_size: int) -> int:
@@ -23,6 +25,30 @@ def most_probable(logits_BV: Tensor) -> Tensor:
     block = blocks.amax(-1).argmax(-1)
     rows = torch.arange(len(blocks), device=blocks.device)
     return block * BLOCK + blocks[rows, block].argmax(-1)
+
+
+def most_probable_k(logits_BV: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Each row's `ks[row]` most probable tokens, with all that tie with the last of them, so that topk's order of ties does not matter.
+
+    Gives logits [B, K] and token ids [B, K], ids ascending; K is a multiple of `BLOCK`, and logits that are not among them are -inf.
+    The k greatest lie in the k spans with the greatest maxima: all but those few are looked at only once.
+    """
+    spans = logits_BV.view(len(logits_BV), -1, SPAN)
+    maxima = spans.amax(-1)
+    last_B1 = torch.tensor(ks, device=logits_BV.device)[:, None] - 1
+    num_spans = max(ks) + 1
+    while True:
+        num_spans = min(-(-num_spans // SPANS_PER_BLOCK) * SPANS_PER_BLOCK, maxima.shape[1])
+        greatest, index = maxima.topk(num_spans)
+        index = index.sort(-1).values
+        logits_BK = spans.gather(1, index[:, :, None].expand(-1, -1, SPAN)).flatten(1)
+        kth_B1 = logits_BK.topk(max(ks)).values.gather(1, last_B1)
+        # A span left out may hold a tie where its maximum is not below the k-th.
+        if num_spans == maxima.shape[1] or ((greatest[:, -1:] < kth_B1) | kth_B1.isneginf()).all():
+            break
+        num_spans *= 2
+    ids_BK = (index[:, :, None] * SPAN + torch.arange(SPAN, device=index.device)).flatten(1)
+    return logits_BK.masked_fill_(logits_BK < kth_B1, -torch.inf), ids_BK
 
 
 def draw(probs_BV: Tensor, top_ps: Sequence[float], uniforms: Sequence[Callable[[], float]]) -> Tensor:

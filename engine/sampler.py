@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from penstock.engine.bitmask import apply_bitmask
-from penstock.engine.draw import draw, most_probable, padded_width
+from penstock.engine.draw import draw, most_probable, most_probable_k, padded_width
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.logprobs import token_logprobs
 from penstock.engine.outputs import TokenLogprobs
@@ -118,24 +118,29 @@ class Sampler:
     def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[bool]]:
         """A token for each row, and whether the row had any to give."""
         token_ids = most_probable(work_BV)
-        best_B1 = work_BV.gather(1, token_ids[:, None])
-        is_possible: list[bool] = best_B1[:, 0].isfinite().tolist()
-        rows = [row for row, state in enumerate(states) if is_possible[row] and not state.params.is_greedy]
-        if len(rows) == len(states):
-            token_ids = self._draw(work_BV - best_B1, states)
-        elif rows:
-            token_ids[rows] = self._draw(work_BV[rows].sub_(best_B1[rows]), [states[row] for row in rows])
+        is_possible: list[bool] = work_BV.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
+        drawn = [row for row, state in enumerate(states) if is_possible[row] and not state.params.is_greedy]
+        for rows in ([row for row in drawn if states[row].top_k is None], [row for row in drawn if states[row].top_k is not None]):
+            if rows:
+                logits_BV = work_BV if len(rows) == len(states) else work_BV[rows]
+                token_ids[rows] = self._draw(logits_BV, [states[row] for row in rows])
         return token_ids.tolist(), is_possible
 
     def _draw(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
-        """Draws for rows that have a temperature. The logits' greatest is 0, lest a low temperature overflow; they are overwritten."""
+        """Draws for rows with a temperature, which all have a top_k or all have none."""
         params = [state.params for state in states]
+        top_ks = [state.top_k for state in states if state.top_k is not None]
+        ids_BV = None
+        if top_ks:
+            logits_BV, ids_BV = most_probable_k(logits_BV, top_ks)
+        # With 0 as its greatest, no row overflows at a low temperature.
+        logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
         logits_BV.div_(torch.tensor([[row.temperature] for row in params], dtype=torch.float32, device=logits_BV.device))
-        _keep_top_k(logits_BV, [state.top_k for state in states])
         probs_BV = logits_BV.softmax(-1)
         _drop_below_min_p(probs_BV, [row.min_p for row in params])
         generators = [state.generator or self._shared_generator for state in states]
-        return draw(probs_BV, [row.top_p for row in params], [generator.random for generator in generators])
+        columns = draw(probs_BV, [row.top_p for row in params], [generator.random for generator in generators])
+        return columns if ids_BV is None else ids_BV.gather(1, columns[:, None])[:, 0]
 
     def _reason(self, logits_V: Tensor, work_V: Tensor) -> str:
         logits_V = logits_V[: self.vocab_size]
@@ -169,28 +174,12 @@ def _process(processor: LogitsProcessor, token_ids: list[int], logits_V: Tensor)
         logits_V.copy_(changed)
 
 
-def _keep_top_k(logits_BV: Tensor, top_ks: Sequence[int | None]) -> None:
-    """Tokens that tie with the k-th stay, so that the answer does not hang on how topk orders ties."""
-    limits = [(row, top_k) for row, top_k in enumerate(top_ks) if top_k is not None]
-    if not limits:
-        return
-    rows, ks = zip(*limits, strict=True)
-    limited_BV = logits_BV if len(rows) == len(logits_BV) else logits_BV[list(rows)]
-    kth = limited_BV.topk(max(ks)).values.gather(1, torch.tensor(ks, device=logits_BV.device)[:, None] - 1)
-    for row, bound in zip(rows, _just_below(kth[:, 0]), strict=True):
-        threshold(logits_BV[row], bound, -torch.inf, inplace=True)
-
-
 def _drop_below_min_p(probs_BV: Tensor, min_ps: Sequence[float]) -> None:
     rows = [row for row, min_p in enumerate(min_ps) if min_p > 0]
     if not rows:
         return
     bounds = probs_BV[rows].amax(-1) * torch.tensor([min_ps[row] for row in rows], device=probs_BV.device)
-    for row, bound in zip(rows, _just_below(bounds), strict=True):
+    # torch's threshold vectorizes, but keeps only what exceeds its bound.
+    below: list[float] = torch.nextafter(bounds, torch.zeros_like(bounds)).tolist()
+    for row, bound in zip(rows, below, strict=True):
         threshold(probs_BV[row], bound, 0.0, inplace=True)
-
-
-def _just_below(bounds: Tensor) -> list[float]:
-    """What a value must exceed to be at least the bound: torch's vectorized threshold keeps only what exceeds."""
-    below: list[float] = torch.nextafter(bounds, torch.full_like(bounds, -torch.inf)).tolist()
-    return below

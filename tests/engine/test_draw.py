@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.engine.draw import BLOCK, draw, most_probable, padded_width
+from penstock.engine.draw import BLOCK, draw, most_probable, most_probable_k, padded_width
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,22 @@ def test_most_probable_gives_a_place_of_nan() -> None:
     logits_BV = torch.zeros(1, 4 * BLOCK)
     logits_BV[0, 700] = math.nan
     assert most_probable(logits_BV).tolist() == [700]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 5 * BLOCK - 1), min_size=1, max_size=4), st.sampled_from([1, 4, 1000]))
+def test_most_probable_k_are_the_tokens_at_least_as_great_as_the_kth(seed: int, ks: list[int], levels: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits_BV = torch.randint(0, levels, (len(ks), 5 * BLOCK), generator=generator).float()
+    logits_BV[:, ::7] = -math.inf
+    logits_BK, ids_BK = most_probable_k(logits_BV, ks)
+    assert logits_BK.shape[1] % BLOCK == 0
+    for row, k in enumerate(ks):
+        logits = logits_BV[row].tolist()
+        kth = sorted(logits, reverse=True)[k - 1]
+        kept = {token: logit for token, logit in zip(ids_BK[row].tolist(), logits_BK[row].tolist(), strict=True) if logit > -math.inf}
+        assert kept == {token: logit for token, logit in enumerate(logits) if logit >= kth and logit > -math.inf}
+        assert ids_BK[row].tolist() == sorted(ids_BK[row].tolist())
 
 
 def always(value: float) -> Callable[[], float]:
