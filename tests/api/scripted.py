@@ -1,0 +1,205 @@
+"""A server whose engine replays given texts: everything is real but the model."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from penstock.api.app import build_app, build_runner
+from penstock.api.chat_template import ChatTemplate
+from penstock.api.context import ServerContext, ServerOptions
+from penstock.engine.errors import InvalidRequest, PenstockError
+from penstock.engine.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
+from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.request import Request
+from penstock.engine.tokenizer import Tokenizer
+from penstock.plugins.manager import Plugins
+from penstock.plugins.reasoning import deepseek_r1
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+MAX_MODEL_LEN = 400
+MODEL = "scripted"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and a few added ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(text, special=special) for text, special in ADDED.items()])
+    return Tokenizer(backend, {}, {}, [])
+
+
+ADDED = {"<|im_start|>": True, "<|im_end|>": True, "<think>": False, "</think>": False, "<tool_call>": False, "</tool_call>": False}
+
+
+@dataclass
+class ScriptedEngine:
+    """Sequence i of every request says `answers[i % len]`, `tokens_per_step` tokens a step; its last step says that it has stopped.
+
+    `refusal` is raised before the first delta, `failure` is the error that ends every sequence after two steps. Where there is a `gate`,
+    nothing comes before it is set. `aborted` counts the requests that were closed before their end.
+    """
+
+    tokenizer: Tokenizer
+    answers: list[str] = field(default_factory=lambda: ["Hello there."])
+    tokens_per_step: int = 1
+    refusal: PenstockError | None = None
+    failure: str | None = None
+    gate: asyncio.Event | None = None
+    requests: list[Request] = field(default_factory=list)
+    aborted: int = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        is_whole = False
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            sequences = [self._sequence(request, index) for index in range(request.params.n)]
+            while sequences:
+                for sequence in list(sequences):
+                    delta = next(sequence)
+                    if delta.finish_reason is not None:
+                        sequences.remove(sequence)
+                    yield delta
+                await asyncio.sleep(0)
+            is_whole = True
+        finally:
+            self.aborted += not is_whole
+
+    def stats(self) -> Any:
+        raise AssertionError("nobody asks for statistics here")
+
+    def _sequence(self, request: Request, index: int) -> Any:
+        params, answer = request.params, request.make_answer()
+        token_ids = self.tokenizer.encode(self.answers[index % len(self.answers)], add_special_tokens=False)
+        limit = len(token_ids) + 1 if params.max_tokens is None else params.max_tokens
+        is_cut = limit <= len(token_ids)
+        token_ids = token_ids[:limit]
+        prompt: PromptInfo | None = self._prompt(request)
+        steps = [token_ids[start : start + self.tokens_per_step] for start in range(0, len(token_ids), self.tokens_per_step)] or [[]]
+        for number, step in enumerate(steps):
+            delta = SequenceDelta(index, prompt=prompt)
+            prompt = None
+            if self.failure is not None and number == 2:
+                delta.finish_reason, delta.error = FinishReason.ERROR, self.failure
+                yield delta
+                return
+            for token_id in step:
+                delta.token_ids.append(token_id)
+                delta.events += answer.feed(token_id)
+                if params.logprobs is not None:
+                    delta.logprobs.append(logprobs_of(token_id, params.logprobs))
+                if answer.stop_match is not None:
+                    break
+            if answer.stop_match is not None or number == len(steps) - 1:
+                delta.events += answer.finish()
+                delta.stop_reason = answer.stop_match
+                delta.finish_reason = FinishReason.LENGTH if is_cut and answer.stop_match is None else FinishReason.STOP
+            delta.num_reasoning_tokens = answer.num_reasoning_tokens
+            yield delta
+            if delta.finish_reason is not None:
+                return
+
+    def _prompt(self, request: Request) -> PromptInfo:
+        token_ids, num_top = request.prompt_token_ids, request.params.prompt_logprobs
+        logprobs = None if num_top is None else (None, *(logprobs_of(token_id, num_top) for token_id in token_ids[1:]))
+        return PromptInfo(len(token_ids), min(16, len(token_ids) - 1), logprobs)
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Made up: the token is the second best, and the worst one is impossible."""
+    top = ((token_id + 1) % 256, -0.25), (token_id, -1.5), ((token_id + 2) % 256, float("-inf"))
+    return TokenLogprobs(token_id, -1.5, 2, top[:num_top])
+
+
+@dataclass
+class RecordingCompiler:
+    """Compiles nothing: keeps what it was given. A regex `[` is refused."""
+
+    specs: list[tuple[GrammarSpec, str | None]] = field(default_factory=list)
+
+    async def compile(self, spec: GrammarSpec, backend: str | None) -> CompiledGrammar:
+        self.specs.append((spec, backend))
+        if spec.text == "[":
+            raise InvalidRequest("unclosed set at 0", spec.param)
+        return NoGrammar()
+
+
+class NoGrammar:
+    def matcher(self) -> GrammarMatcher:
+        raise AssertionError("the scripted engine follows no grammar")
+
+
+@dataclass
+class Scripted:
+    """A server under test, and what its parts saw."""
+
+    server: TestServer
+    engine: ScriptedEngine
+    compiler: RecordingCompiler
+    context: ServerContext
+
+    @property
+    def base_url(self) -> str:
+        return str(self.server.make_url("/v1"))
+
+
+def double(*, factor: float = 2.0) -> Any:
+    if factor <= 0:
+        raise ValueError("factor must be positive")
+    return lambda token_ids, logits: logits * factor
+
+
+def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, workers: ThreadPoolExecutor, **settings: Any) -> ServerContext:
+    plugins = Plugins()
+    plugins.logits_processors.add("double", "tests", double)
+    plugins.grammar_backends.add("recording", "tests", cast(Any, None))
+    settings = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}} | settings
+    return ServerContext(
+        engine=cast(Any, engine),
+        tokenizer=engine.tokenizer,
+        chat_template=ChatTemplate(CHATML, workers=workers),
+        model_names=(MODEL, "alias"),
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=engine.tokenizer.vocab_size,
+        stop_token_ids=frozenset(),
+        plugins=plugins,
+        compile_grammar=cast(Any, compiler),
+        options=settings.pop("options", ServerOptions(keep_alive_seconds=0)),
+        workers=workers,
+        **settings,
+    )
+
+
+@asynccontextmanager
+async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bool = False, **settings: Any) -> AsyncIterator[Scripted]:
+    """Serves on a free local port. `engine` are `ScriptedEngine`'s fields, `settings` the context's. `thinks` activates deepseek_r1."""
+    if thinks:
+        settings["reasoning_parser"] = deepseek_r1.deepseek_r1
+    replay, compiler = ScriptedEngine(byte_tokenizer(), **(engine or {})), RecordingCompiler()
+    with ThreadPoolExecutor(2) as workers:
+        context = scripted_context(replay, compiler, workers, **settings)
+        app = build_app(context)
+        async with CancellingServer(app) as server:
+            yield Scripted(server, replay, compiler, context)
+
+
+class CancellingServer(TestServer):
+    """Cancels the handlers of clients that are gone, as the real runner does."""
+
+    async def _make_runner(self, **kwargs: Any) -> web.AppRunner:
+        return build_runner(self.app)

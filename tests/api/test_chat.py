@@ -1,0 +1,361 @@
+"""Chat completions through the official client, over an engine that replays texts."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionChunk
+from penstock.plugins.tools import hermes
+
+from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, scripted_server
+
+THINKING = {"enable_thinking": True}
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+WEATHER: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+Scenario = Callable[[AsyncOpenAI, Scripted], Coroutine[Any, Any, None]]
+
+
+def serve(scenario: Scenario, **settings: Any) -> None:
+    """Runs a scenario against a fresh server."""
+
+    async def run() -> None:
+        async with (
+            scripted_server(**settings) as scripted,
+            AsyncOpenAI(base_url=scripted.base_url, api_key="none", max_retries=0) as client,
+        ):
+            await asyncio.wait_for(scenario(client, scripted), 20)
+
+    asyncio.run(run())
+
+
+async def streamed(client: AsyncOpenAI, **fields: Any) -> list[ChatCompletionChunk]:
+    fields = {"model": MODEL, "messages": HELLO} | fields
+    return [chunk async for chunk in await client.chat.completions.create(stream=True, **fields)]
+
+
+def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> dict[str, Any]:
+    """What a client makes of a stream: the fields of one choice's message, and how it finished."""
+    whole: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}, "finish_reason": None, "logprobs": []}
+    for choice in (choice for chunk in chunks for choice in chunk.choices if choice.index == index):
+        assert whole["finish_reason"] is None, "a chunk after the choice's end"
+        whole["content"] += choice.delta.content or ""
+        whole["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or ():
+            if call.id:
+                assert call.index == len(whole["calls"])
+                assert call.function.arguments == ""
+                whole["calls"][call.index] = [call.id, call.function.name, ""]
+            whole["calls"][call.index][2] += call.function.arguments
+        whole["logprobs"] += choice.logprobs.content if choice.logprobs else []
+        whole["finish_reason"] = choice.finish_reason
+    return whole
+
+
+ANSWERS = [
+    "Hello there.",
+    "I think so.</think>\n\nYes — ünïcödé 🙂.",
+    "never closed",
+    "</think>straight",
+    f"Let me see.</think>I look. {CALL}\n{CALL}",
+    f"</think>{CALL}",
+    "</think><tool_call>no call</tool_call>",
+    "",
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 1000])
+def test_a_stream_adds_up_to_the_whole_answer(answer: str, tokens_per_step: int) -> None:
+    async def compare(client: AsyncOpenAI, options: dict[str, Any]) -> None:
+        fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": WEATHER, "logprobs": True, "top_logprobs": 2}
+        fields["extra_body"] = {"chat_template_kwargs": THINKING} | options
+        whole = await client.chat.completions.create(**fields)
+        chunks = await streamed(client, **fields)
+        stream = joined(chunks)
+        [choice] = whole.choices
+        assert (choice.message.content or "") == stream["content"]
+        assert (choice.message.reasoning_content or "") == stream["reasoning_content"]
+        assert choice.finish_reason == stream["finish_reason"]
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+        assert calls == [(name, arguments) for _, name, arguments in stream["calls"].values()]
+        assert all(json.loads(arguments) for _, arguments in calls) or choice.finish_reason == "length"
+        assert (choice.logprobs.content if choice.logprobs else []) == stream["logprobs"]
+        assert len(stream["logprobs"]) == whole.usage.completion_tokens
+
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        for option in ("include_reasoning", "separate_reasoning", "stream_reasoning"):
+            await compare(client, {option: False})
+        await compare(client, {})
+        await compare(client, {"max_tokens": 20})
+
+    serve(scenario, thinks=True, tool_parser=hermes.Hermes, engine={"answers": [answer], "tokens_per_step": tokens_per_step})
+
+
+def test_reasoning_and_content_come_apart() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        chunks = await streamed(client, stream_options={"include_usage": True})
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[0].choices[0].delta.content == ""
+        stream = joined(chunks)
+        assert (stream["reasoning_content"], stream["content"], stream["finish_reason"]) == ("Hm.", "Yes", "stop")
+        for chunk in chunks[1:-1]:
+            fields = set(chunk.choices[0].delta.model_fields_set)
+            assert len(fields) <= 1, "a delta holds one kind of thing"
+            assert chunk.usage is None
+        last = chunks[-1]
+        assert last.choices == []
+        assert last.usage.completion_tokens == len("Hm.Yes") + 1
+        assert last.usage.completion_tokens_details.reasoning_tokens == len("Hm.") + 1
+        assert last.usage.prompt_tokens_details.cached_tokens == 16
+        assert last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert chunks[0].id.startswith("chatcmpl-")
+
+    serve(scenario, thinks=True, engine={"answers": ["Hm.</think>Yes"]})
+
+
+def test_reasoning_can_stay_in_the_content_be_dropped_or_come_at_once() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        async def ask(**options: Any) -> tuple[str | None, str | None]:
+            whole = await client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=options)
+            message = whole.choices[0].message
+            assert whole.usage.completion_tokens_details.reasoning_tokens == len("Hm.") + 1
+            return message.content, message.reasoning_content
+
+        assert await ask() == ("Yes", "Hm.")
+        assert await ask(separate_reasoning=False) == ("Hm.</think>Yes", None)
+        assert await ask(include_reasoning=False) == ("Yes", None)
+        chunks = await streamed(client, extra_body={"stream_reasoning": False})
+        pieces = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
+        assert [piece for piece in pieces if piece] == ["Hm."]
+
+    serve(scenario, thinks=True, engine={"answers": ["Hm.</think>Yes"]})
+
+
+def test_without_a_parser_the_text_is_content() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        whole = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert whole.choices[0].message.content == "<think>a</think>b"
+        assert "reasoning_content" not in whole.choices[0].message.model_fields_set
+
+    serve(scenario, engine={"answers": ["<think>a</think>b"]})
+
+
+def test_a_call_finishes_with_tool_calls_unless_it_was_cut() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        whole = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER)
+        [choice] = whole.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Köln"}
+        cut = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER, max_tokens=30)
+        assert cut.choices[0].finish_reason == "length"
+        none = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER, tool_choice="none")
+        assert none.choices[0].finish_reason == "stop"
+        assert none.choices[0].message.content == CALL, "markup stays visible"
+
+    serve(scenario, tool_parser=hermes.Hermes, engine={"answers": [CALL]})
+
+
+def test_parallel_tool_calls_false_keeps_the_first_call() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        both = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER)
+        assert len(both.choices[0].message.tool_calls) == 2
+        first = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER, parallel_tool_calls=False)
+        assert len(first.choices[0].message.tool_calls) == 1
+
+    serve(scenario, tool_parser=hermes.Hermes, engine={"answers": [CALL + "\n" + CALL]})
+
+
+def test_n_answers_are_told_apart_by_index() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        whole = await client.chat.completions.create(model=MODEL, messages=HELLO, n=3)
+        assert [choice.message.content for choice in whole.choices] == ["one", "two", "three"]
+        chunks = await streamed(client, n=3, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        assert [joined(chunks, index)["content"] for index in range(3)] == ["one", "two", "three"]
+        assert [chunk.choices[0].delta.role for chunk in chunks[:3]] == ["assistant"] * 3
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert chunks[-1].usage == whole.usage
+
+    serve(scenario, engine={"answers": ["one", "two", "three"]})
+
+
+def test_stop_strings_end_the_content_and_are_reported() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        for stop in ("END", ["nope", "END"]):
+            whole = await client.chat.completions.create(model=MODEL, messages=HELLO, stop=stop)
+            [choice] = whole.choices
+            assert (choice.message.content, choice.finish_reason, choice.stop_reason) == ("before ", "stop", "END")
+        extra = {"include_stop_str_in_output": True}
+        whole = await client.chat.completions.create(model=MODEL, messages=HELLO, stop="END", extra_body=extra)
+        assert whole.choices[0].message.content == "before END"
+        assert joined(await streamed(client, stop="END"))["content"] == "before "
+
+    serve(scenario, engine={"answers": ["before END after"]})
+
+
+def test_logprobs_name_tokens_and_never_hold_minus_infinity() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        whole = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=3)
+        first, second = whole.choices[0].logprobs.content
+        assert (first.token, first.logprob, first.bytes) == ("H", -1.5, [72])
+        assert [top.logprob for top in second.top_logprobs] == [-0.25, -1.5, -9999.0]
+        named = await client.chat.completions.create(
+            model=MODEL, messages=HELLO, logprobs=True, extra_body={"return_tokens_as_token_ids": True, "prompt_logprobs": 1}
+        )
+        ids = scripted.engine.tokenizer.encode("Hi", add_special_tokens=False)
+        content = named.choices[0].logprobs.content
+        assert [token.token for token in content] == [f"token_id:{token_id}" for token_id in ids]
+        assert content[0].top_logprobs == []
+        assert named.prompt_logprobs[0] is None
+        assert len(named.prompt_logprobs) == named.usage.prompt_tokens
+
+    serve(scenario, engine={"answers": ["Hi"]})
+
+
+def test_fields_reach_the_engine() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        await client.chat.completions.create(
+            model="alias",
+            messages=[{"role": "developer", "content": "Be brief"}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+            max_completion_tokens=7,
+            temperature=0.5,
+            logit_bias={"12": 500},
+            seed=3,
+            user="somebody",
+            extra_body={
+                "top_k": 5,
+                "min_p": 0.1,
+                "thinking_token_budget": 9,
+                "priority": -2,
+                "cache_salt": "mine",
+                "allowed_token_ids": [1, 2],
+                "bad_words": ["no"],
+                "logits_processors": [{"name": "double", "arguments": {"factor": 3}}],
+                "guided_regex": "a+",
+                "guided_decoding_backend": "recording",
+                "chat_template_kwargs": THINKING,
+            },
+        )
+        [request] = scripted.engine.requests
+        params = request.params
+        assert (params.max_tokens, params.temperature, params.top_k, params.seed, params.top_p) == (7, 0.5, 5, 3, 0.75)
+        assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ({12: 100.0}, (1, 2), ("no",))
+        assert (params.thinking_token_budget, request.priority, request.cache_salt) == (9, -2, "mine")
+        assert [factory()([], 2.0) for factory in request.logits_processors] == [6.0]
+        assert request.grammar is not None
+        assert scripted.compiler.specs[0][1] == "recording"
+        prompt = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        assert request.prompt_token_ids == scripted.engine.tokenizer.encode(prompt, add_special_tokens=False)
+
+    serve(scenario, thinks=True, default_sampling={"top_p": 0.75, "temperature": 0.1}, default_thinking_budget=4)
+
+
+def test_the_servers_thinking_budget_holds_where_the_request_has_none() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        for budget, expected in ((None, 4), (-1, None), (0, 0)):
+            await client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"thinking_token_budget": budget})
+            assert scripted.engine.requests[-1].params.thinking_token_budget == expected
+
+    serve(scenario, thinks=True, default_thinking_budget=4)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+REFUSED = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[1]",
+    ),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
+    ({"temprature": 1}, "temprature"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+    ({"max_completion_tokens": 10**9}, "max_completion_tokens"),
+    ({"min_tokens": 10**9}, "min_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 10**30}, "n"),
+    ({"n": 2, "use_beam_search": True}, "use_beam_search"),
+    ({"best_of": 3}, "best_of"),
+    ({"top_k": -7}, "top_k"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"stop": [""]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"tools": []}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": WEATHER, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": WEATHER, "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": WEATHER, "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+    ({"tools": WEATHER, "tool_choice": {"type": "function", "function": {"name": "whether"}}}, "tool_choice"),
+    ({"tools": WEATHER}, "tools"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ({"guided_regex": "["}, "guided_regex"),
+    ({"guided_regex": "a", "guided_decoding_backend": "none such"}, "guided_decoding_backend"),
+    ({"guided_grammar": "root ::= x"}, "guided_grammar"),
+    ({"logits_processors": [{"name": "triple"}]}, "logits_processors[0].name"),
+    ({"logits_processors": [{"name": "double", "arguments": {"factor": -1}}]}, "logits_processors[0].arguments"),
+    ({"logits_processors": [{"name": "double", "arguments": {"by": 1}}]}, "logits_processors[0].arguments"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_refused_with_the_path_before_anything_is_sent(stream: bool) -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        for fields, param in REFUSED:
+            body = {"model": MODEL, "messages": HELLO} | ({"stream": True} if stream and "stream_options" not in fields else {}) | fields
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.post("/chat/completions", body=body, cast_to=object)
+            assert caught.value.param == param, fields
+            assert caught.value.type == "BadRequestError"
+        assert scripted.engine.requests == []
+
+    serve(scenario)
+
+
+def test_what_does_not_fit_the_context_is_refused_with_the_numbers() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        with pytest.raises(
+            openai.BadRequestError, match=rf"maximum context length is {MAX_MODEL_LEN} tokens.*your prompt has \d+ "
+        ) as caught:
+            await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * 5000}])
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+        with pytest.raises(openai.BadRequestError, match=rf"\(\d+ in the prompt, {MAX_MODEL_LEN} for the answer\)") as caught:
+            await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=MAX_MODEL_LEN)
+        assert caught.value.code == "context_length_exceeded"
+
+    serve(scenario)
+
+
+def test_an_unknown_model_is_404() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.chat.completions.create(model="gpt-9", messages=HELLO)
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+    serve(scenario)
