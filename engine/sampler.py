@@ -106,14 +106,9 @@ class Sampler:
             work_BV[rows, ids] = -torch.inf
 
     def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:
-        """Rows of all ones cost nothing: masking every row of a large batch for one grammar would."""
-        bitmask_BW = bitmask_BW[:, : -(-self.vocab_size // 32)]
         rows = (bitmask_BW != -1).any(-1).nonzero()[:, 0].tolist()
-        if len(rows) == len(work_BV):
-            apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW)
-            return
-        for row in rows:
-            apply_bitmask(work_BV[row : row + 1, : self.vocab_size], bitmask_BW[row : row + 1])
+        if rows:
+            apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW[rows], rows)
 
     def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[bool]]:
         """A token for each row, and whether the row had any to give."""
