@@ -19,7 +19,7 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class AddedTokenInfo:
-    """A text that the vocabulary holds as one token. `is_special`: `skip_special_tokens` leaves it out."""
+    """A marker that the vocabulary holds as one token. `is_special`: `skip_special_tokens` leaves it out."""
 
     text: str
     is_special: bool
@@ -45,8 +45,7 @@ class Tokenizer:
         self.added_tokens: Mapping[int, AddedTokenInfo] = {
             token_id: AddedTokenInfo(token.content, token.special)
             for token_id, token in backend.get_added_tokens_decoder().items()
-            # Runs of spaces or newlines are often added as tokens, and are text like any other.
-            if token.special or not token.content.isspace()
+            if token.special or not _is_plain(self.table.bytes_of(token.content).decode(errors="replace").strip())
         }
         self.bos_token_id = self._id_of("bos_token")
         eos_token_id = self._id_of("eos_token")
@@ -128,6 +127,11 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _is_plain(text: str) -> bool:
+    """White space, a word, a number or a character: some vocabularies add these too (ERNIE its digits), and they mark nothing."""
+    return not text or text.isalnum() or len(text) == 1
 
 
 def _convert(directory: Path, trust_remote_code: bool) -> Backend:

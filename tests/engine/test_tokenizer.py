@@ -111,6 +111,16 @@ def test_the_vocabulary_tells_text_from_added_tokens() -> None:
     assert without_text == set(tokenizer.added_tokens) == {tokenizer.token_id(text) for text in ("<s>", "</s>", "<think>")}
 
 
+@pytest.mark.parametrize("text", ["0", "42", "word", "÷", "\n\n", "  "])
+def test_an_added_token_that_marks_nothing_is_text(text: str) -> None:
+    backend = byte_level()
+    backend.add_tokens([AddedToken(text, normalized=False)])
+    tokenizer = Tokenizer(backend, {}, {})
+    token_id = tokenizer.token_id(text) or 0
+    assert token_id not in tokenizer.added_tokens
+    assert tokenizer.vocabulary(512, []).token_bytes[token_id] is not None
+
+
 def test_no_token_of_the_vocabulary_is_empty() -> None:
     assert b"" not in Tokenizer(word_pieces(), {}, {}).vocabulary(6, []).token_bytes
 
