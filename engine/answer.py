@@ -47,6 +47,11 @@ class Answer:
         return None if self._stop_strings is None else self._stop_strings.match
 
     @property
+    def start_marker(self) -> str | None:
+        """What opens reasoning, where there is any."""
+        return None if self._reasoning is None else self._reasoning.start_marker
+
+    @property
     def end_marker(self) -> str | None:
         """What ends reasoning, where there is any."""
         return None if self._reasoning is None else self._reasoning.end_marker

@@ -1,6 +1,7 @@
 """What attention needs to know of a flat batch, in one tensor."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class AttentionMetadata:
         device: torch.device,
     ) -> "AttentionMetadata":
         width = max((len(table) for table in block_tables), default=0)
-        max_query_len = max((end - start for start, end in zip(query_start_loc, query_start_loc[1:], strict=False)), default=0)
+        max_query_len = max((end - start for start, end in pairwise(query_start_loc)), default=0)
         header = [len(slot_mapping), len(context_lens), width, num_decodes, max_query_len, max(context_lens, default=0)]
         flat = header + slot_mapping + query_start_loc + context_lens
         for table in block_tables:

@@ -57,13 +57,13 @@ class _ByteText:
         self._table = tokenizer.table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_first = True
-        self._num_shown = 0
+        self._has_shown_start = False
         for token_id in prompt_tail_ids:
             token = tokenizer.token(token_id)
             if token is not None:
                 self.feed(token)
-        # A character that the prompt leaves open was shown there as one U+FFFD, so it is not shown again when it is complete.
-        self._num_shown = 1 if self._decoder.getstate()[0] else 0
+        # A character that the prompt leaves open was shown there as U+FFFD, so it is not shown again when it is complete.
+        self._has_shown_start = bool(self._decoder.getstate()[0])
 
     def feed(self, token: str) -> str:
         text = self._decoder.decode(self._table.bytes_of(token, self._is_first))
@@ -74,9 +74,9 @@ class _ByteText:
         return self._without_shown(self._decoder.decode(b"", final=True))
 
     def _without_shown(self, text: str) -> str:
-        if not text or not self._num_shown:
+        if not text or not self._has_shown_start:
             return text
-        self._num_shown = 0
+        self._has_shown_start = False
         return text[1:]
 
 

@@ -51,15 +51,15 @@ class GrammarMatcher(Protocol):
         ...
 
     def advance(self, token_id: int) -> bool:
-        """Takes a token; False, with the state unchanged, where the grammar forbids it."""
+        """Takes a token; False, with the state unchanged, where the grammar forbids it. After a stop token nothing is allowed."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens."""
+        """Takes back the last tokens, a stop token included."""
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Token ids that can only come next, in canonical tokenization; empty where there is a choice."""
+        """Token ids that can only come next, in canonical tokenization; empty where there is a choice. Stop tokens are never among them."""
         ...
 
     @property
@@ -70,6 +70,11 @@ class GrammarMatcher(Protocol):
 
 class CompiledGrammar(Protocol):
     """Shared by all sequences with the same constraint; immutable."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it holds, for the cache's bound."""
+        ...
 
     def matcher(self) -> GrammarMatcher: ...
 

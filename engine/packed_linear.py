@@ -47,7 +47,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replaces every `nn.Linear` on the CPU in place and returns how many. A weight that is shared with an embedding keeps its plain copy."""
+    """Replaces every `nn.Linear` on the CPU in place and returns how many. A weight shared with an embedding keeps its plain copy."""
     found = [
         (parent, name, child)
         for parent in model.modules()

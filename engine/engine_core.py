@@ -1,0 +1,269 @@
+"""The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
+
+from dataclasses import dataclass, field
+
+from penstock.engine.answer import Answer
+from penstock.engine.batch import Batch, build_batch
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar_gate import GrammarGate
+from penstock.engine.model_runner import ModelRunner, StepOutput
+from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.request import Request
+from penstock.engine.sampling_state import SamplingState
+from penstock.engine.scheduler import Scheduler, Step
+from penstock.engine.sequence import Sequence, Status
+from penstock.engine.stats import EngineStats
+from penstock.engine.thinking_budget import ThinkingBudget
+from penstock.engine.tokenizer import Tokenizer
+
+DeltasByRequest = dict[str, list[SequenceDelta]]
+
+
+@dataclass(slots=True)
+class _Counters:
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class EngineCore:
+    """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` works in another."""
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
+    _num_arrivals: int = 0
+    _counters: _Counters = field(default_factory=_Counters)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bound."""
+        self._check(request)
+        self._num_arrivals += 1
+        sequences = [self._make_sequence(request, index) for index in range(request.params.n)]
+        sequences[0].forks = sequences[1:]
+        self.scheduler.add(sequences[0])
+        self._sequences[request.request_id] = sequences
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request and frees its blocks at once; unknown or finished ones are none of its business."""
+        for sequence in reversed(self._sequences.pop(request_id, [])):
+            if sequence.status is not Status.FINISHED:
+                self.scheduler.finish(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def schedule(self) -> tuple[Step, Batch] | None:
+        """What to compute next; None where there is nothing."""
+        step = self.scheduler.schedule()
+        if not step:
+            return None
+        runner = self.runner
+        batch = build_batch(
+            step,
+            block_size=self.scheduler.block_size,
+            vocab_size=self.vocab_size,
+            min_tokens=runner.min_tokens,
+            device=runner.loaded.device,
+        )
+        return step, batch
+
+    def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
+        """Takes in what a step computed. Requests that were aborted meanwhile are passed over."""
+        self._counters.steps += 1
+        for sequence, first_token, logprobs in output.prompt_logprobs:
+            assert sequence.prompt_logprobs is not None
+            sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
+        for sequence, num_tokens in step.num_tokens.items():
+            if sequence.status is Status.RUNNING:
+                self.scheduler.mark_computed(sequence, num_tokens)
+                if sequence.forks and sequence.num_uncomputed_tokens == 0:
+                    self.scheduler.fork(sequence)
+        deltas: DeltasByRequest = {}
+        samples = output.samples
+        for row, sequence in enumerate(batch.samplers):
+            if sequence.status is not Status.RUNNING:
+                continue
+            if row in samples.failures:
+                delta = self._fail(sequence, samples.failures[row])
+            else:
+                delta = self._accept(sequence, samples.token_ids[row], samples.logprobs[row])
+            deltas.setdefault(sequence.request.request_id, []).append(delta)
+        return deltas
+
+    def fail(self, step: Step, reason: str) -> DeltasByRequest:
+        """A step failed as a whole: every request in it ends with an error, and the others go on."""
+        deltas: DeltasByRequest = {}
+        for request_id in {sequence.request.request_id for sequence in step.num_tokens}:
+            unfinished = [sequence for sequence in self._sequences.get(request_id, []) if sequence.status is not Status.FINISHED]
+            deltas[request_id] = [self._fail(sequence, reason) for sequence in reversed(unfinished)]
+        return deltas
+
+    def step(self) -> DeltasByRequest:
+        """One whole step in this thread: schedule, launch, collect, update."""
+        scheduled = self.schedule()
+        if scheduled is None:
+            return {}
+        step, batch = scheduled
+        return self.update(step, batch, self.runner.launch(batch).collect())
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=sum(len(sequence.sampling_sequences) for sequence in scheduler.waiting),
+            kv_cache_usage=scheduler.pool.usage,
+            num_prefix_cache_queries=scheduler.num_prefix_queries,
+            num_prefix_cache_hits=scheduler.num_prefix_hits,
+            num_prompt_tokens=self._counters.prompt_tokens,
+            num_generation_tokens=self._counters.generation_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._counters.steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts that blocks and sequences are accounted for."""
+        self.scheduler.check_integrity()
+        live = {sequence for sequences in self._sequences.values() for sequence in sequences if sequence.status is not Status.FINISHED}
+        known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.sampling_sequences}
+        assert live == known, "a sequence is lost between its request and the scheduler"
+
+    def _check(self, request: Request) -> None:
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
+        if num_prompt > self.max_model_len or (num_prompt == self.max_model_len and request.params.max_tokens != 0):
+            limit = f"prompt and answer together may have {self.max_model_len}"
+            raise InvalidRequest(f"the prompt has {num_prompt} tokens, and {limit}", "prompt")
+        if request.params.n > self.scheduler.max_num_seqs:
+            raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+
+    def _make_sequence(self, request: Request, index: int) -> Sequence:
+        params = request.params
+        answer = request.make_answer()
+        room = self.max_model_len - len(request.prompt_token_ids)
+        bad_words = [
+            self.tokenizer.encode(text, add_special_tokens=False) for word in params.bad_words for text in (word, " " + word.lstrip(" "))
+        ]
+        sampling = SamplingState(
+            params,
+            request.prompt_token_ids,
+            vocab_size=self.vocab_size,
+            stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
+            bad_words_ids=bad_words,
+            processors=[make() for make in request.logits_processors],
+            seed_offset=index,
+            device=self.runner.loaded.device,
+        )
+        return Sequence(
+            request=request,
+            index=index,
+            arrival=self._num_arrivals,
+            token_ids=list(request.prompt_token_ids),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            answer=answer,
+            sampling=sampling,
+            stop_token_ids=self.stop_token_ids,
+            gate=self._make_gate(request, answer),
+            thinking=self._make_thinking_budget(request, answer),
+            prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
+        )
+
+    def _make_gate(self, request: Request, answer: Answer) -> GrammarGate | None:
+        if request.grammar is None:
+            return None
+        start = answer.start_marker
+        return GrammarGate(request.grammar.matcher(), None if start is None else self.tokenizer.token_id(start))
+
+    def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
+        if request.params.thinking_token_budget is None or answer.end_marker is None:
+            return None
+        return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
+
+    def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
+        """Appends a sampled token, or what the engine puts in its place, and says what came of it."""
+        delta = SequenceDelta(sequence.index)
+        if sequence.num_output_tokens == 0:
+            delta.prompt = self._prompt_info(sequence)
+        if sequence.max_tokens == 0:
+            return self._finish(sequence, delta, FinishReason.LENGTH)
+        is_stopping = self._ends(sequence, token_id)
+        if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping):
+            for forced in sequence.thinking.end_token_ids:
+                if delta.finish_reason is None:
+                    if sequence.request.params.logprobs is not None:
+                        delta.logprobs.append(TokenLogprobs(forced, 0.0, 1))  # nothing else could have come here
+                    self._append(sequence, forced, delta)
+            sequence.sampling.block_stop = True
+            return delta
+        if logprobs is not None:
+            delta.logprobs.append(logprobs)
+        if sequence.gate is not None and not is_stopping and not sequence.gate.advance(sequence.answer, token_id):
+            return self._fail(sequence, "the grammar does not allow the token that was sampled")
+        if is_stopping:
+            delta.token_ids.append(token_id)
+            self._counters.generation_tokens += 1
+            named = token_id in sequence.request.params.stop_token_ids
+            if named and sequence.request.params.include_stop_str_in_output:
+                delta.events += sequence.answer.feed(token_id)
+            return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
+        self._append(sequence, token_id, delta)
+        if delta.finish_reason is None and sequence.gate is not None and sequence.gate.is_finished(sequence.answer):
+            return self._finish(sequence, delta, FinishReason.STOP)
+        return delta
+
+    def _ends(self, sequence: Sequence, token_id: int) -> bool:
+        params = sequence.request.params
+        if token_id in params.stop_token_ids:
+            return True
+        return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
+
+    def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta) -> None:
+        sequence.append(token_id)
+        self._counters.generation_tokens += 1
+        delta.token_ids.append(token_id)
+        delta.events += sequence.answer.feed(token_id)
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        if sequence.answer.stop_match is not None:
+            self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
+        elif sequence.num_output_tokens >= sequence.max_tokens:
+            self._finish(sequence, delta, FinishReason.LENGTH)
+
+    def _finish(
+        self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> SequenceDelta:
+        delta.events += sequence.answer.finish()
+        delta.finish_reason = reason
+        delta.stop_reason = stop_reason
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        self._retire(sequence)
+        return delta
+
+    def _fail(self, sequence: Sequence, reason: str) -> SequenceDelta:
+        self._retire(sequence)
+        return SequenceDelta(
+            sequence.index,
+            finish_reason=FinishReason.ERROR,
+            error=reason,
+            num_reasoning_tokens=sequence.answer.num_reasoning_tokens,
+        )
+
+    def _retire(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        siblings = self._sequences.get(sequence.request.request_id, [])
+        if all(sibling.status is Status.FINISHED for sibling in siblings):
+            self._sequences.pop(sequence.request.request_id, None)
+
+    def _prompt_info(self, sequence: Sequence) -> PromptInfo:
+        if sequence.index == 0:
+            self._counters.prompt_tokens += sequence.num_prompt_tokens
+        logprobs = sequence.prompt_logprobs
+        return PromptInfo(sequence.num_prompt_tokens, sequence.num_cached_tokens, None if logprobs is None else tuple(logprobs))

@@ -1,0 +1,109 @@
+"""What the kernels compute, in plain torch: one sequence at a time, on any device. For tests and as documentation."""
+
+import torch
+from torch import Tensor
+
+
+def paged_decode(
+    query_BHD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table_BN: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The arguments and the result of `kernels.paged_decode`: prefill with one query per sequence."""
+    query_start_loc = torch.arange(query_BHD.shape[0] + 1, device=query_BHD.device)
+    return varlen_prefill(
+        query_BHD,
+        key_cache,
+        value_cache,
+        block_table_BN,
+        query_start_loc,
+        context_lens_B,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def varlen_prefill(
+    query_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table_BN: Tensor,
+    query_start_loc: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The arguments and the result of `kernels.varlen_prefill`; computed in float32. Rows of no sequence are zero."""
+    num_tokens, num_heads, _ = query_THD.shape
+    out = query_THD.new_zeros(num_tokens, num_heads, value_cache.shape[-1])
+    starts = query_start_loc.tolist()
+    for sequence, context_len in enumerate(context_lens_B.tolist()):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        blocks_N = block_table_BN[sequence, : -(-context_len // key_cache.shape[1])].long()
+        key_CHD = key_cache[blocks_N].flatten(0, 1)[:context_len]
+        value_CHD = value_cache[blocks_N].flatten(0, 1)[:context_len]
+        out[rows] = _attend(query_THD[rows], key_CHD, value_CHD, scaling, sliding_window, softcap, sinks).to(out.dtype)
+    return out
+
+
+def _attend(
+    query_THD: Tensor,
+    key_CHD: Tensor,
+    value_CHD: Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The last T tokens of one sequence over its C keys, float32."""
+    num_queries, num_heads, _ = query_THD.shape
+    context_len, num_kv_heads, _ = key_CHD.shape
+    group_size = num_heads // num_kv_heads
+    query_HTD = query_THD.float().transpose(0, 1)
+    key_HCD = key_CHD.float().transpose(0, 1).repeat_interleave(group_size, dim=0)
+    value_HCD = value_CHD.float().transpose(0, 1).repeat_interleave(group_size, dim=0)
+    scores_HTC = query_HTD @ key_HCD.transpose(1, 2) * scaling
+    if softcap is not None:
+        scores_HTC = softcap * torch.tanh(scores_HTC / softcap)
+    query_position_T1 = torch.arange(context_len - num_queries, context_len, device=query_THD.device)[:, None]
+    key_position_C = torch.arange(context_len, device=query_THD.device)
+    is_visible_TC = key_position_C <= query_position_T1
+    if sliding_window is not None:
+        is_visible_TC &= key_position_C > query_position_T1 - sliding_window
+    scores_HTC = scores_HTC.masked_fill(~is_visible_TC, float("-inf"))
+    # One more column holds the sink, or nothing: it is dropped after the softmax.
+    sink_H = torch.full([num_heads], float("-inf"), device=query_THD.device) if sinks is None else sinks.float()
+    sink_HT1 = sink_H[:, None, None].expand(-1, num_queries, 1)
+    # A row without any key has NaN for its softmax, and attends to nothing.
+    weights_HTC = torch.softmax(torch.cat([scores_HTC, sink_HT1], dim=-1), dim=-1)[..., :context_len].nan_to_num(0.0)
+    return (weights_HTC @ value_HCD).transpose(0, 1)
+
+
+def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor) -> None:
+    """The arguments and the effect of `kernels.kv_write`."""
+    is_token_T = slot_mapping_T >= 0
+    slots = slot_mapping_T[is_token_T]
+    block_size = key_cache.shape[1]
+    key_cache[slots // block_size, slots % block_size] = key_THD[is_token_T].to(key_cache.dtype)
+    value_cache[slots // block_size, slots % block_size] = value_THD[is_token_T].to(value_cache.dtype)
+
+
+def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None:
+    """The arguments and the effect of `kernels.bitmask_apply`."""
+    vocab_size = logits_BV.shape[1]
+    bits_RV = (bitmask_RW[:, :, None] >> torch.arange(32, device=bitmask_RW.device) & 1).flatten(1)[:, :vocab_size]
+    is_allowed_RV = torch.nn.functional.pad(bits_RV, (0, vocab_size - bits_RV.shape[1])).bool()
+    rows = rows_R.long()
+    logits_BV[rows] = logits_BV[rows].masked_fill(~is_allowed_RV, float("-inf"))

@@ -1,0 +1,94 @@
+"""The forward pass and the sampling of one step, in the one thread that touches the model."""
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from penstock.engine.batch import Batch, PromptRows
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.logprobs import prompt_logprobs
+from penstock.engine.model_loader import LoadedModel
+from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.sampler import Sampler, SamplerOutput
+from penstock.engine.sequence import Sequence
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Sampled tokens, a row per `Batch.samplers`, and the log probabilities of prompt tokens that this step computed."""
+
+    samples: SamplerOutput
+    prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A step that is under way. The thread that launched it may do anything but touch what the step reads."""
+
+    future: "Future[StepOutput]"
+
+    def collect(self) -> StepOutput:
+        """Waits for the step. Raises whatever the model raised."""
+        return self.future.result()
+
+
+class ModelRunner:
+    """Runs batches, one at a time, in a thread of its own: torch releases the interpreter lock in its kernels, so the loop goes on.
+
+    `min_tokens` is the least number of tokens in a batch: a compiler would make a special case of one.
+    """
+
+    min_tokens = 2
+
+    def __init__(self, loaded: LoadedModel, cache: KVCache, *, vocab_size: int, num_threads: int | None = None) -> None:
+        self.loaded = loaded
+        self.cache = cache
+        self.sampler = Sampler(vocab_size, loaded.device)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread, initargs=(num_threads,))
+
+    def launch(self, batch: Batch) -> StepHandle:
+        return StepHandle(self.thread.submit(self.run, batch))
+
+    def shutdown(self) -> None:
+        """Waits for the step that is under way."""
+        self.thread.shutdown()
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepOutput:
+        self.cache.copy_blocks(batch.copies)
+        logits_KV = self._forward(batch)
+        if batch.sample_rows == list(range(len(logits_KV))):
+            logits_BV = logits_KV
+        else:
+            logits_BV = logits_KV[torch.tensor(batch.sample_rows, dtype=torch.long, device=logits_KV.device)]
+        bitmask_BW = None if batch.bitmask_BW is None else batch.bitmask_BW.to(logits_BV.device, non_blocking=True)
+        samples = self.sampler.sample(logits_BV, [sequence.sampling for sequence in batch.samplers], bitmask_BW)
+        return StepOutput(samples, [self._score(logits_KV, rows) for rows in batch.prompts])
+
+    def _forward(self, batch: Batch) -> Tensor:
+        output = self.loaded.model(
+            input_ids=batch.input_ids_1T,
+            position_ids=batch.positions_1T,
+            use_cache=False,
+            logits_to_keep=batch.kept_T,
+            attention_metadata=batch.attention,
+        )
+        logits_KV: Tensor = output.logits[0]
+        return logits_KV
+
+    def _score(self, logits_KV: Tensor, rows: PromptRows) -> tuple[Sequence, int, list[TokenLogprobs]]:
+        sequence = rows.sequence
+        count = rows.stop - rows.start
+        targets = sequence.token_ids[rows.first_token : rows.first_token + count]
+        num_top = sequence.request.params.prompt_logprobs or 0
+        return sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop, : self.sampler.vocab_size], targets, num_top)
+
+    @staticmethod
+    def _prepare_thread(num_threads: int | None) -> None:
+        # OpenMP keeps the number per thread, so it is set where the model runs.
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)

@@ -1,0 +1,200 @@
+"""Who computes how many tokens in the next step. There are no prefill and decode phases: computed tokens catch up with known ones."""
+
+import bisect
+from dataclasses import dataclass, field
+
+from penstock.engine.block_pool import BlockPool, chain_hashes
+from penstock.engine.errors import QueueFull
+from penstock.engine.sequence import Sequence, Status
+
+MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
+
+
+@dataclass(slots=True)
+class Step:
+    """One pass over the model: tokens per sequence (decodes first), and blocks (source, target) to copy before it."""
+
+    num_tokens: dict[Sequence, int] = field(default_factory=dict)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.num_tokens)
+
+
+@dataclass(slots=True)
+class TokenBudget:
+    """The tokens one step may compute; lives for one call of `schedule`."""
+
+    left: int
+
+    def take(self, wanted: int, share: int) -> int:
+        granted = min(wanted, share, self.left)
+        self.left -= granted
+        return granted
+
+
+class Scheduler:
+    """Decodes first, then prompts by priority and arrival, under one token budget; preempts the last in order when blocks run out.
+
+    A preempted sequence gives up its blocks and computes its tokens again later; what it has said stays said.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_waiting = max_waiting
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence with its forks. Raises `QueueFull` beyond the bound."""
+        if len(self.waiting) >= self.max_waiting:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+
+    def schedule(self) -> Step:
+        step = Step()
+        budget = TokenBudget(self.max_num_batched_tokens)
+        num_preemptions = self.num_preemptions
+        for sequence in sorted(self.running, key=lambda running: (running.num_uncomputed_tokens > 1, running.order)):
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted for one before it
+            num_tokens = budget.take(sequence.num_uncomputed_tokens, self._share(budget, step))
+            if num_tokens and self._make_room(sequence, num_tokens, step, budget):
+                step.num_tokens[sequence] = num_tokens
+        # Whoever was just preempted would only be let in again to push out the next one.
+        while self.waiting and budget.left and self.num_preemptions == num_preemptions:
+            sequence = self.waiting[0]
+            if len(self.running) + len(sequence.sampling_sequences) > self.max_num_seqs or not self._admit(sequence):
+                break
+            num_tokens = budget.take(sequence.num_uncomputed_tokens, self._share(budget, step))
+            step.num_tokens[sequence] = num_tokens
+            self._extend_blocks(sequence, num_tokens)
+        # A prompt's last token is a decode like any other; attention wants those first.
+        step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > 1))
+        return step
+
+    def fork(self, parent: Sequence) -> None:
+        """The prompt has been computed: the parent's forks run on from it, on the same blocks."""
+        for sequence in parent.forks:
+            sequence.block_table = list(parent.block_table)
+            sequence.block_hashes = list(parent.block_hashes)
+            sequence.num_computed_tokens = parent.num_computed_tokens
+            sequence.num_cached_tokens = parent.num_cached_tokens
+            self.pool.share(sequence.block_table)
+            self._run(sequence)
+        parent.forks = []
+
+    def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The step has run: the sequence's full blocks can be found by others from now on."""
+        first = sequence.num_computed_tokens // self.block_size
+        sequence.num_computed_tokens += num_tokens
+        last = sequence.num_computed_tokens // self.block_size
+        if self.pool.enable_prefix_caching and last > first:
+            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+            for position in range(first, last):
+                self.pool.remember(sequence.block_table[position], sequence.block_hashes[position])
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes the sequence out, wherever it is, and frees its blocks. Forks that still wait on it are promoted."""
+        was = sequence.status
+        sequence.status = Status.FINISHED
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+        if was is Status.RUNNING:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        forks = [fork for fork in sequence.forks if fork.status is not Status.FINISHED]
+        sequence.forks = []
+        if forks:
+            heir, *heir.forks = forks
+            bisect.insort(self.waiting, heir, key=lambda waiting: waiting.order)
+
+    def check_integrity(self) -> None:
+        """Asserts that no block is lost and that every sequence holds exactly the blocks its computed tokens need."""
+        sequences = [*self.running, *self.waiting]
+        assert len(sequences) == len(set(sequences))
+        for sequence in sequences:
+            assert len(sequence.block_table) * self.block_size >= sequence.num_computed_tokens
+            assert sequence.num_computed_tokens <= len(sequence.token_ids)
+        assert all(sequence.status is Status.WAITING and not sequence.block_table for sequence in self.waiting)
+        assert all(sequence.status is Status.RUNNING for sequence in self.running)
+        self.pool.check_integrity(sequence.block_table for sequence in sequences)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def _share(self, budget: TokenBudget, step: Step) -> int:
+        """What one prompt may take of the budget, so that a long one does not shut out those behind it."""
+        num_others = len(self.waiting) + sum(
+            1 for sequence in self.running if sequence.num_uncomputed_tokens > 1 and sequence not in step.num_tokens
+        )
+        return max(MIN_CHUNK, budget.left // 2) if num_others > 1 else budget.left
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if all it knows fits."""
+        cached: list[int] = []
+        if self.pool.enable_prefix_caching and sequence.prompt_logprobs is None:
+            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+            # The last token is always computed: its logits are what the first sample needs.
+            usable = (len(sequence.token_ids) - 1) // self.block_size
+            cached = self.pool.find(sequence.block_hashes[:usable])
+        needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
+        if needed > self.pool.num_free - self.pool.num_unreferenced(cached):
+            return False
+        self.num_prefix_queries += len(sequence.token_ids)
+        self.num_prefix_hits += len(cached) * self.block_size
+        self.pool.share(cached)
+        sequence.block_table = cached
+        sequence.num_computed_tokens = len(cached) * self.block_size
+        if sequence.num_output_tokens == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        self.waiting.pop(0)
+        self._run(sequence)
+        return True
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, step: Step, budget: TokenBudget) -> bool:
+        """Gives the sequence the blocks that its next tokens need, at the expense of the last in order; False where that is itself."""
+        while self._num_needed_blocks(sequence, num_tokens) > self.pool.num_free:
+            victim = max(self.running, key=lambda running: running.order)
+            budget.left += step.num_tokens.pop(victim, 0)
+            step.copies = [copy for copy in step.copies if copy[1] not in victim.block_table]
+            self._preempt(victim)
+            if victim is sequence:
+                budget.left += num_tokens
+                return False
+        position = sequence.num_computed_tokens // self.block_size
+        if position < len(sequence.block_table) and self.pool.is_shared(sequence.block_table[position]):
+            source = sequence.block_table[position]
+            target = self.pool.allocate()
+            self.pool.free([source])
+            sequence.block_table[position] = target
+            step.copies.append((source, target))
+        self._extend_blocks(sequence, num_tokens)
+        return True
+
+    def _num_needed_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        position = sequence.num_computed_tokens // self.block_size
+        is_copied = position < len(sequence.block_table) and self.pool.is_shared(sequence.block_table[position])
+        return -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(sequence.block_table) + is_copied
+
+    def _extend_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
+        while len(sequence.block_table) < num_blocks:
+            sequence.block_table.append(self.pool.allocate())
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = 0
+        sequence.status = Status.WAITING
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)

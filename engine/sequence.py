@@ -1,0 +1,69 @@
+"""One sequence of tokens and everything that is known of it. A request has n of them."""
+
+import enum
+from dataclasses import dataclass, field
+
+from penstock.engine.answer import Answer
+from penstock.engine.grammar_gate import GrammarGate
+from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.request import Request
+from penstock.engine.sampling_state import SamplingState
+from penstock.engine.thinking_budget import ThinkingBudget
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """Tokens known, tokens computed, and the blocks that hold their keys and values.
+
+    `forks` are the request's other sequences. They have no blocks of their own until the prompt has been computed once, by this one.
+    """
+
+    request: Request
+    index: int
+    arrival: int
+    token_ids: list[int]
+    max_tokens: int
+    answer: Answer
+    sampling: SamplingState
+    stop_token_ids: frozenset[int]
+    gate: GrammarGate | None = None
+    thinking: ThinkingBudget | None = None
+    forks: list["Sequence"] = field(default_factory=list)
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: lower priority, then earlier arrival."""
+        return (self.request.priority, self.arrival, self.index)
+
+    @property
+    def sampling_sequences(self) -> list["Sequence"]:
+        """Those that sample from the logits of this sequence's last token."""
+        return [self, *self.forks]
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.sampling.append(token_id)
