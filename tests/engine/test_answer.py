@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
 from penstock.engine.answer import Answer
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
@@ -14,8 +17,6 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.tools.hermes import Hermes
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 WORDS = ["think", "STOP", "hello", "TOP", "ingS", "</"]  # tokens that text can be cut into other than byte by byte
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -224,4 +225,5 @@ def test_without_a_reasoning_parser_everything_is_content() -> None:
     answer = make_answer()
     assert said(answer, "a</think>b")["content"] == "a</think>b"
     assert (answer.phase, answer.end_marker, answer.num_reasoning_tokens) == (Phase.CONTENT, None, 0)
-    assert make_answer(reasons=True).end_marker == "</think>"
+    reasoner = make_answer(reasons=True)
+    assert (reasoner.start_marker, reasoner.end_marker) == ("<think>", "</think>")
