@@ -110,6 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_format_flags(parser)
     _add_http_flags(parser)
     _add_engine_flags(parser)
+    # Set here and not at the flags: some versions of argparse would add "(default: True)" to their help.
+    parser.set_defaults(access_log=True, prefix_caching=True)
     return parser
 
 
@@ -195,7 +197,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         help="what running requests get on shutdown (default: 30)",
     )
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
-    group.add_argument("--access-log", action=argparse.BooleanOptionalAction, default=True, help="one line per request (default: on)")
+    group.add_argument("--access-log", action=argparse.BooleanOptionalAction, help="one line per request (default: on)")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +215,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="such as 2GiB (default: from the memory that the model leaves free)",
     )
     group.add_argument(
-        "--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse what earlier prompts began with (default: on)"
+        "--prefix-caching", action=argparse.BooleanOptionalAction, help="reuse what earlier prompts began with (default: on)"
     )
     group.add_argument(
         "--max-waiting-requests", type=_integer(0), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.api.chat_template import ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
-
 from tests.api.test_template_environment import ENDLESS
 
 USER = {"role": "user", "content": "Hello"}
@@ -64,7 +64,7 @@ def test_markers_in_the_history_are_not_in_the_tail() -> None:
 @pytest.mark.parametrize("name", shipped_names())
 def test_shipped_templates_take_every_role_and_spelling(name: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},

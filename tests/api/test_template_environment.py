@@ -5,7 +5,8 @@ import time
 
 import jinja2
 import pytest
-from jinja2.sandbox import SecurityError
+from jinja2.exceptions import SecurityError
+
 from penstock.api.template_environment import (
     MAX_OUTPUT_CHARS,
     Interruptible,

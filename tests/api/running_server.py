@@ -1,0 +1,84 @@
+"""The scripted server with an HTTP client of its own, for tests of what surrounds the handlers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from penstock.api.app import build_app, build_runner
+from penstock.api.context import ServerContext, ServerOptions
+from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@dataclass(frozen=True, slots=True)
+class FakeStats:
+    num_running: int = 2
+    num_waiting: int = 1
+    kv_cache_usage: float = 0.25
+    num_prefix_cache_queries: int = 100
+    num_prefix_cache_hits: int = 40
+    num_prompt_tokens: int = 60
+    num_generation_tokens: int = 7
+    num_preemptions: int = 3
+
+
+class CountingEngine(ScriptedEngine):
+    """Also has a state of health and, instead of counters, constants."""
+
+    is_healthy = True
+
+    def stats(self) -> FakeStats:
+        return FakeStats()
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    url: str
+    app: web.Application
+    engine: CountingEngine
+    context: ServerContext
+    http: aiohttp.ClientSession
+
+    async def get(self, path: str, **options: Any) -> tuple[int, Any]:
+        async with self.http.get(path, **options) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: object, **options: Any) -> tuple[int, Any]:
+        async with self.http.post(path, json=body, **options) as response:
+            return response.status, await response.json()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in code that knows no events
+        await asyncio.sleep(0.001)
+
+
+def serve(
+    scenario: Callable[[Running], Awaitable[None]], options: ServerOptions | None = None, routes: Iterable[web.RouteDef] = ()
+) -> None:
+    """Runs a test's coroutine against a server with `options` and, beside its own, `routes`."""
+
+    async def run() -> None:
+        engine = CountingEngine(byte_tokenizer())
+        with ThreadPoolExecutor(1) as workers:
+            context = scripted_context(engine, RecordingCompiler(), workers, options=options or ServerOptions())
+            app = build_app(context)
+            app.add_routes(routes)
+            runner = build_runner(app)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                host, port = runner.addresses[0][:2]
+                url = f"http://{host}:{port}"
+                async with aiohttp.ClientSession(url) as http:
+                    await scenario(Running(url, app, engine, context, http))
+            finally:
+                await runner.cleanup()
+
+    asyncio.run(run())

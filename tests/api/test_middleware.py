@@ -1,0 +1,227 @@
+"""Request ids, the access log, keys, CORS, sizes, and errors as OpenAI's body."""
+
+import asyncio
+import json
+import logging
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from penstock.api.context import ServerOptions
+from penstock.api.middleware import GATE
+from penstock.engine.errors import GenerationFailed
+from tests.api.running_server import CHAT, Running, serve, until
+
+ROUTES = [
+    "GET /v1/models",
+    "GET /metrics",
+    "GET /version",
+    "GET /nowhere",
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /tokenize",
+    "POST /detokenize",
+]
+
+
+async def fail(request: web.Request) -> web.Response:
+    raise ZeroDivisionError("secret detail")
+
+
+async def fail_in_step(request: web.Request) -> web.Response:
+    raise GenerationFailed("the step ran out of memory")
+
+
+async def fail_halfway(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b"half")
+    raise ZeroDivisionError("secret detail")
+
+
+FAILING = [web.get("/fail", fail), web.get("/step", fail_in_step), web.get("/halfway", fail_halfway)]
+
+
+def test_a_clients_request_id_is_echoed_and_a_missing_or_odd_one_replaced() -> None:
+    async def scenario(server: Running) -> None:
+        async with server.http.get("/health", headers={"x-request-id": "my-id-1"}) as response:
+            assert response.headers["x-request-id"] == "my-id-1"
+        for odd in ("", "a b", "x" * 200):
+            async with server.http.get("/health", headers={"x-request-id": odd}) as response:
+                assert len(response.headers["x-request-id"]) == 32
+
+    serve(scenario)
+
+
+def test_streams_carry_the_request_id_too() -> None:
+    async def scenario(server: Running) -> None:
+        headers = {"x-request-id": "streamed"}
+        async with server.http.post("/v1/chat/completions", json=CHAT | {"stream": True}, headers=headers) as response:
+            assert response.headers["x-request-id"] == "streamed"
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+    serve(scenario)
+
+
+def test_the_access_log_has_one_line_per_request_with_id_and_timings(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Running) -> None:
+        await server.post("/v1/chat/completions", CHAT, headers={"x-request-id": "logged"})
+        await server.get("/nowhere", headers={"x-request-id": "lost"})
+
+    with caplog.at_level(logging.INFO, "penstock.access"):
+        serve(scenario)
+    chat, lost = (record.message for record in caplog.records if record.name == "penstock.access")
+    assert "POST /v1/chat/completions 200 id=logged total=" in chat
+    assert "ms first=" in chat
+    assert chat.endswith("output=12")
+    assert "GET /nowhere 404 id=lost total=" in lost
+
+
+def test_a_client_that_leaves_is_logged_as_gone_and_its_generation_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Running) -> None:
+        server.engine.gate = asyncio.Event()
+        with pytest.raises(TimeoutError):
+            await server.post("/v1/chat/completions", CHAT, timeout=aiohttp.ClientTimeout(0.05))
+        await until(lambda: server.engine.aborted == 1)
+
+    with caplog.at_level(logging.INFO, "penstock.access"):
+        serve(scenario)
+    assert "/v1/chat/completions 499" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind", "words"),
+    [
+        ("GET", "/nowhere", 404, "NotFoundError", "nothing at /nowhere"),
+        ("GET", "/v1/chat/completions", 405, "BadRequestError", "takes POST, not GET"),
+        ("POST", "/v1/models", 405, "BadRequestError", "not POST"),
+        ("GET", "/fail", 500, "InternalServerError", "internal server error"),
+        ("GET", "/step", 500, "InternalServerError", "ran out of memory"),
+    ],
+)
+def test_every_error_has_openais_body(method: str, path: str, status: int, kind: str, words: str) -> None:
+    async def scenario(server: Running) -> None:
+        async with server.http.request(method, path) as response:
+            error = (await response.json())["error"]
+        assert response.status == status
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == kind
+        assert words in error["message"]
+
+    serve(scenario, routes=FAILING)
+
+
+def test_what_nobody_expected_is_logged_with_the_id_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Running) -> None:
+        _, body = await server.get("/fail", headers={"x-request-id": "findme"})
+        assert "secret" not in json.dumps(body)
+
+    serve(scenario, routes=FAILING)
+    record = next(record for record in caplog.records if "findme" in record.message)
+    assert record.exc_info is not None
+    assert "secret detail" in str(record.exc_info[1])
+
+
+def test_a_response_that_fails_halfway_does_not_look_whole() -> None:
+    async def scenario(server: Running) -> None:
+        with pytest.raises(aiohttp.ClientError):
+            async with server.http.get("/halfway") as response:
+                await response.read()
+
+    serve(scenario, routes=FAILING)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_asks_for_the_key(route: str) -> None:
+    method, path = route.split()
+
+    async def scenario(server: Running) -> None:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}, {"Authorization": "right"}):
+            async with server.http.request(method, path, headers=headers) as response:
+                error = (await response.json())["error"]
+            assert response.status == 401
+            assert error["code"] == "invalid_api_key"
+            assert error["type"] == "AuthenticationError"
+        for key in ("right", "also right"):
+            async with server.http.request(method, path, headers={"Authorization": f"Bearer {key}"}) as response:
+                assert response.status != 401
+
+    serve(scenario, ServerOptions(api_keys=("right", "also right")))
+
+
+def test_every_route_of_the_application_is_in_the_list_above() -> None:
+    async def scenario(server: Running) -> None:
+        served = {f"{route.method} {route.resource.canonical}" for route in server.app.router.routes() if route.resource is not None}
+        ours = {route for route in served if not route.startswith("HEAD ")}
+        open_routes = {"GET /health", "GET /ping", "POST /ping"}
+        assert ours - open_routes == set(ROUTES) - {"GET /nowhere"} | {"GET /v1/models/{name}"}
+
+    serve(scenario)
+
+
+def test_health_checks_need_no_key() -> None:
+    async def scenario(server: Running) -> None:
+        assert (await server.get("/health"))[0] == 200
+        assert (await server.get("/ping"))[0] == 200
+
+    serve(scenario, ServerOptions(api_keys=("right",)))
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_body_beyond_the_limit_is_413(is_announced: bool) -> None:
+    async def chunks(data: bytes) -> object:
+        yield data
+
+    async def scenario(server: Running) -> None:
+        data = json.dumps(CHAT | {"user": "x" * 2000}).encode()
+        async with server.http.post("/v1/chat/completions", data=data if is_announced else chunks(data)) as response:
+            assert response.status == 413
+            assert "larger than 1000 bytes" in (await response.json())["error"]["message"]
+        assert (await server.post("/v1/chat/completions", CHAT))[0] == 200
+
+    serve(scenario, ServerOptions(max_body_bytes=1000))
+
+
+def test_preflights_and_responses_carry_cors_headers_for_allowed_origins_only() -> None:
+    async def scenario(server: Running) -> None:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+        async with server.http.options("/v1/chat/completions", headers=asked | {"Origin": "http://good"}) as response:
+            assert response.status == 204
+            assert response.headers["Access-Control-Allow-Origin"] == "http://good"
+            assert response.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
+            assert "POST" in response.headers["Access-Control-Allow-Methods"]
+        async with server.http.options("/v1/chat/completions", headers=asked | {"Origin": "http://bad"}) as response:
+            assert response.status == 401
+            assert "Access-Control-Allow-Origin" not in response.headers
+        headers = {"Origin": "http://good", "Authorization": "Bearer key"}
+        async with server.http.post("/v1/chat/completions", json=CHAT | {"stream": True}, headers=headers) as response:
+            assert response.headers["Access-Control-Allow-Origin"] == "http://good"
+
+    serve(scenario, ServerOptions(cors_origins=("http://good",), api_keys=("key",)))
+
+
+def test_a_star_allows_every_origin() -> None:
+    async def scenario(server: Running) -> None:
+        async with server.http.get("/health", headers={"Origin": "http://any"}) as response:
+            assert response.headers["Access-Control-Allow-Origin"] == "*"
+
+    serve(scenario, ServerOptions(cors_origins=("*",)))
+
+
+def test_a_server_that_stops_refuses_new_requests_and_finishes_those_it_has() -> None:
+    async def scenario(server: Running) -> None:
+        server.engine.gate = asyncio.Event()
+        running = asyncio.create_task(server.post("/v1/chat/completions", CHAT))
+        gate = server.app[GATE]
+        await until(lambda: len(server.engine.requests) == 1)
+        assert not await gate.drain(0.01)
+        status, body = await server.post("/v1/chat/completions", CHAT)
+        assert (status, body["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert await server.get("/health") == (503, {"status": "stopping"})
+        server.engine.gate.set()
+        assert await gate.drain(30)
+        status, body = await running
+        assert (status, body["choices"][0]["message"]["content"]) == (200, "Hello there.")
+
+    serve(scenario)
