@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import hashlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
+
 from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 # Part of every converted directory's name: raised whenever a conversion comes out differently.
 CONVERSION_VERSION = 1
+
+logger = logging.getLogger(__name__)
 
 
 def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
@@ -32,7 +36,7 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory.parent / f".{directory.name}.lock"):
+        with _held(FileLock(directory.parent / f".{directory.name}.lock")):
             if not directory.is_dir():
                 with _scratch(directory) as scratch:
                     build(scratch)
@@ -40,6 +44,19 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from error
     return directory
+
+
+@contextlib.contextmanager
+def _held(lock: FileLock) -> Iterator[None]:
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        logger.info("Waiting for another process that is making the same model's files (%s)", lock.lock_file)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
