@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 from aiohttp import web
+
 from penstock.api.context import CONTEXT
 from penstock.api.errors import json_response
 from penstock.api.sse import EventStream

@@ -3,6 +3,7 @@
 import uuid
 
 from aiohttp import web
+
 from penstock.api.answering import answer
 from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest

@@ -3,6 +3,7 @@
 import time
 
 from msgspec import UNSET, UnsetType
+
 from penstock.api.chat_protocol import ChatChunkChoice, ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from penstock.api.common_protocol import PromptLogprobs, StreamOptions, Usage
 from penstock.api.context import ServerContext
@@ -18,7 +19,7 @@ class ChatFold:
     def __init__(self, context: ServerContext, body: ChatCompletionRequest, request: Request, view: ReasoningView, model: str) -> None:
         self._id, self._created, self._model = request.request_id, int(time.time()), model
         self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
-        self._prompt_token_ids = request.prompt_token_ids
+        self._num_prompt_top = body.prompt_logprobs
         self._has_reasoning_parser = context.reasoning_parser is not None
         self._options = body.stream_options or StreamOptions()
         num_top = request.params.logprobs
@@ -57,6 +58,6 @@ class ChatFold:
 
     def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
         prompt = self._usage.prompts.get(0)
-        if prompt is None or prompt.logprobs is None:
+        if self._num_prompt_top is None or prompt is None or prompt.logprobs is None:
             return UNSET
-        return self._tokens.prompt(self._prompt_token_ids, prompt.logprobs)
+        return self._tokens.prompt(prompt.logprobs, self._num_prompt_top)

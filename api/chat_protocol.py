@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
 from penstock.api.common_protocol import GenerationFields, Int32, Int64, PromptLogprobs, Usage
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]

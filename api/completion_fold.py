@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
+
 from penstock.api.common_protocol import PromptLogprobs, StreamOptions, Usage
 from penstock.api.completion_protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from penstock.api.folds import UsageFold, check_delta
@@ -24,11 +25,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionView:
-    """What of a sequence the client wants to see. `num_top` is None where it asked for no logprobs; `hidden` tokens make no text."""
+    """What of a sequence the client wants to see. `hidden` tokens make no text.
+
+    `num_top` and `num_prompt_top` count alternatives; None where the client asked for no logprobs.
+    """
 
     echo: bool
     num_top: int | None
-    with_prompt_logprobs: bool
+    num_prompt_top: int | None
     tokens: TokenWriter
     hidden: frozenset[int]
 
@@ -65,9 +69,9 @@ class TextFold:
         return self._prompt.text
 
     def _prompt_logprobs(self, prompt: PromptInfo | None) -> PromptLogprobs | UnsetType:
-        if not self._view.with_prompt_logprobs or prompt is None or prompt.logprobs is None:
+        if self._view.num_prompt_top is None or prompt is None or prompt.logprobs is None:
             return UNSET
-        return self._view.tokens.prompt(self._prompt.token_ids, prompt.logprobs)
+        return self._view.tokens.prompt(prompt.logprobs, self._view.num_prompt_top)
 
     def _take_logprobs(self) -> CompletionLogprobs | None:
         if self._view.num_top is None:
@@ -104,7 +108,7 @@ class CompletionFold:
         view = CompletionView(
             echo=bool(body.echo),
             num_top=body.logprobs,
-            with_prompt_logprobs=body.prompt_logprobs is not None,
+            num_prompt_top=body.prompt_logprobs,
             tokens=TokenWriter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids)),
             hidden=hidden,
         )

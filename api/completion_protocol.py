@@ -1,6 +1,7 @@
 """Requests and responses of /v1/completions."""
 
 from msgspec import UNSET, Struct, UnsetType
+
 from penstock.api.common_protocol import GenerationFields, Int32, PromptLogprobs, Usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

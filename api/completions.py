@@ -4,6 +4,7 @@ import asyncio
 import uuid
 
 from aiohttp import web
+
 from penstock.api.answering import answer
 from penstock.api.completion_fold import CompletionFold, Prompt
 from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
+
 from penstock.engine.errors import InvalidRequest
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
+
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, NoSuchModel, PenstockError, QueueFull
 
 log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from msgspec import UNSET
+
 from penstock.api.chat_protocol import (
     AssistantMessage,
     ChatChoice,

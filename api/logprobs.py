@@ -47,14 +47,14 @@ class TokenWriter:
             [TopLogprob(self.name(other), clamp(logprob), list(self.bytes(other))) for other, logprob in token.top[:num_top]],
         )
 
-    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-        """One entry per token of the prompt, None for the first. Each holds the token itself and its alternatives, keyed by id."""
-        return [None if token is None else self._prompt_candidates(token) for _, token in zip(token_ids, logprobs, strict=True)]
+    def prompt(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> PromptLogprobs:
+        """One entry per token of the prompt, None for the first. Each holds the token itself and the best `num_top`, keyed by id."""
+        return [None if token is None else self._prompt_candidates(token, num_top) for token in logprobs]
 
-    def _prompt_candidates(self, token: TokenLogprobs) -> dict[str, PromptLogprob]:
+    def _prompt_candidates(self, token: TokenLogprobs, num_top: int) -> dict[str, PromptLogprob]:
         candidates = {
             str(other): PromptLogprob(clamp(logprob), rank, self._tokenizer.token_text(other))
-            for rank, (other, logprob) in enumerate(token.top, start=1)
+            for rank, (other, logprob) in enumerate(token.top[:num_top], start=1)
         }
         candidates[str(token.token_id)] = PromptLogprob(clamp(token.logprob), token.rank, self._tokenizer.token_text(token.token_id))
         return candidates

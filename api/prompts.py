@@ -5,6 +5,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
+
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.decoding import decode
 from penstock.engine.errors import InvalidRequest, NoSuchModel

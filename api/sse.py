@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 from aiohttp import web
+
 from penstock.api.errors import body_of
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

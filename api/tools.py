@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.engine.errors import InvalidRequest
 

@@ -9,6 +9,9 @@ from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
 from penstock.api.app import build_app, build_runner
 from penstock.api.chat_template import ChatTemplate
 from penstock.api.context import ServerContext, ServerOptions
@@ -19,8 +22,6 @@ from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning import deepseek_r1
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -48,7 +49,7 @@ class ScriptedEngine:
     """Sequence i of every request says `answers[i % len]`, `tokens_per_step` tokens a step; its last step says that it has stopped.
 
     `refusal` is raised before the first delta, `failure` is the error that ends every sequence after two steps. Where there is a `gate`,
-    nothing comes before it is set. `aborted` counts the requests that were closed before their end.
+    step `gate_step` waits until it is set. `happenings` tells of every request that it has begun, and that it has finished or was aborted.
     """
 
     tokenizer: Tokenizer
@@ -57,19 +58,23 @@ class ScriptedEngine:
     refusal: PenstockError | None = None
     failure: str | None = None
     gate: asyncio.Event | None = None
+    gate_step: int = 0
     requests: list[Request] = field(default_factory=list)
-    aborted: int = 0
+    happenings: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         self.requests.append(request)
+        self.happenings.put_nowait("begun")
         if self.refusal is not None:
             raise self.refusal
         is_whole = False
         try:
-            if self.gate is not None:
-                await self.gate.wait()
             sequences = [self._sequence(request, index) for index in range(request.params.n)]
+            step = 0
             while sequences:
+                if self.gate is not None and step == self.gate_step:
+                    await self.gate.wait()
+                step += 1
                 for sequence in list(sequences):
                     delta = next(sequence)
                     if delta.finish_reason is not None:
@@ -78,7 +83,7 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
             is_whole = True
         finally:
-            self.aborted += not is_whole
+            self.happenings.put_nowait("finished" if is_whole else "aborted")
 
     def stats(self) -> Any:
         raise AssertionError("nobody asks for statistics here")

@@ -9,8 +9,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
-from penstock.plugins.tools import hermes
 
+from penstock.plugins.tools import hermes
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, scripted_server
 
 THINKING = {"enable_thinking": True}

@@ -1,0 +1,190 @@
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.common_protocol import FieldsWithoutEffect
+from penstock.api.completion_protocol import CompletionRequest
+from penstock.api.decoding import REFUSED, decode
+from penstock.engine.errors import InvalidRequest
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps(CHAT | fields).encode()
+
+
+def refusal(body: bytes, **options: bool) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(body, ChatCompletionRequest, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat(temperature="hot"), "temperature"),
+        (chat(messages=[{"role": "user"}, {"role": "user", "content": 7}]), "messages[1].content"),
+        (chat(messages=[{"content": "no role"}]), "messages[0].role"),
+        (chat(stop=["a", 1]), "stop[1]"),
+        (chat(logits_processors=[{"name": "a"}, {"arguments": {}}]), "logits_processors[1].name"),
+        (chat(seed=2**64), "seed"),
+        (chat(n=1.5), "n"),
+        (b"{}", "messages"),
+        (b'{"messages": [], "temperature": 1' + b"0" * 400 + b"}", "temperature"),
+    ],
+)
+def test_a_wrong_type_is_refused_with_its_path(body: bytes, param: str) -> None:
+    assert refusal(body).param == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": "\xff"}', b'{"user": ' + b"[" * 100_000, b"NaN"])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    assert refusal(body).param is None
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_known_name() -> None:
+    error = refusal(chat(temprature=1))
+    assert error.param == "temprature"
+    assert "`temperature`" in error.message
+    nested = refusal(chat(stream_options={"include_usge": True}))
+    assert nested.param == "stream_options.include_usge"
+    assert "`include_usage`" in nested.message
+
+
+def test_unknown_fields_are_listed_where_they_are_allowed() -> None:
+    body = chat(frob=1, stream_options={"x": 1, "include_usage": True}, logits_processors=[{"name": "a", "y": 2}], logit_bias={"3": 1})
+    request, ignored = decode(body, ChatCompletionRequest, allow_unknown_fields=True)
+    assert set(ignored) == {"frob", "stream_options.x", "logits_processors[0].y"}
+    assert request.stream_options is not None
+    assert request.stream_options.include_usage
+    assert request.logit_bias == {3: 1}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_field_that_would_change_the_result_is_refused_unless_it_is_off(name: str, allowed: bool) -> None:
+    reason, neutral = REFUSED[name]
+    error = refusal(chat(**{name: "something"}), allow_unknown_fields=allowed)
+    assert (error.message, error.param) == (reason, name)
+    for value in neutral:
+        assert decode(chat(**{name: value}), ChatCompletionRequest)[1] == ()
+
+
+def test_fields_without_effect_are_accepted_with_any_value() -> None:
+    fields = {name: {"any": ["thing"]} for name in FieldsWithoutEffect.__struct_fields__}
+    assert decode(chat(**fields), ChatCompletionRequest)[1] == ()
+
+
+def test_unknown_keys_inside_messages_are_tolerated() -> None:
+    message = {"role": "assistant", "content": None, "annotations": [], "reasoning_details": [{}], "refusal": None, "audio": None}
+    request, ignored = decode(chat(messages=[message]), ChatCompletionRequest)
+    assert request.messages[0].content is None
+    assert ignored == ()
+
+
+def test_no_field_that_is_refused_is_also_known() -> None:
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        assert not set(REFUSED) & set(kind.__struct_fields__)
+
+
+def test_every_field_of_openai_is_known() -> None:
+    """The client library's own parameter types list them."""
+    from openai.types import completion_create_params as texts
+    from openai.types.chat import completion_create_params as chats
+
+    for params, kind in (
+        (chats.CompletionCreateParamsBase, ChatCompletionRequest),
+        (texts.CompletionCreateParamsBase, CompletionRequest),
+    ):
+        unknown = set(params.__annotations__) - set(kind.__struct_fields__) - set(REFUSED)
+        assert not unknown
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """A JSON value with something wrong in it, somewhere."""
+    junk: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        10**30,
+        -(10**30),
+        1e308,
+        0.5,
+        "",
+        "x",
+        "\u0000",
+        "\ud83d\ude42",
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": {}},
+        "9" * 500,
+    ]
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        key = rng.choice(list(value))
+        changed = dict(value)
+        match rng.randrange(4):
+            case 0:
+                del changed[key]
+            case 1:
+                changed[key[:-1] + rng.choice("xyz`$.")] = changed.pop(key)
+            case _:
+                changed[key] = mutated(value[key], rng)
+        return changed
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        position = rng.randrange(len(value))
+        return [*value[:position], mutated(value[position], rng), *value[position + rng.randrange(2) :]]
+    return rng.choice(junk)
+
+
+WHOLE = CHAT | {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+        {"role": "user", "content": "Hi"},
+    ],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0.5,
+    "stop": ["a", "b"],
+    "logit_bias": {"1": 2.0},
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto",
+    "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+    "structured_outputs": {"regex": "a"},
+    "logits_processors": [{"name": "double", "arguments": {"factor": 2}}],
+    "chat_template_kwargs": {"enable_thinking": True},
+    "best_of": 1,
+}
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_mutated_body_is_decoded_or_refused(kind: type, allowed: bool) -> None:
+    rng = random.Random(f"{kind.__name__} {allowed}")
+    whole = WHOLE if kind is ChatCompletionRequest else {**WHOLE, "prompt": ["a", [1, 2]]}
+    num_refused = 0
+    for _ in range(1000):
+        body = json.dumps(mutated(whole, rng)).encode()
+        if rng.random() < 0.2:
+            cut = rng.randrange(len(body))
+            body = body[:cut] + rng.randbytes(rng.randrange(3)) + body[cut + rng.randrange(3) :]
+        try:
+            decode(body, kind, allow_unknown_fields=allowed)
+        except InvalidRequest as error:
+            num_refused += 1
+            msgspec.json.encode([error.message, error.param])
+    assert num_refused > 100
