@@ -3,13 +3,14 @@
 from functools import cache
 
 import torch
+from torch import Tensor
+
 from penstock.engine.attention_cpu import AttentionOptions
 from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.kernels.kv_write import kv_write
 from penstock.engine.kernels.paged_decode import paged_decode
 from penstock.engine.kernels.tuning import choose_num_splits
 from penstock.engine.kernels.varlen_prefill import varlen_prefill
-from torch import Tensor
 
 
 def paged_attention_cuda(

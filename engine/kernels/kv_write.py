@@ -1,7 +1,8 @@
 """Writing new keys and values to their slots of the paged cache."""
 
-from penstock.engine.kernels.tuning import next_power_of_two
 from torch import Tensor
+
+from penstock.engine.kernels.tuning import next_power_of_two
 
 ELEMENTS_PER_WARP = 256  # 16 bytes for each of 32 lanes, at 2 bytes an element
 

@@ -1,8 +1,9 @@
 """Decode attention: one query per sequence against its keys and values in the paged cache."""
 
 import torch
-from penstock.engine.kernels.tuning import decode_tuning, next_power_of_two, padded
 from torch import Tensor
+
+from penstock.engine.kernels.tuning import decode_tuning, next_power_of_two, padded
 
 
 def paged_decode(

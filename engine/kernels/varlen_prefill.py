@@ -1,7 +1,8 @@
 """Prefill attention: runs of new tokens of several sequences, each against its keys and values in the paged cache."""
 
-from penstock.engine.kernels.tuning import padded, prefill_tuning
 from torch import Tensor
+
+from penstock.engine.kernels.tuning import padded, prefill_tuning
 
 
 def varlen_prefill(

@@ -3,6 +3,7 @@
 
 import triton
 import triton.language as tl
+
 from penstock.engine.kernels.attend_kernel import attend, first_state
 
 

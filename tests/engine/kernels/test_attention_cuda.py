@@ -1,0 +1,112 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.attention_cpu import AttentionOptions
+from penstock.engine.attention_cuda import paged_attention_cuda
+from penstock.engine.attention_metadata import AttentionMetadata
+from penstock.engine.kernels import references
+
+Launch = Callable[..., Any]
+
+NUM_BLOCKS = 40
+BLOCK_SIZE = 16
+KEY_SIZE = 64
+VALUE_SIZE = 32
+
+
+def make_arguments(
+    context_lens: tuple[int, ...],
+    query_lens: tuple[int, ...],
+    options: AttentionOptions,
+    num_padding: int = 0,
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+) -> dict[str, Any]:
+    """The caches hold what came before the new tokens; decodes come first."""
+    generator = torch.Generator().manual_seed(sum(context_lens))
+    free_blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+    block_tables = [[free_blocks.pop() for _ in range(0, length, BLOCK_SIZE)] for length in context_lens]
+    key_cache = torch.randn(NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, KEY_SIZE, generator=generator)
+    value_cache = torch.randn(NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, VALUE_SIZE, generator=generator)
+    slots = []
+    for table, context_len, query_len in zip(block_tables, context_lens, query_lens, strict=True):
+        positions = range(context_len - query_len, context_len)
+        slots += [table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE if position >= 0 else -1 for position in positions]
+    slots += [-1] * num_padding
+    metadata = AttentionMetadata.pack(
+        slots,
+        [sum(query_lens[:index]) for index in range(len(query_lens) + 1)],
+        list(context_lens),
+        block_tables,
+        num_decodes=sum(query_len == 1 for query_len in query_lens),
+        device=torch.device("cpu"),
+    )
+    return {
+        "query_THD": torch.randn(len(slots), num_heads, KEY_SIZE, generator=generator),
+        "key_THD": torch.randn(len(slots), num_kv_heads, KEY_SIZE, generator=generator),
+        "value_THD": torch.randn(len(slots), num_kv_heads, VALUE_SIZE, generator=generator),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "metadata": metadata,
+        "options": options,
+    }
+
+
+def reference(arguments: dict[str, Any]) -> Tensor:
+    metadata, options = arguments["metadata"], arguments["options"]
+    key_cache, value_cache = arguments["key_cache"].clone(), arguments["value_cache"].clone()
+    references.kv_write(arguments["key_THD"], arguments["value_THD"], key_cache, value_cache, metadata.slot_mapping_T)
+    return references.varlen_prefill(
+        arguments["query_THD"],
+        key_cache,
+        value_cache,
+        metadata.block_table_BN,
+        metadata.query_start_loc,
+        metadata.context_lens_B,
+        scaling=options.scaling,
+        sliding_window=options.sliding_window,
+        softcap=options.softcap,
+        sinks=options.sinks_H,
+    )
+
+
+@pytest.mark.parametrize(
+    ("context_lens", "query_lens"),
+    [((40, 1, 33), (1, 1, 1)), ((50, 17), (50, 9)), ((20, 90, 31, 64), (1, 1, 31, 16))],
+    ids=["decodes", "prefills", "mixed"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [AttentionOptions(0.125), AttentionOptions(0.2, sliding_window=20, softcap=3.0, sinks_H=torch.linspace(-1, 1, 6))],
+    ids=["plain", "everything"],
+)
+def test_every_kind_of_batch_gives_the_reference(
+    launch: Launch, context_lens: tuple[int, ...], query_lens: tuple[int, ...], options: AttentionOptions
+) -> None:
+    arguments = make_arguments(context_lens, query_lens, options)
+    launched = launch(paged_attention_cuda, **arguments)
+    torch.testing.assert_close(launched.result, reference(arguments), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("query_lens", [(1, 1), (1, 1, 7)])
+def test_padding_gets_zeros_and_writes_nothing(launch: Launch, query_lens: tuple[int, ...]) -> None:
+    num_padding = 0 if query_lens == (1, 1) else 3  # a batch of decodes is padded with decodes
+    arguments = make_arguments((30, 0, 7)[: len(query_lens)], query_lens, AttentionOptions(0.125), num_padding)
+    launched = launch(paged_attention_cuda, **arguments)
+    torch.testing.assert_close(launched.result, reference(arguments), atol=2e-5, rtol=0)
+    assert launched.result[1].abs().max() == 0
+    assert launched.result[sum(query_lens) :].abs().sum() == 0
+    num_written = (launched.arguments["key_cache"] != arguments["key_cache"]).any(-1).any(-1).sum()
+    assert num_written == sum(query_lens) - 1
+
+
+def test_states_as_models_give_them_need_not_have_dense_heads(launch: Launch) -> None:
+    arguments = make_arguments((20, 31), (1, 31), AttentionOptions(0.125))
+    expected = reference(arguments)
+    for name in ("query_THD", "key_THD", "value_THD"):
+        arguments[name] = arguments[name].transpose(0, 2).contiguous().transpose(0, 2)
+    torch.testing.assert_close(launch(paged_attention_cuda, **arguments).result, expected, atol=2e-5, rtol=0)

@@ -1,0 +1,110 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.kernels import references
+from penstock.engine.kernels.paged_decode import paged_decode
+
+Launch = Callable[..., Any]
+MakeCase = Callable[..., Any]
+
+# 1 to 200 keys: around the edges of blocks (16) and of the kernel's tiles (16 to 64), and a padding row without any.
+CONTEXT_LENS = (1, 15, 16, 17, 64, 0, 130, 200)
+BATCH = {"context_lens": CONTEXT_LENS, "query_lens": (1,) * len(CONTEXT_LENS)}
+
+
+def check(launch: Launch, case: Any, **tuning: Any) -> None:
+    arguments = case.decode_arguments()
+    result = launch(paged_decode, **arguments, **tuning).result
+    expected = references.paged_decode(**arguments)
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(result, expected, atol=case.tolerance(), rtol=0)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 8])
+def test_any_number_of_splits_gives_the_reference(launch: Launch, make_case: MakeCase, num_splits: int) -> None:
+    check(launch, make_case(**BATCH), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4, 8, 20])
+def test_any_group_of_query_heads_gives_the_reference(launch: Launch, make_case: MakeCase, group_size: int) -> None:
+    check(launch, make_case(**BATCH, group_size=group_size, num_kv_heads=3 if group_size < 4 else 1))
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), [(8, 8), (80, 80), (128, 128), (256, 256), (96, 64), (64, 128)])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_any_head_size_gives_the_reference(launch: Launch, make_case: MakeCase, key_size: int, value_size: int, num_splits: int) -> None:
+    check(launch, make_case(**BATCH, key_size=key_size, value_size=value_size), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_half_precision_gives_the_reference_to_rounding(launch: Launch, make_case: MakeCase, dtype: torch.dtype, head_size: int) -> None:
+    check(launch, make_case(**BATCH, dtype=dtype, key_size=head_size, value_size=head_size), num_splits=2)
+
+
+@pytest.mark.parametrize("sliding_window", [1, 16, 33, 1000])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_sliding_window_gives_the_reference(launch: Launch, make_case: MakeCase, sliding_window: int, num_splits: int) -> None:
+    check(launch, make_case(**BATCH, sliding_window=sliding_window), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_soft_caps_sinks_and_windows_combine(
+    launch: Launch, make_case: MakeCase, sliding_window: int | None, softcap: float | None, has_sinks: bool, num_splits: int
+) -> None:
+    case = make_case(**BATCH, sliding_window=sliding_window, softcap=softcap, has_sinks=has_sinks)
+    check(launch, case, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("context_len", range(1, 36))
+def test_every_context_length_gives_the_reference(launch: Launch, make_case: MakeCase, context_len: int) -> None:
+    check(launch, make_case(context_lens=(context_len,), query_lens=(1,), num_kv_heads=1), num_splits=2)
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_other_block_sizes_give_the_reference(launch: Launch, make_case: MakeCase, block_size: int) -> None:
+    check(launch, make_case(**BATCH, block_size=block_size))
+
+
+def test_tables_and_lengths_may_have_32_bits(launch: Launch, make_case: MakeCase) -> None:
+    check(launch, make_case(**BATCH, index_dtype=torch.int32))
+
+
+def test_a_sequence_without_keys_gets_zeros_even_with_a_sink(launch: Launch, make_case: MakeCase) -> None:
+    case = make_case(context_lens=(0, 5), query_lens=(1, 1), has_sinks=True)
+    for num_splits in (1, 2):
+        result = launch(paged_decode, **case.decode_arguments(), num_splits=num_splits).result
+        assert torch.equal(result[0], torch.zeros_like(result[0]))
+        assert result[1].abs().max() > 0
+
+
+def test_queries_and_caches_may_be_strided_views(launch: Launch, make_case: MakeCase) -> None:
+    case = make_case(**BATCH)
+    arguments = case.decode_arguments()
+    expected = references.paged_decode(**arguments)
+    query_BHD = arguments["query_BHD"]
+    both = torch.stack([arguments["key_cache"], arguments["value_cache"]], dim=2)  # one tensor for both, as some layouts have it
+    arguments |= {
+        "query_BHD": query_BHD.transpose(0, 1).contiguous().transpose(0, 1),
+        "key_cache": both[:, :, 0],
+        "value_cache": both[:, :, 1],
+    }
+    torch.testing.assert_close(launch(paged_decode, **arguments).result, expected, atol=case.tolerance(), rtol=0)
+
+
+def test_the_result_goes_where_it_is_told(launch: Launch, make_case: MakeCase) -> None:
+    arguments = make_case(**BATCH).decode_arguments()
+    out = torch.full((len(CONTEXT_LENS), 4, 64), 7.0)
+    launched = launch(paged_decode, **arguments, out=out)
+    torch.testing.assert_close(launched.arguments["out"], references.paged_decode(**arguments), atol=2e-5, rtol=0)
+
+
+def test_an_empty_batch_launches_nothing(launch: Launch, make_case: MakeCase) -> None:
+    arguments = make_case(context_lens=(), query_lens=()).decode_arguments()
+    assert launch(paged_decode, **arguments).result.shape == (0, 4, 64)
