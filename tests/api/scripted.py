@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import BaseTestServer, TestServer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -49,7 +49,8 @@ class ScriptedEngine:
     """Sequence i of every request says `answers[i % len]`, `tokens_per_step` tokens a step; its last step says that it has stopped.
 
     `refusal` is raised before the first delta, `failure` is the error that ends every sequence after two steps. Where there is a `gate`,
-    step `gate_step` waits until it is set. `happenings` tells of every request that it has begun, and that it has finished or was aborted.
+    step `gate_step` waits until it is set. `happenings` tells of every request that it has begun, and that it has finished or was aborted;
+    `aborted` counts the latter.
     """
 
     tokenizer: Tokenizer
@@ -60,6 +61,7 @@ class ScriptedEngine:
     gate: asyncio.Event | None = None
     gate_step: int = 0
     requests: list[Request] = field(default_factory=list)
+    aborted: int = 0
     happenings: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
@@ -83,6 +85,7 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
             is_whole = True
         finally:
+            self.aborted += not is_whole
             self.happenings.put_nowait("finished" if is_whole else "aborted")
 
     def stats(self) -> Any:
@@ -145,6 +148,8 @@ class RecordingCompiler:
 
 
 class NoGrammar:
+    num_bytes = 0
+
     def matcher(self) -> GrammarMatcher:
         raise AssertionError("the scripted engine follows no grammar")
 
@@ -153,7 +158,7 @@ class NoGrammar:
 class Scripted:
     """A server under test, and what its parts saw."""
 
-    server: TestServer
+    server: BaseTestServer
     engine: ScriptedEngine
     compiler: RecordingCompiler
     context: ServerContext

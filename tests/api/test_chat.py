@@ -3,12 +3,11 @@
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletionChunk
 
 from penstock.plugins.tools import hermes
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, scripted_server
@@ -35,12 +34,17 @@ def serve(scenario: Scenario, **settings: Any) -> None:
     asyncio.run(run())
 
 
-async def streamed(client: AsyncOpenAI, **fields: Any) -> list[ChatCompletionChunk]:
+async def ask(client: AsyncOpenAI, **fields: Any) -> Any:
+    """The whole answer. Untyped, since the library's types know no fields but OpenAI's."""
+    return await client.chat.completions.create(**{"model": MODEL, "messages": HELLO} | fields)
+
+
+async def streamed(client: AsyncOpenAI, **fields: Any) -> list[Any]:
     fields = {"model": MODEL, "messages": HELLO} | fields
     return [chunk async for chunk in await client.chat.completions.create(stream=True, **fields)]
 
 
-def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> dict[str, Any]:
+def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
     """What a client makes of a stream: the fields of one choice's message, and how it finished."""
     whole: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}, "finish_reason": None, "logprobs": []}
     for choice in (choice for chunk in chunks for choice in chunk.choices if choice.index == index):
@@ -76,7 +80,7 @@ def test_a_stream_adds_up_to_the_whole_answer(answer: str, tokens_per_step: int)
     async def compare(client: AsyncOpenAI, options: dict[str, Any]) -> None:
         fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": WEATHER, "logprobs": True, "top_logprobs": 2}
         fields["extra_body"] = {"chat_template_kwargs": THINKING} | options
-        whole = await client.chat.completions.create(**fields)
+        whole = await ask(client, **fields)
         chunks = await streamed(client, **fields)
         stream = joined(chunks)
         [choice] = whole.choices
@@ -123,15 +127,15 @@ def test_reasoning_and_content_come_apart() -> None:
 
 def test_reasoning_can_stay_in_the_content_be_dropped_or_come_at_once() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        async def ask(**options: Any) -> tuple[str | None, str | None]:
-            whole = await client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=options)
+        async def split(**options: Any) -> tuple[str | None, str | None]:
+            whole = await ask(client, extra_body=options)
             message = whole.choices[0].message
             assert whole.usage.completion_tokens_details.reasoning_tokens == len("Hm.") + 1
             return message.content, message.reasoning_content
 
-        assert await ask() == ("Yes", "Hm.")
-        assert await ask(separate_reasoning=False) == ("Hm.</think>Yes", None)
-        assert await ask(include_reasoning=False) == ("Yes", None)
+        assert await split() == ("Yes", "Hm.")
+        assert await split(separate_reasoning=False) == ("Hm.</think>Yes", None)
+        assert await split(include_reasoning=False) == ("Yes", None)
         chunks = await streamed(client, extra_body={"stream_reasoning": False})
         pieces = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
         assert [piece for piece in pieces if piece] == ["Hm."]
@@ -141,7 +145,7 @@ def test_reasoning_can_stay_in_the_content_be_dropped_or_come_at_once() -> None:
 
 def test_without_a_parser_the_text_is_content() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        whole = await client.chat.completions.create(model=MODEL, messages=HELLO)
+        whole = await ask(client)
         assert whole.choices[0].message.content == "<think>a</think>b"
         assert "reasoning_content" not in whole.choices[0].message.model_fields_set
 
@@ -150,14 +154,14 @@ def test_without_a_parser_the_text_is_content() -> None:
 
 def test_a_call_finishes_with_tool_calls_unless_it_was_cut() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        whole = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER)
+        whole = await ask(client, tools=WEATHER)
         [choice] = whole.choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content is None
         assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Köln"}
-        cut = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER, max_tokens=30)
+        cut = await ask(client, tools=WEATHER, max_tokens=30)
         assert cut.choices[0].finish_reason == "length"
-        none = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER, tool_choice="none")
+        none = await ask(client, tools=WEATHER, tool_choice="none")
         assert none.choices[0].finish_reason == "stop"
         assert none.choices[0].message.content == CALL, "markup stays visible"
 
@@ -166,9 +170,9 @@ def test_a_call_finishes_with_tool_calls_unless_it_was_cut() -> None:
 
 def test_parallel_tool_calls_false_keeps_the_first_call() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        both = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER)
+        both = await ask(client, tools=WEATHER)
         assert len(both.choices[0].message.tool_calls) == 2
-        first = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=WEATHER, parallel_tool_calls=False)
+        first = await ask(client, tools=WEATHER, parallel_tool_calls=False)
         assert len(first.choices[0].message.tool_calls) == 1
 
     serve(scenario, tool_parser=hermes.Hermes, engine={"answers": [CALL + "\n" + CALL]})
@@ -176,7 +180,7 @@ def test_parallel_tool_calls_false_keeps_the_first_call() -> None:
 
 def test_n_answers_are_told_apart_by_index() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        whole = await client.chat.completions.create(model=MODEL, messages=HELLO, n=3)
+        whole = await ask(client, n=3)
         assert [choice.message.content for choice in whole.choices] == ["one", "two", "three"]
         chunks = await streamed(client, n=3, stream_options={"include_usage": True, "continuous_usage_stats": True})
         assert [joined(chunks, index)["content"] for index in range(3)] == ["one", "two", "three"]
@@ -191,11 +195,11 @@ def test_n_answers_are_told_apart_by_index() -> None:
 def test_stop_strings_end_the_content_and_are_reported() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
         for stop in ("END", ["nope", "END"]):
-            whole = await client.chat.completions.create(model=MODEL, messages=HELLO, stop=stop)
+            whole = await ask(client, stop=stop)
             [choice] = whole.choices
             assert (choice.message.content, choice.finish_reason, choice.stop_reason) == ("before ", "stop", "END")
         extra = {"include_stop_str_in_output": True}
-        whole = await client.chat.completions.create(model=MODEL, messages=HELLO, stop="END", extra_body=extra)
+        whole = await ask(client, stop="END", extra_body=extra)
         assert whole.choices[0].message.content == "before END"
         assert joined(await streamed(client, stop="END"))["content"] == "before "
 
@@ -204,13 +208,11 @@ def test_stop_strings_end_the_content_and_are_reported() -> None:
 
 def test_logprobs_name_tokens_and_never_hold_minus_infinity() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        whole = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=3)
+        whole = await ask(client, logprobs=True, top_logprobs=3)
         first, second = whole.choices[0].logprobs.content
         assert (first.token, first.logprob, first.bytes) == ("H", -1.5, [72])
         assert [top.logprob for top in second.top_logprobs] == [-0.25, -1.5, -9999.0]
-        named = await client.chat.completions.create(
-            model=MODEL, messages=HELLO, logprobs=True, extra_body={"return_tokens_as_token_ids": True, "prompt_logprobs": 1}
-        )
+        named = await ask(client, logprobs=True, extra_body={"return_tokens_as_token_ids": True, "prompt_logprobs": 1})
         ids = scripted.engine.tokenizer.encode("Hi", add_special_tokens=False)
         content = named.choices[0].logprobs.content
         assert [token.token for token in content] == [f"token_id:{token_id}" for token_id in ids]
@@ -250,7 +252,7 @@ def test_fields_reach_the_engine() -> None:
         assert (params.max_tokens, params.temperature, params.top_k, params.seed, params.top_p) == (7, 0.5, 5, 3, 0.75)
         assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ({12: 100.0}, (1, 2), ("no",))
         assert (params.thinking_token_budget, request.priority, request.cache_salt) == (9, -2, "mine")
-        assert [factory()([], 2.0) for factory in request.logits_processors] == [6.0]
+        assert [cast(Any, factory())([], 2.0) for factory in request.logits_processors] == [6.0]
         assert request.grammar is not None
         assert scripted.compiler.specs[0][1] == "recording"
         prompt = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -262,14 +264,14 @@ def test_fields_reach_the_engine() -> None:
 def test_the_servers_thinking_budget_holds_where_the_request_has_none() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
         for budget, expected in ((None, 4), (-1, None), (0, 0)):
-            await client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"thinking_token_budget": budget})
+            await ask(client, extra_body={"thinking_token_budget": budget})
             assert scripted.engine.requests[-1].params.thinking_token_budget == expected
 
     serve(scenario, thinks=True, default_thinking_budget=4)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     (
@@ -346,7 +348,7 @@ def test_what_does_not_fit_the_context_is_refused_with_the_numbers() -> None:
             await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * 5000}])
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
         with pytest.raises(openai.BadRequestError, match=rf"\(\d+ in the prompt, {MAX_MODEL_LEN} for the answer\)") as caught:
-            await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=MAX_MODEL_LEN)
+            await ask(client, max_tokens=MAX_MODEL_LEN)
         assert caught.value.code == "context_length_exceeded"
 
     serve(scenario)

@@ -7,7 +7,6 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types import Completion
 
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, scripted_server
 
@@ -25,19 +24,32 @@ def serve(scenario: Scenario, *answers: str, **settings: Any) -> None:
     asyncio.run(run())
 
 
-async def streamed(client: AsyncOpenAI, **fields: Any) -> list[Completion]:
+async def ask(client: AsyncOpenAI, **fields: Any) -> Any:
+    return await client.completions.create(model=MODEL, **fields)
+
+
+async def streamed(client: AsyncOpenAI, **fields: Any) -> list[Any]:
     return [chunk async for chunk in await client.completions.create(model=MODEL, stream=True, **fields)]
 
 
-def text_of(chunks: list[Completion], index: int = 0) -> str:
+def text_of(chunks: list[Any], index: int = 0) -> str:
     return "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == index)
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 5, 100])
 def test_a_stream_adds_up_to_the_whole_text(tokens_per_step: int) -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        for fields in ({}, {"n": 2}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 2}, {"stop": "lo"}, {"max_tokens": 3}):
-            whole = await client.completions.create(model=MODEL, prompt="Say: ", **fields)
+        variants: list[dict[str, Any]] = [
+            {},
+            {"n": 2},
+            {"echo": True},
+            {"logprobs": 2},
+            {"echo": True, "logprobs": 2},
+            {"stop": "lo"},
+            {"max_tokens": 3},
+        ]
+        for fields in variants:
+            whole = await ask(client, prompt="Say: ", **fields)
             chunks = await streamed(client, prompt="Say: ", stream_options={"include_usage": True}, **fields)
             for choice in whole.choices:
                 assert choice.text == text_of(chunks, choice.index)
@@ -63,7 +75,7 @@ def test_all_four_forms_of_prompts_are_numbered_through() -> None:
             ([ids, ids[:1], ids], ["ab", "a", "ab"]),
         ]
         for prompt, texts in forms:
-            whole = await client.completions.create(model=MODEL, prompt=prompt, n=2, echo=True)
+            whole = await ask(client, prompt=prompt, n=2, echo=True)
             assert [choice.index for choice in whole.choices] == list(range(2 * len(texts)))
             assert [choice.text for choice in whole.choices] == [text + answer for text in texts for answer in ("x", "y")]
             assert whole.usage.prompt_tokens == sum(map(len, texts))
@@ -74,7 +86,7 @@ def test_all_four_forms_of_prompts_are_numbered_through() -> None:
 
 def test_a_prompt_can_be_scored_without_generating() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        whole = await client.completions.create(model=MODEL, prompt="aé", echo=True, max_tokens=0, logprobs=1)
+        whole = await ask(client, prompt="aé", echo=True, max_tokens=0, logprobs=1)
         [choice] = whole.choices
         assert (choice.text, choice.finish_reason, whole.usage.completion_tokens) == ("aé", "length", 0)
         assert choice.logprobs.token_logprobs == [None, -1.5, -1.5]
@@ -88,7 +100,7 @@ def test_a_prompt_can_be_scored_without_generating() -> None:
 def test_the_default_is_sixteen_tokens_where_they_fit() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
         for prompt in ("a", "a" * (MAX_MODEL_LEN - 4)):
-            await client.completions.create(model=MODEL, prompt=prompt)
+            await ask(client, prompt=prompt)
         assert [request.params.max_tokens for request in scripted.engine.requests] == [16, 4]
 
     serve(scenario)
@@ -96,11 +108,11 @@ def test_the_default_is_sixteen_tokens_where_they_fit() -> None:
 
 def test_special_tokens_are_shown_only_where_asked_for_and_take_no_room_otherwise() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        hidden = await client.completions.create(model=MODEL, prompt="x", logprobs=0)
+        hidden = await ask(client, prompt="x", logprobs=0)
         assert hidden.choices[0].text == "ab"
         assert hidden.choices[0].logprobs.tokens == ["a", "<|im_end|>", "b"]
         assert hidden.choices[0].logprobs.text_offset == [0, 1, 1]
-        shown = await client.completions.create(model=MODEL, prompt="x", logprobs=0, extra_body={"skip_special_tokens": False})
+        shown = await ask(client, prompt="x", logprobs=0, extra_body={"skip_special_tokens": False})
         assert shown.choices[0].text == "a<|im_end|>b"
         assert shown.choices[0].logprobs.text_offset == [0, 1, 11]
 
@@ -109,14 +121,14 @@ def test_special_tokens_are_shown_only_where_asked_for_and_take_no_room_otherwis
 
 def test_no_parser_reads_completions() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        whole = await client.completions.create(model=MODEL, prompt="x", max_tokens=100)
+        whole = await ask(client, prompt="x", max_tokens=100)
         assert whole.choices[0].text == "a</think>b"
         assert whole.usage.completion_tokens_details.reasoning_tokens == 0
 
     serve(scenario, "a</think>b", thinks=True)
 
 
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": ["a", ""]}, "prompt[1]"),

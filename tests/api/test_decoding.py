@@ -81,7 +81,14 @@ def test_fields_without_effect_are_accepted_with_any_value() -> None:
 
 
 def test_unknown_keys_inside_messages_are_tolerated() -> None:
-    message = {"role": "assistant", "content": None, "annotations": [], "reasoning_details": [{}], "refusal": None, "audio": None}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "annotations": [],
+        "reasoning_details": [{}],
+        "refusal": None,
+        "audio": None,
+    }
     request, ignored = decode(chat(messages=[message]), ChatCompletionRequest)
     assert request.messages[0].content is None
     assert ignored == ()
