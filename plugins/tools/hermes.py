@@ -75,11 +75,10 @@ class Hermes:
         end = start if is_end else self._call.feed(piece, start)
         is_malformed = is_end or self._call.is_malformed
         if not self._is_started:
-            if isinstance(piece, SpecialText):
-                end = 0 if is_malformed else end
-                self._block += [piece] if end else []
-            else:
-                self._block.append(piece[start:end])
+            if isinstance(piece, SpecialText) and is_malformed:
+                end = start
+            if end > start:
+                self._block.append(piece if isinstance(piece, SpecialText) else piece[start:end])
         self._buffer.skip(end - start)
         self._give_out(events)
         if is_malformed:

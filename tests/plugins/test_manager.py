@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins

@@ -1,0 +1,119 @@
+import json
+import re
+
+import pytest
+
+from penstock.engine.events import SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.turn import Turn
+from penstock.plugins.tools.hermes import Hermes
+from penstock.testing import check_parser, read
+
+AUTO = Turn(tool_choice="auto")
+MARKERS = ("<tool_call>", "</tool_call>")
+TOKENS = Turn(tool_choice="auto", added_tokens=frozenset(MARKERS))
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "</tool_call>"]}}\n</tool_call>'
+
+SAMPLES = [
+    CALL,
+    f"Let me see.\n{CALL}\n{CALL}\nDone.",
+    '<tool_call>{"arguments": {"a": {}}, "name": "g"}</tool_call>',
+    '<tool_call>{"name": "f"}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": 1}</tool_call>!',
+    '<tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>',
+    '<tool_call>{"name": 1}</tool_call> <tool_call> <tool_call>{"name": "f", "arguments": 1 }',
+    '<tool_call>{"name": "f", "arguments": {"x": "a<tool_call>b',
+    "1 < 2 <tool_",
+    "</tool_call>",
+]
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "none"])
+def test_any_cut_and_any_stop_give_the_same_answer(tool_choice: str) -> None:
+    check_parser(Hermes, SAMPLES, markers=MARKERS, turn=Turn(tool_choice=tool_choice), max_examples=60)
+
+
+def test_a_call_starts_with_its_name_and_its_arguments_follow_character_by_character() -> None:
+    parser = Hermes(AUTO, new_id=lambda: "id")
+    assert parser.feed('<tool_call>\n{"name": "f') == []
+    assert parser.feed('"') == [ToolCallStart(0, "f", "id")]
+    assert parser.feed(', "arguments": ') == []
+    for char in '{"x": "y"}':
+        assert parser.feed(char) == [ToolCallArguments(0, char)]
+    assert parser.feed("}\n</tool_call>") == []
+    assert parser.finish() == []
+
+
+def test_arguments_come_out_as_they_were_written() -> None:
+    written = '{ "x" :1.50,\n"y": "\\u00e9é"}'
+    events = read(Hermes(AUTO), [f'<tool_call>{{"name": "f", "arguments":{written}}}</tool_call>'])
+    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, written)]
+    assert json.loads(written) == {"x": 1.5, "y": "éé"}
+
+
+def test_arguments_before_the_name_wait_for_it() -> None:
+    parser = Hermes(AUTO, new_id=lambda: "id")
+    assert parser.feed('<tool_call>{"arguments": {"x": 1}, ') == []
+    assert parser.feed('"name": "f"}') == [ToolCallStart(0, "f", "id"), ToolCallArguments(0, '{"x": 1}')]
+
+
+def test_ids_are_fresh_and_of_the_usual_form() -> None:
+    ids = [event.id for event in Hermes(AUTO).feed(CALL * 3) if isinstance(event, ToolCallStart)]
+    assert len(set(ids)) == 3
+    assert all(re.fullmatch(r"call_[0-9a-f]{24}", call_id) for call_id in ids)
+
+
+def test_calls_are_numbered_and_the_space_between_them_is_no_content() -> None:
+    events = read(Hermes(AUTO), [f"Look: {CALL}\n{CALL}\n"])
+    assert [type(event) for event in events] == [Text, ToolCallStart, ToolCallArguments, ToolCallStart, ToolCallArguments]
+    assert [event.index for event in events if isinstance(event, ToolCallStart)] == [0, 1]
+    assert events[0] == Text("Look: ")
+
+
+def test_text_after_a_call_is_content() -> None:
+    assert read(Hermes(AUTO), [f"{CALL}\n done"])[-1] == Text("\n done")
+
+
+def test_an_unclosed_last_block_is_a_call() -> None:
+    whole = read(Hermes(AUTO), [CALL])
+    assert read(Hermes(AUTO), [CALL.removesuffix("</tool_call>")]) == whole
+
+
+def test_a_missing_outer_brace_is_forgiven() -> None:
+    events = read(Hermes(AUTO), ['<tool_call>{"name": "f", "arguments": {"x": 1}\n</tool_call>after'])
+    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}'), Text("after")]
+
+
+@pytest.mark.parametrize("body", ["not json", "{", "{}", '{"name": f}', '{"name": null, "arguments": {}}', '[{"name": "f"}]', ""])
+def test_a_block_that_is_no_call_is_content(body: str) -> None:
+    text = f"a <tool_call>{body}</tool_call> b"
+    assert read(Hermes(AUTO), [text]) == [Text(text)]
+
+
+def test_a_call_after_a_block_that_is_none_is_still_read() -> None:
+    events = read(Hermes(AUTO), ["<tool_call>{<tool_call>" + '{"name": "f"}'])
+    assert events == [Text("<tool_call>{"), ToolCallStart(0, "f", ""), ToolCallArguments(0, "{}")]
+
+
+def test_arguments_that_go_wrong_after_the_call_has_started_leave_the_rest_visible() -> None:
+    events = read(Hermes(AUTO), ['<tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>'])
+    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": '), Text("oops}}</tool_call>")]
+
+
+def test_a_quoted_marker_calls_nothing_where_the_vocabulary_has_it_as_a_token() -> None:
+    assert read(Hermes(TOKENS), [CALL]) == [Text(CALL)]
+    pieces = [SpecialText("<tool_call>"), '{"name": "f"}', SpecialText("</tool_call>")]
+    assert read(Hermes(TOKENS), pieces) == [ToolCallStart(0, "f", ""), ToolCallArguments(0, "{}")]
+
+
+def test_the_end_token_ends_a_block_even_inside_a_string() -> None:
+    pieces = [SpecialText("<tool_call>"), '{"name": "f', SpecialText("</tool_call>"), "x"]
+    assert read(Hermes(TOKENS), pieces) == [Text("<tool_call>"), Text('{"name": "f'), Text("</tool_call>"), Text("x")]
+
+
+def test_other_added_tokens_belong_to_the_arguments() -> None:
+    pieces = [SpecialText("<tool_call>"), '{"name": "f", "arguments": {"x": "', SpecialText("<|end|>"), '"}}', SpecialText("</tool_call>")]
+    assert read(Hermes(TOKENS), pieces)[1] == ToolCallArguments(0, '{"x": "<|end|>"}')
+
+
+def test_with_tool_choice_none_markup_stays_content() -> None:
+    assert read(Hermes(Turn(tool_choice="none")), [CALL]) == [Text(CALL)]

@@ -1,0 +1,156 @@
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.engine.events import Reasoning, SpecialText, Text
+from penstock.engine.hooks import ReasoningParserFactory
+from penstock.engine.parsing import Phase
+from penstock.engine.turn import Turn
+from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.granite import granite
+from penstock.plugins.reasoning.qwen3 import qwen3
+from penstock.testing import check_parser, read
+
+THINK = ("<think>", "</think>")
+QWEN = (*THINK, "<tool_call>", "<|im_start|>", "<|im_end|>")
+GRANITE = ("Here is my thought process:", "Here's my thought process:", "Here is my response:", "Here's my response:")
+OPEN = Turn(prompt_tail="<|im_start|>assistant\n<think>\n", tool_choice="auto")
+CLOSED = Turn(prompt_tail="<|im_start|>assistant\n<think>\n\n</think>\n\n", tool_choice="auto")
+UNTOLD = Turn(prompt_tail="<|im_start|>assistant\n", tool_choice="auto")
+
+SAMPLES = [
+    "<think>\nwhy\n</think>\n\nbecause",
+    "why</think>because</think>still",
+    " \n<think>a<think>b",
+    "no markers, 1 < 2",
+    "a<tool_call>{}</tool_call></think>b",
+    "a<|im_end|>\n<|im_start|>b",
+    "</think>",
+    "",
+]
+SPEECH = [
+    "Here is my thought process: why. Here is my response: because. Here is my response: again",
+    "\nHere's my thought process:\nHere's my response:\n",
+    "Here's my answer. Here is my thought process: none",
+    "Here is",
+]
+
+
+def split(factory: ReasoningParserFactory, turn: Turn, *pieces: str) -> tuple[str, str]:
+    """Reasoning and content."""
+    events = read(factory(turn), pieces)
+    return (
+        "".join(event.text for event in events if isinstance(event, Reasoning)),
+        "".join(event.text for event in events if isinstance(event, Text)),
+    )
+
+
+@pytest.mark.parametrize("turn", [OPEN, CLOSED, UNTOLD], ids=["open", "closed", "untold"])
+@pytest.mark.parametrize(
+    ("factory", "samples", "markers"),
+    [(deepseek_r1, SAMPLES, THINK), (qwen3, SAMPLES, QWEN), (granite, SPEECH, GRANITE)],
+    ids=["deepseek_r1", "qwen3", "granite"],
+)
+def test_any_cut_and_any_stop_give_the_same_answer(
+    factory: ReasoningParserFactory, samples: Sequence[str], markers: Sequence[str], turn: Turn
+) -> None:
+    check_parser(factory, samples, markers=markers, turn=turn, max_examples=40)
+
+
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3, granite])
+def test_markers_are_those_that_the_parser_itself_reads(factory: ReasoningParserFactory) -> None:
+    parser = factory(OPEN)
+    parser = factory(Turn(prompt_tail=parser.start_marker))
+    assert parser.phase is Phase.REASONING
+    assert read(parser, ["why", parser.end_marker, "because"]) == [Reasoning("why"), Text("because")]
+    assert parser.phase is Phase.CONTENT
+
+
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3])
+@pytest.mark.parametrize("turn", [OPEN, UNTOLD])
+def test_a_start_marker_is_taken_out_whether_or_not_the_prompt_opened_it(factory: ReasoningParserFactory, turn: Turn) -> None:
+    assert split(factory, turn, "<think>\nwhy</think>\n\nbecause") == ("\nwhy", "\n\nbecause")
+
+
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3])
+def test_a_prompt_that_closed_the_reasoning_makes_all_of_it_content(factory: ReasoningParserFactory) -> None:
+    assert factory(CLOSED).phase is Phase.CONTENT
+    assert split(factory, CLOSED, "because <think>") == ("", "because <think>")
+
+
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3])
+def test_quoting_a_marker_that_is_a_token_changes_nothing(factory: ReasoningParserFactory) -> None:
+    turn = Turn(prompt_tail="<think>\n", added_tokens=frozenset(THINK))
+    assert split(factory, turn, "I write </think> now", SpecialText("</think>"), "yes") == ("I write </think> now", "yes")
+
+
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3, granite])
+def test_other_added_tokens_pass_through_as_pieces(factory: ReasoningParserFactory) -> None:
+    turn = Turn(prompt_tail="<think>\n")
+    events = [event for event in read(factory(turn), ["a", SpecialText("<x>"), "b"]) if isinstance(event, Text | Reasoning)]
+    assert [event.text for event in events] == ["a", "<x>", "b"]
+    assert isinstance(events[1].text, SpecialText)
+
+
+def test_deepseek_r1_reasons_until_it_says_otherwise() -> None:
+    assert deepseek_r1(UNTOLD).phase is Phase.REASONING
+    assert split(deepseek_r1, UNTOLD, "never ends") == ("never ends", "")
+
+
+def test_deepseek_r1_keeps_later_end_markers() -> None:
+    assert split(deepseek_r1, OPEN, "a</think>b</think>c") == ("a", "b</think>c")
+
+
+def test_qwen3_is_undecided_until_it_has_said_something() -> None:
+    parser = qwen3(UNTOLD)
+    assert parser.phase is Phase.UNDECIDED
+    parser.feed(" \n<th")
+    assert parser.phase is Phase.UNDECIDED
+    parser.feed("e")
+    assert parser.phase is Phase.CONTENT
+
+
+def test_qwen3_with_thinking_off_is_content_from_the_start() -> None:
+    turn = Turn(chat_template_kwargs={"enable_thinking": False})
+    assert qwen3(turn).phase is Phase.CONTENT
+
+
+def test_qwen3_believes_the_prompt_before_the_request() -> None:
+    turn = Turn(prompt_tail="<think>\n", chat_template_kwargs={"enable_thinking": False})
+    assert qwen3(turn).phase is Phase.REASONING
+
+
+def test_qwen3_takes_a_second_end_marker_out() -> None:
+    assert split(qwen3, OPEN, "a</think></think>b</think>c") == ("a", "b</think>c")
+    assert split(qwen3, CLOSED, "</think>b") == ("", "b")
+
+
+def test_qwen3_ends_its_reasoning_with_a_tool_call_that_stays_readable() -> None:
+    turn = Turn(prompt_tail="<think>\n", added_tokens=frozenset({*THINK, "<tool_call>"}))
+    events = read(qwen3(turn), ["why", SpecialText("<tool_call>", is_hidden=False), "{}"])
+    assert events == [Reasoning("why"), Text("<tool_call>"), Text("{}")]
+    assert isinstance(events[1].text, SpecialText)
+    assert not events[1].text.is_hidden
+
+
+def test_qwen3_ends_its_reasoning_with_the_turn() -> None:
+    assert split(qwen3, OPEN, "why<|im_end|>") == ("why", "<|im_end|>")
+
+
+def test_qwen3_does_not_look_at_earlier_turns() -> None:
+    tail = "a</think>b<|im_end|>\n<|im_start|>assistant\n"
+    assert qwen3(Turn(prompt_tail=tail)).phase is Phase.UNDECIDED
+
+
+@pytest.mark.parametrize("start", ["Here is my thought process:", "Here's my thought process:"])
+@pytest.mark.parametrize("end", ["Here is my response:", "Here's my response:"])
+def test_granite_announces_reasoning_and_response_in_either_spelling(start: str, end: str) -> None:
+    assert split(granite, Turn(), f"{start} why {end} because") == (" why ", " because")
+
+
+def test_granite_without_announcement_is_content() -> None:
+    assert split(granite, Turn(), "Here is my thought: Here is my response:") == ("", "Here is my thought: Here is my response:")
+
+
+def test_granite_with_thinking_off_is_content_from_the_start() -> None:
+    assert granite(Turn(chat_template_kwargs={"thinking": False})).phase is Phase.CONTENT

@@ -1,0 +1,141 @@
+from collections.abc import Iterable
+
+import pytest
+
+from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallStart
+from penstock.engine.turn import Turn
+from penstock.plugins.markers import MarkerBuffer
+from penstock.testing import check_cost, check_parser, join_atoms, merged, read, split_atoms
+
+SAMPLES = ["why<end>because", "no end", "<en", "<end><end>", ""]
+
+
+class Sound:
+    """Reasoning up to `<end>`: keeps every promise."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.buffer = MarkerBuffer(turn.added_tokens)
+        self.kind: type[Text | Reasoning] = Reasoning
+
+    def feed(self, text: str) -> list[Event]:
+        self.buffer.feed(text)
+        pieces, marker = self.buffer.take_until(*(["<end>"] if self.kind is Reasoning else []))
+        events: list[Event] = [self.kind(piece) for piece in pieces]
+        if marker is not None:
+            self.kind = Text
+            events += self.feed("")
+        return events
+
+    def finish(self) -> list[Event]:
+        return [self.kind(piece) for piece in self.buffer.finish()]
+
+
+class MissesCutMarkers(Sound):
+    def feed(self, text: str) -> list[Event]:
+        before, marker, after = text.partition("<end>")
+        events: list[Event] = [self.kind(before)] if before else []
+        if marker:
+            self.kind = Text
+        return [*events, Text(after)] if after else events
+
+
+class SwallowsAtTheEnd(Sound):
+    def finish(self) -> list[Event]:
+        return []
+
+
+class SwallowsSpaces(Sound):
+    def feed(self, text: str) -> list[Event]:
+        return super().feed(text.replace(" ", ""))
+
+
+class JoinsAddedTokens(Sound):
+    def feed(self, text: str) -> list[Event]:
+        return [type(event)(str(event.text)) for event in super().feed(text) if isinstance(event, Text | Reasoning)]
+
+
+class Repeats(Sound):
+    def finish(self) -> list[Event]:
+        return [*super().finish(), Text("!")]
+
+
+class GivesEmptyText(Sound):
+    def feed(self, text: str) -> list[Event]:
+        return [*super().feed(text), Text("")]
+
+
+class LosesAPhase(Sound):
+    @property
+    def phase(self) -> str:
+        return "content"
+
+
+class MisnumbersCalls(Sound):
+    def feed(self, text: str) -> list[Event]:
+        return [ToolCallStart(1, "f", "id"), *super().feed(text)] if text == "no end" else super().feed(text)
+
+
+class RescansWithMethods:
+    """Right, and quadratic: it looks at the whole text again with every piece."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.text = ""
+        self.num_said = 0
+
+    def feed(self, text: str) -> Iterable[Event]:
+        self.text += text
+        said = self.text.find("<end>") + 1 or len(self.text)
+        if said > self.num_said:
+            yield Text(self.text[self.num_said :])
+        self.num_said = len(self.text)
+
+    def finish(self) -> Iterable[Event]:
+        return []
+
+
+class RescansWithALoop(RescansWithMethods):
+    def feed(self, text: str) -> Iterable[Event]:
+        self.text = "".join([self.text, text])
+        for _ in self.text:
+            pass
+        yield Text(text)
+
+
+def test_a_sound_parser_passes() -> None:
+    check_parser(Sound, SAMPLES, markers=["<end>"])
+
+
+@pytest.mark.parametrize(
+    "parser", [MissesCutMarkers, SwallowsAtTheEnd, SwallowsSpaces, Repeats, GivesEmptyText, LosesAPhase, MisnumbersCalls, JoinsAddedTokens]
+)
+def test_a_broken_promise_is_found(parser: type[Sound]) -> None:
+    turn = Turn(tool_choice="auto", added_tokens=frozenset({"<other>"}))
+    with pytest.raises(AssertionError):
+        check_parser(parser, [*SAMPLES, "a<other>b"], markers=["<end>"], turn=turn)
+
+
+@pytest.mark.parametrize("parser", [RescansWithMethods, RescansWithALoop])
+def test_reading_again_what_has_been_read_is_found(parser: type[RescansWithMethods]) -> None:
+    with pytest.raises(AssertionError, match="what has been read is read again"):
+        check_cost(parser, "why<end>because", Turn())
+
+
+def test_no_samples_are_no_check() -> None:
+    with pytest.raises(AssertionError, match="nothing to check"):
+        check_parser(Sound, [])
+
+
+def test_atoms_are_characters_and_whole_added_tokens() -> None:
+    atoms = split_atoms("a<b><b>c", frozenset({"<b>"}))
+    assert atoms == ["a", "<b>", "<b>", "c"]
+    assert [isinstance(atom, SpecialText) for atom in atoms] == [False, True, True, False]
+    assert join_atoms(split_atoms("ab<b>cd", frozenset({"<b>"}))) == ["ab", "<b>", "cd"]
+
+
+def test_merged_events_do_not_depend_on_pieces_but_keep_added_tokens_apart() -> None:
+    events = merged([Text("a"), Text("b"), Text(SpecialText("<c>")), Text("d"), Reasoning("e"), Reasoning("f")])
+    assert events == [Text("ab"), Text("<c>"), Text("d"), Reasoning("ef")]
+
+
+def test_read_gives_what_a_parser_holds_back() -> None:
+    assert read(Sound(Turn()), ["a<e", "n"]) == [Reasoning("a<en")]
