@@ -218,7 +218,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--prefix-caching", action=argparse.BooleanOptionalAction, help="reuse what earlier prompts began with (default: on)"
     )
     group.add_argument(
-        "--max-waiting-requests", type=_integer(0), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"
+        "--max-waiting-requests", type=_integer(1), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"
     )
     group.add_argument(
         "--compile", choices=get_args(CompileMode), default="auto", help="torch.compile; auto: where there is a compiler (default: auto)"

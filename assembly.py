@@ -1,0 +1,137 @@
+"""From arguments to everything a handler needs. What can be refused is refused before the model is loaded."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from penstock.api.chat_template import ChatTemplate, load_chat_template
+from penstock.api.context import ServerContext, ServerOptions
+from penstock.arguments import Arguments
+from penstock.engine.build import build_core, load
+from penstock.engine.engine import Engine
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.grammar_cache import GrammarCompiler
+from penstock.engine.hooks import ReasoningParserFactory
+from penstock.engine.kv_cache import block_bytes
+from penstock.engine.model_store import model_name, resolve_model
+from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.turn import Turn
+from penstock.plugins.manager import Plugins
+
+log = logging.getLogger(__name__)
+
+NUM_WORKERS = 4
+UNLEARNED_THINKING_BUDGET = 256
+# Ours by generation_config's names. `do_sample` is left out, as in vLLM: a client that wants greedy says temperature 0.
+SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """What is served, and in a few words by what means."""
+
+    context: ServerContext
+    summary: str
+
+
+def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
+    """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked."""
+    config = arguments.engine
+    template = None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
+    directory = resolve_model(config.model, config.trust_remote_code)
+    tokenizer = Tokenizer.load(directory, config.trust_remote_code)
+    workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="penstock-worker")
+    chat_template = build_chat_template(template, tokenizer, workers)
+    budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer)
+    loaded = load(directory, config)
+    core = build_core(loaded, tokenizer, config)
+    context = ServerContext(
+        engine=Engine(core),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        model_names=arguments.served_model_names or (model_name(config.model),),
+        max_model_len=core.max_model_len,
+        vocab_size=core.vocab_size,
+        stop_token_ids=core.stop_token_ids,
+        plugins=plugins,
+        reasoning_parser=plugins.reasoning_parser,
+        tool_parser=plugins.tool_parser,
+        compile_grammar=GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids),
+        default_thinking_budget=budget,
+        default_sampling=sampling_defaults(loaded.generation_config),
+        workers=workers,
+        options=ServerOptions(
+            allow_unknown_fields=arguments.allow_unknown_fields,
+            trust_request_chat_template=arguments.trust_request_chat_template,
+            max_body_bytes=arguments.max_body_size,
+            keep_alive_seconds=arguments.keep_alive_interval,
+            api_keys=arguments.api_keys,
+            cors_origins=arguments.allowed_origins,
+        ),
+    )
+    return Assembled(context, summarize(arguments, context, core))
+
+
+def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) -> str:
+    """Parsers, KV cache, threads, and where the model runs."""
+    loaded = core.runner.loaded
+    pool, block_size = core.scheduler.pool, core.scheduler.block_size
+    cache_bytes = pool.num_blocks * block_bytes(loaded.kv_layout, block_size, loaded.dtype)
+    parts = [
+        f"reasoning: {context.plugins.reasoning_parsers.active or 'none'}",
+        f"tools: {context.plugins.tool_parsers.active or 'none'}",
+        f"context: {context.max_model_len} tokens",
+        f"KV cache: {cache_bytes / 2**30:.2f} GiB, {pool.num_blocks * block_size} tokens",
+        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
+    ]
+    if loaded.device.type == "cpu":
+        parts.append(f"threads: {arguments.engine.num_threads or torch.get_num_threads()}")
+    return "; ".join(parts)
+
+
+def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: ThreadPoolExecutor) -> ChatTemplate:
+    """The operator's template, else the model's own, which may bring another one for conversations with tools."""
+    if override is not None:
+        return ChatTemplate(override, tokenizer.special_tokens_map, workers=workers)
+    return ChatTemplate(
+        tokenizer.chat_template, tokenizer.special_tokens_map, tool_source=tokenizer.chat_templates.get("tool_use"), workers=workers
+    )
+
+
+def thinking_budget(asked: int | None, parser: ReasoningParserFactory | None, tokenizer: Tokenizer) -> int | None:
+    """The operator's default budget; where there is none, one of ours for a model that would never close its reasoning by itself."""
+    if parser is None or knows_marker(parser(Turn()).end_marker, tokenizer):
+        return asked
+    marker = parser(Turn()).end_marker
+    budget = UNLEARNED_THINKING_BUDGET if asked is None else asked
+    log.warning(
+        "neither the model's vocabulary nor its own chat template knows %r, so it never learned to reason in this format. "
+        "With `--chat-template think` the prompt opens its reasoning; the server closes it after %d tokens (--thinking-token-budget).",
+        marker,
+        budget,
+    )
+    return budget
+
+
+def knows_marker(marker: str, tokenizer: Tokenizer) -> bool:
+    """By the model's own template, not the operator's: writing a marker into the prompt teaches the model nothing."""
+    text = marker.strip()
+    is_token = any(token.text == text for token in tokenizer.added_tokens.values())
+    return is_token or any(text in template for template in tokenizer.chat_templates.values())
+
+
+def sampling_defaults(config: GenerationConfig) -> dict[str, Any]:
+    """What the model's authors recommend, by our names; only what differs from transformers' own defaults."""
+    given = config.to_diff_dict()
+    return {ours: given[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if given.get(theirs) is not None}

@@ -1,0 +1,137 @@
+"""The command line: `python server.py --plugin deepseek_r1`, or `penstock`. Wires the parts together and runs them."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from penstock import __version__
+from penstock.arguments import Arguments, parse_arguments
+from penstock.engine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from penstock.assembly import Assembled
+    from penstock.plugins.manager import Plugins
+
+CLEANUP_SECONDS = 5.0  # for handlers to send their last words once the engine has stopped
+
+log = logging.getLogger("penstock.server")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0 after a shutdown that was asked for, 2 where the server cannot start as asked."""
+    try:
+        arguments = parse_arguments(argv)
+        set_up_logging(arguments)
+        # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
+        from penstock.plugins.manager import Plugins
+
+        plugins = Plugins.start(arguments.plugins, arguments.without)
+        if arguments.command == "plugins":
+            print(plugin_table(plugins))
+        else:
+            serve(arguments, plugins)
+    except ConfigurationError as error:
+        print(f"penstock: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def serve(arguments: Arguments, plugins: "Plugins") -> None:
+    """Loads the model and serves until a signal. The address is taken first: a port that is in use should not cost a model's loading."""
+    from penstock.assembly import assemble
+
+    started = time.monotonic()
+    listener = bind(arguments.host, arguments.port)
+    with listener:
+        asyncio.run(run(arguments, assemble(arguments, plugins), listener, started))
+
+
+async def run(arguments: Arguments, assembled: "Assembled", listener: socket.socket, started: float) -> None:
+    """Serves until SIGTERM or SIGINT; then refuses new requests, lets running ones end within the drain timeout, and stops."""
+    from aiohttp import web
+
+    from penstock.api.app import build_app, build_runner
+    from penstock.api.middleware import GATE
+
+    stop, context = stop_on_signals(), assembled.context
+    await context.engine.start()
+    app = build_app(context)
+    runner = build_runner(app, CLEANUP_SECONDS)
+    await runner.setup()
+    site = web.SockSite(runner, listener)
+    await site.start()
+    print(start_line(assembled, listener, time.monotonic() - started), flush=True)
+    await stop.wait()
+    gate = app[GATE]
+    log.info("shutting down; %d requests have up to %g seconds to end", gate.num_inside, arguments.drain_timeout)
+    await site.stop()
+    if not await gate.drain(arguments.drain_timeout):
+        log.warning("%d requests did not end in time and are aborted", gate.num_inside)
+    await context.engine.stop(0)
+    await runner.cleanup()
+    context.workers.shutdown(wait=False, cancel_futures=True)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """The event that the first SIGTERM or SIGINT sets. The second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound but does not listen yet: clients are refused until the model is there, and nobody else gets the port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+def start_line(assembled: "Assembled", listener: socket.socket, seconds: float) -> str:
+    """What is served where, and by what means: the one line that a person looks for."""
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    names = ", ".join(assembled.context.model_names)
+    return f"penstock {__version__} serves {names} at http://{address}:{port}/v1 ({assembled.summary}; started in {seconds:.1f} s)"
+
+
+def plugin_table(plugins: "Plugins") -> str:
+    """What is loaded: kind, name (with a star where it is selected), distribution and version, plug-in."""
+    rows = [("KIND", "NAME", "FROM", "PLUG-IN")]
+    for row in plugins.listing():
+        source = f"{row.distribution} {row.version}" if row.distribution else "-"
+        rows.append((row.kind, row.name + " *" * row.is_active, source, row.plugin))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def set_up_logging(arguments: Arguments) -> None:
+    """Our own loggers at the level asked for; libraries only where something is wrong."""
+    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("penstock").setLevel(arguments.log_level.upper())
+    logging.getLogger("penstock.access").disabled = not arguments.access_log
+
+
+if __name__ == "__main__":
+    from penstock.server import main as packaged_main  # the module by its own name, so that it exists once
+
+    sys.exit(packaged_main())
