@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pluggy
+
 from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
@@ -23,6 +24,8 @@ BUILT_INS = (
     "penstock.plugins.reasoning.qwen3",
     "penstock.plugins.reasoning.granite",
     "penstock.plugins.tools.hermes",
+    "penstock.plugins.processors.repeat_guard",
+    "penstock.plugins.grammars.outlines_core",
 )
 
 
