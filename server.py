@@ -1,6 +1,7 @@
 """The command line: `python server.py --plugin deepseek_r1`, or `penstock`. Wires the parts together and runs them."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -98,9 +99,11 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket that is bound but does not listen yet: clients are refused until the model is there, and nobody else gets the port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        with contextlib.ExitStack() as on_failure:
+            listener = on_failure.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            on_failure.pop_all()
     except OSError as error:
         raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
     return listener

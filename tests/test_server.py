@@ -1,0 +1,206 @@
+"""The server as a process: what it prints, what it refuses to start with, and how it ends."""
+
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
+from transformers import GenerationConfig
+
+from penstock.assembly import build_chat_template, knows_marker, sampling_defaults, thinking_budget
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.tokenizer import Tokenizer
+from penstock.plugins.manager import Plugins
+from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.server import bind, main, plugin_table
+
+ROOT = Path(__file__).parent.parent
+
+
+@contextmanager
+def server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server over the default model on a free port: its process, and its URL from the line that it prints."""
+    command = [sys.executable, "server.py", "--port", "0", "--compile", "off", "--kv-cache-memory", "256MiB", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://[^ ]+/v1", line)
+        assert found is not None, process.communicate()[1]
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def stream_of(url: str, max_tokens: int) -> Any:
+    body = {"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 2
+    shown = capsys.readouterr().err
+    assert re.fullmatch(r"penstock: error: [^\n]+\n", shown)
+    return shown
+
+
+def test_reasoning_and_content_are_told_apart_over_the_official_client(default_model_dir: Path) -> None:
+    flags = ["--plugin", "deepseek_r1", "--chat-template", "think", "--thinking-token-budget", "12", "--served-model-name", "tiny"]
+    with server(*flags, "--api-key", "k") as (_, url), openai.OpenAI(base_url=url, api_key="k") as client:
+        messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        options: Any = {"model": "tiny", "messages": messages, "max_tokens": 40, "temperature": 0}
+        whole = client.chat.completions.create(**options).choices[0].message
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
+        assert whole.content
+        assert whole.model_extra is not None
+        assert whole.model_extra["reasoning_content"]
+        assert "".join(delta.content or "" for delta in deltas) == whole.content
+        streamed = "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas)
+        assert streamed == whole.model_extra["reasoning_content"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{url}/models")
+
+
+def test_a_signal_lets_a_running_stream_end_and_then_the_process(default_model_dir: Path) -> None:
+    with server() as (process, url):
+        with stream_of(url, 60) as stream:
+            stream.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = stream.read().decode()
+        assert rest.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in rest
+        assert process.wait() == 0
+
+
+def test_without_time_to_drain_a_stream_is_told_why_it_ends(default_model_dir: Path) -> None:
+    with server("--drain-timeout", "0") as (process, url):
+        with stream_of(url, 4000) as stream:
+            stream.readline()
+            process.send_signal(signal.SIGINT)
+            rest = stream.read().decode()
+        assert '"error":' in rest
+        assert '"finish_reason":"length"' not in rest
+        assert process.wait() == 0
+
+
+def test_a_second_signal_ends_the_process_at_once(default_model_dir: Path) -> None:
+    with server() as (process, url), stream_of(url, 8000) as stream:
+        stream.readline()
+        process.send_signal(signal.SIGTERM)
+        while not is_refused(url):
+            pass
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 128 + signal.SIGTERM
+
+
+def is_refused(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/models").close()
+    except urllib.error.URLError:
+        return True
+    return False
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1:{port}" in refusal(capsys, "--port", str(port), "--model", "/nowhere/at/all")
+
+
+def test_a_host_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="cannot listen at"):
+        bind("host.invalid", 0)
+
+
+def test_a_bound_port_refuses_clients_until_the_model_is_there() -> None:
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--plugin", "deepseek_r2"], "deepseek_r1"),
+        (["--without", "nothing_like_it"], "--without"),
+        (["--chat-template", "thinker", "--port", "0"], "chatml, think"),
+        (["--model", "/nowhere/at/all.gguf", "--port", "0"], "/nowhere/at/all.gguf"),
+    ],
+)
+def test_a_mistake_of_the_operator_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    assert words in refusal(capsys, *argv)
+
+
+def test_plugins_are_listed_with_their_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--plugin", "deepseek_r1"]) == 0
+    rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["KIND", "NAME", "FROM", "PLUG-IN"]
+    parser = next(row for row in rows if row[1].startswith("deepseek_r1"))
+    assert parser[0] == "reasoning parser"
+    assert parser[1] == "deepseek_r1 *"
+    assert re.fullmatch(r"penstock \d+\.\d+\.\d+", parser[2])
+
+
+def test_a_plugin_from_nowhere_has_no_distribution() -> None:
+    plugins = Plugins()
+    plugins.load(str(ROOT / "plugins" / "tools" / "hermes.py"))
+    assert re.search(r"tool parser\s+hermes \*\s+-\s+/", plugin_table(plugins))
+
+
+def tokenizer_that_knows(*texts: str, template: str = "{{ messages }}") -> Tokenizer:
+    backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    backend.add_tokens([AddedToken(text, special=False) for text in texts])
+    return Tokenizer(backend, {"bos_token": "a"}, {"default": template, "tool_use": "tools"})
+
+
+def test_a_model_that_knows_the_marker_has_no_budget_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    assert thinking_budget(None, deepseek_r1, tokenizer_that_knows("</think>")) is None
+    assert thinking_budget(None, deepseek_r1, tokenizer_that_knows(template="{{ x.split('</think>') }}")) is None
+    assert thinking_budget(7, deepseek_r1, tokenizer_that_knows("</think>")) == 7
+    assert caplog.records == []
+
+
+def test_a_model_that_never_learned_the_marker_gets_a_warning_and_a_budget(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert thinking_budget(None, deepseek_r1, tokenizer_that_knows()) == 256
+        assert thinking_budget(9, deepseek_r1, tokenizer_that_knows()) == 9
+    assert "'</think>'" in caplog.text
+
+
+def test_without_a_reasoning_parser_there_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert thinking_budget(None, None, tokenizer_that_knows()) is None
+    assert caplog.records == []
+
+
+def test_an_operators_template_teaches_the_model_nothing() -> None:
+    assert not knows_marker("</think>", tokenizer_that_knows("</tool_call>"))
+
+
+def test_the_models_own_templates_are_used_unless_the_operator_brings_one() -> None:
+    tokenizer: Any = tokenizer_that_knows()
+    workers: Any = None
+    own = build_chat_template(None, tokenizer, workers)
+    assert (own.source, own.tool_source, own.special_tokens) == ("{{ messages }}", "tools", {"bos_token": "a"})
+    given = build_chat_template("mine", tokenizer, workers)
+    assert (given.source, given.tool_source) == ("mine", None)
+
+
+def test_a_models_recommended_sampling_becomes_the_default() -> None:
+    config = GenerationConfig(temperature=0.6, top_p=0.95, max_new_tokens=50, do_sample=True)
+    assert sampling_defaults(config) == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 50}
+    assert sampling_defaults(GenerationConfig()) == {}
