@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from penstock.engine.kernels.tuning import COMPILER_OPTIONS
+
 TILE_WORDS = 128  # times 32 tokens: a program writes at most 16 KiB
 
 
@@ -30,4 +32,5 @@ def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None
         bitmask_RW.stride(0),
         TILE_WORDS=TILE_WORDS,
         num_warps=4,
+        **COMPILER_OPTIONS,
     )

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from penstock.engine.kernels.tuning import next_power_of_two
+from penstock.engine.kernels.tuning import COMPILER_OPTIONS, next_power_of_two
 
 ELEMENTS_PER_WARP = 256  # 16 bytes for each of 32 lanes, at 2 bytes an element
 
@@ -39,4 +39,5 @@ def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache:
         KEY_ELEMENTS=key_elements,
         VALUE_ELEMENTS=value_elements,
         num_warps=max(1, min(8, max(key_elements, value_elements) // ELEMENTS_PER_WARP)),
+        **COMPILER_OPTIONS,
     )

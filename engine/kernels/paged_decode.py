@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.tuning import decode_tuning, next_power_of_two, padded
+from penstock.engine.kernels.tuning import COMPILER_OPTIONS, decode_tuning, next_power_of_two, padded
 
 
 def paged_decode(
@@ -74,6 +74,7 @@ def paged_decode(
         IS_SPLIT=is_split,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **COMPILER_OPTIONS,
     )
     if is_split:
         merge_splits_kernel[(num_sequences, num_heads)](
@@ -86,5 +87,6 @@ def paged_decode(
             VALUE_PADDED=padded(value_size),
             SPLITS_PADDED=next_power_of_two(num_splits),
             num_warps=4,
+            **COMPILER_OPTIONS,
         )
     return out

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+COMPILER_OPTIONS = {"enable_fp_fusion": True}  # the default of old; Triton 3.9 warns where it is left open
 MIN_DOT_SIZE = 16  # tl.dot takes no dimension smaller
 WIDEST_TILE = 64  # keys
 PIPELINE_BYTES = (

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from penstock.engine.kernels.tuning import padded, prefill_tuning
+from penstock.engine.kernels.tuning import COMPILER_OPTIONS, padded, prefill_tuning
 
 
 def varlen_prefill(
@@ -71,5 +71,6 @@ def varlen_prefill(
         TILE_KEYS=tuning.tile_keys,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **COMPILER_OPTIONS,
     )
     return out
