@@ -1,7 +1,6 @@
 """From messages to the prompt's text, and to the part of it that tells a parser where the answer starts."""
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -11,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+
 from penstock.api.template_environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
+from penstock.api.template_messages import Message, prepare_message
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 
 SHIPPED = Path(__file__).parent / "templates"
 TIME_LIMIT_SECONDS = 5.0
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-CONTINUATION_MARK = "\ue000penstock-continue\ue001"  # private-use characters: no text of a client's and no template holds it
-
-Message = Mapping[str, Any]
+MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +27,6 @@ class RenderedPrompt:
 
     text: str
     tail: str
-
-
-class ToolArguments(dict[str, Any]):
-    """A call's arguments for templates of both kinds: those that take a mapping, and those that take its JSON text."""
-
-    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, other: str) -> str:
-        return self._text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self._text
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +71,14 @@ class ChatTemplate:
         variables = self._variables(tools, template_kwargs)
         call = Interruptible()
 
-        def render_here() -> RenderedPrompt:
-            return call.run(lambda: _render(source, messages, variables, add_generation_prompt, continue_final_message))
+        def render() -> RenderedPrompt:
+            conversation = [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+            return _Rendering(source, conversation, variables).run(add_generation_prompt, continue_final_message)
 
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.time_limit, call.interrupt)
         try:
-            return await loop.run_in_executor(self.workers, render_here)
+            return await loop.run_in_executor(self.workers, call.run, render)
         except TemplateTimeout:
             raise InvalidRequest(f"the chat template did not finish within {self.time_limit:g} seconds", "messages") from None
         except RecursionError:
@@ -139,94 +122,72 @@ def compile_template(source: str) -> jinja2.Template:
     return TemplateEnvironment().from_string(source)
 
 
-def prepare_message(message: Message, path: str = "messages") -> dict[str, Any]:
-    """A message as templates expect it, whatever spelling the client used. `path` is its JSON path.
+@lru_cache(maxsize=16)
+def wants_parts(source: str) -> bool:
+    """Whether a template shows content only where it is a list of parts, as those of some multimodal models do."""
 
-    `content` is a string, '' where it is absent; reasoning is there under both its names; a tool call's arguments are a mapping.
-    """
-    prepared = {name: value for name, value in message.items() if value is not None}
-    prepared["content"] = _content_text(message.get("content"), f"{path}.content")
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if reasoning is not None:
-        prepared["reasoning_content"] = prepared["reasoning"] = reasoning
-    if isinstance(message.get("tool_calls"), list):
-        prepared["tool_calls"] = [_prepare_tool_call(call) for call in message["tool_calls"]]
-    return prepared
-
-
-def _content_text(content: Any, path: str) -> str:
-    """Parts are joined by line ends, as vLLM does for templates that take strings."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        if isinstance(part, Mapping):
-            text, kind = part.get("text", part.get("refusal")), part.get("type")
-        else:
-            text, kind = part, type(part).__name__
-        if not isinstance(text, str):
-            raise InvalidRequest(f"content parts of type {kind!r} cannot be read by this model", f"{path}[{index}]")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _prepare_tool_call(call: Any) -> Any:
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call
-    function = dict(call["function"])
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    def shows(content: object) -> bool:
         try:
-            values = json.loads(arguments or "{}")
-        except ValueError:
-            values = None  # a truncated call of an earlier answer stays text
-        if isinstance(values, dict):
-            function["arguments"] = ToolArguments(arguments or "{}", values)
-    return {**call, "function": function}
+            text = render_bounded(compile_template(source), {"messages": [{"role": "user", "content": content}]})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+            return False
+        return MARK in text
+
+    return not shows(MARK) and shows([{"type": "text", "text": MARK}])
 
 
-def _render(
-    source: str, messages: Sequence[Message], variables: Mapping[str, Any], add_generation_prompt: bool, continue_final_message: bool
-) -> RenderedPrompt:
-    conversation = [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    try:
-        template = compile_template(source)
-        if continue_final_message:
-            return _render_continued(template, conversation, variables)
-        closed = _render_once(template, conversation, variables)
-        if not add_generation_prompt:
-            return RenderedPrompt(closed, "")
-        opened = _render_once(template, conversation, variables, add_generation_prompt=True)
-        return RenderedPrompt(opened, opened[common_prefix(opened, closed) :])
-    except (InvalidRequest, RecursionError):
-        raise
-    except Exception as error:  # a template is a program: whatever it raises is about this conversation, and the client is told
-        raise InvalidRequest(f"the chat template refused the messages: {describe(error)}", "messages") from error
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """One conversation and one template, rendered as often as it takes to find out where the answer starts."""
 
+    source: str
+    messages: list[dict[str, Any]]
+    variables: Mapping[str, Any]
 
-def _render_once(
-    template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool = False
-) -> str:
-    return render_bounded(template, {**variables, "messages": messages, "add_generation_prompt": add_generation_prompt})
+    def run(self, add_generation_prompt: bool, continue_final_message: bool) -> RenderedPrompt:
+        try:
+            if continue_final_message:
+                return self.continued()
+            return self.opened() if add_generation_prompt else RenderedPrompt(self.text(self.messages), "")
+        except (InvalidRequest, RecursionError):
+            raise
+        except Exception as error:  # a template is a program: whatever it raises is about this conversation, and the client is told
+            raise InvalidRequest(f"the chat template refused the messages: {describe(error)}", "messages") from error
 
+    def opened(self) -> RenderedPrompt:
+        """The prompt with its generation prompt; the tail is what that has added.
 
-def _render_continued(template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> RenderedPrompt:
-    """The prompt up to the end of the final message's content, which a mark finds wherever the template puts it."""
-    *before, final = messages
-    marked = {**final, "content": final["content"] + CONTINUATION_MARK}
-    text, mark, _ = _render_once(template, [*before, marked], variables).rpartition(CONTINUATION_MARK)
-    if not mark:
-        raise InvalidRequest(
-            "the chat template does not show the final message's content: it cannot be continued", "continue_final_message"
-        )
-    try:
-        start = common_prefix(text, _render_once(template, before, variables))
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError):
-        # Some templates refuse what comes before on its own, such as nothing at all.
-        return RenderedPrompt(text, final["content"])
-    return RenderedPrompt(text, text[start:])
+        Some templates open the assistant's turn without being asked to: there the tail is what follows the last message's content.
+        """
+        closed = self.text(self.messages)
+        opened = self.text(self.messages, add_generation_prompt=True)
+        if opened != closed:
+            return RenderedPrompt(opened, opened[common_prefix(opened, closed) :])
+        _, mark, tail = self.text(self.marked(), add_generation_prompt=True).rpartition(MARK)
+        return RenderedPrompt(opened, tail if mark and opened.endswith(tail) else "")
+
+    def continued(self) -> RenderedPrompt:
+        """The prompt up to the end of the final message's content, which a mark finds wherever the template puts it."""
+        text, mark, _ = self.text(self.marked()).rpartition(MARK)
+        if not mark:
+            raise InvalidRequest("the chat template leaves out the final message, so it cannot be continued", "continue_final_message")
+        try:
+            start = common_prefix(text, self.text(self.messages[:-1]))
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+            # Some templates refuse what comes before on its own, such as nothing at all.
+            return RenderedPrompt(text, self.messages[-1]["content"])
+        return RenderedPrompt(text, text[start:])
+
+    def marked(self) -> list[dict[str, Any]]:
+        """The messages with a mark after the last one's content."""
+        *before, final = self.messages
+        return [*before, {**final, "content": final["content"] + MARK}]
+
+    def text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        if wants_parts(self.source):
+            messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+        variables = {**self.variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        return render_bounded(compile_template(self.source), variables)
 
 
 def common_prefix(left: str, right: str) -> int:

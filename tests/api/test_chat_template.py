@@ -34,6 +34,21 @@ def test_the_tail_is_what_opens_the_assistants_turn() -> None:
     assert prompt.tail == "<|im_start|>assistant\n"
 
 
+def test_a_template_that_always_opens_the_turn_has_a_tail_too() -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}{{ '<assistant><think>\n' }}"
+    history = [USER, {"role": "assistant", "content": "<think>a</think>b"}, USER]
+    assert render(template, history).tail == "</s><assistant><think>\n"
+    assert render("{{ messages | length }}", history).tail == ""
+
+
+def test_a_template_that_wants_parts_gets_them() -> None:
+    template = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+    assert render(template, [USER, ANSWER]).text == "[Hello][Hi]"
+    strict = "{% for m in messages %}{{ (m.content | selectattr('type', 'equalto', 'text') | first).text }}{% endfor %}"
+    assert render(strict, [USER, ANSWER]).text == "HelloHi"
+    assert render(strict, [USER, ANSWER], continue_final_message=True).text == "HelloHi"
+
+
 def test_without_a_generation_prompt_there_is_no_tail() -> None:
     assert shipped("chatml", [USER], add_generation_prompt=False) == RenderedPrompt("<|im_start|>user\nHello<|im_end|>\n", "")
 
