@@ -9,6 +9,7 @@ from aiohttp import web
 
 from penstock.api.context import CONTEXT
 from penstock.api.errors import json_response
+from penstock.api.prompts import run
 from penstock.api.sse import EventStream
 from penstock.api.streams import FirstDelta
 from penstock.engine.outputs import SequenceDelta
@@ -17,8 +18,12 @@ from penstock.engine.outputs import SequenceDelta
 class AnswerFold(Protocol):
     """One request's deltas as an endpoint writes them.
 
-    Streaming: `opening`, then `chunks` of each delta, then `closing`. Otherwise: `add` each delta, then `body`.
+    Streaming: `opening`, then `chunks` of each delta, then `closing`. Otherwise: `add` each delta, then `body`, in a worker where that
+    `is_long` to write.
     """
+
+    @property
+    def is_long(self) -> bool: ...
 
     def opening(self) -> Sequence[msgspec.Struct]: ...
 
@@ -40,7 +45,7 @@ async def answer(
     async with aclosing(deltas):
         async for delta in deltas:
             fold.add(delta)
-    return json_response(fold.body(), headers=headers)
+    return await run(http.app[CONTEXT], lambda: json_response(fold.body(), headers=headers), is_long=fold.is_long)
 
 
 async def _stream(

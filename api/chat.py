@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
 import uuid
+from typing import Any
 
 from aiohttp import web
 
@@ -12,7 +13,7 @@ from penstock.api.folds import ReasoningView
 from penstock.api.messages import template_kwargs, template_messages
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, compiled_grammar, logits_processors
-from penstock.api.prompts import check_prompt_ids, encode_text, read_body, served_model
+from penstock.api.prompts import MANY, check_prompt_ids, encode_text, read_body, run, served_model
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.tools import offered_tools
 from penstock.engine.errors import InvalidRequest
@@ -74,12 +75,12 @@ def check(context: ServerContext, body: ChatCompletionRequest) -> None:
 
 async def render(context: ServerContext, body: ChatCompletionRequest) -> tuple[Turn, list[int]]:
     """Where the answer starts, and the prompt's token ids."""
-    tools = offered_tools(body, has_parser=context.tool_parser is not None)
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort)
-    source = body.chat_template or (context.chat_template.tool_source if tools else None) or context.chat_template.source
+    is_long = len(body.messages) + len(body.tools or ()) > MANY
+    messages, tools = await run(context, lambda: conversation(context, body), is_long=is_long)
     continues = bool(body.continue_final_message)
     prompt = await context.chat_template.render(
-        template_messages(body.messages, knows_developer="developer" in (source or "")),
+        messages,
         tools or None,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continues,
@@ -97,6 +98,14 @@ async def render(context: ServerContext, body: ChatCompletionRequest) -> tuple[T
         chat_template_kwargs=kwargs,
     )
     return turn, prompt_token_ids
+
+
+def conversation(context: ServerContext, body: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages and tools as the template takes them."""
+    tools = offered_tools(body, has_parser=context.tool_parser is not None)
+    template = context.chat_template
+    source = body.chat_template or (template.tool_source if tools else None) or template.source or ""
+    return template_messages(body.messages, knows_developer="developer" in source), tools
 
 
 def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, num_prompt_tokens: int) -> SamplingParams:

@@ -29,6 +29,10 @@ class ChatFold:
         self._messages = [MessageFold(index) for index in range(request.params.n)]
         self._usage = UsageFold(request.params.n)
 
+    @property
+    def is_long(self) -> bool:
+        return self._num_prompt_top is not None
+
     def opening(self) -> list[ChatCompletionChunk]:
         return [self._chunk([choice.opening()]) for choice in self._choices]
 

@@ -83,15 +83,15 @@ class GenerationFields(FieldsWithoutEffect, kw_only=True):
     min_tokens: Int64 | None = None
     ignore_eos: bool | None = None
     stop: str | StopList | None = None
-    stop_token_ids: list[Int32] | None = None
+    stop_token_ids: Annotated[list[Int32], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     prompt_logprobs: Int32 | None = None
     return_tokens_as_token_ids: bool | None = None
     logit_bias: dict[Int32, float] | None = None
-    allowed_token_ids: list[Int32] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[Int32], Meta(max_length=2**18)] | None = None  # as many as the largest vocabularies have
+    bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
     logits_processors: Annotated[list[LogitsProcessorChoice], Meta(max_length=16)] | None = None
     priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None

@@ -112,6 +112,7 @@ class CompletionFold:
             tokens=TokenWriter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids)),
             hidden=hidden,
         )
+        self.is_long = body.prompt_logprobs is not None or (bool(body.echo) and body.logprobs is not None)
         self._n = n
         self._texts = [TextFold(index, prompts[index // n], view) for index in range(len(prompts) * n)]
         self._choices: dict[int, CompletionChoice] = {}

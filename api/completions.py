@@ -1,6 +1,5 @@
 """POST /v1/completions."""
 
-import asyncio
 import uuid
 
 from aiohttp import web
@@ -11,7 +10,7 @@ from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionReque
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import answer_reader, check_streaming, compiled_grammar, logits_processors, special_token_ids
-from penstock.api.prompts import LONG_TEXT, check_prompt_ids, read_body, served_model
+from penstock.api.prompts import LONG_TEXT, MANY, check_prompt_ids, read_body, run, served_model
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.streams import merge
 from penstock.engine.errors import InvalidRequest
@@ -19,6 +18,7 @@ from penstock.engine.request import Request
 from penstock.engine.sampling_params import SamplingParams
 
 MAX_PROMPTS = 2048
+MAX_SEQUENCES = 4096  # over all prompts
 
 
 async def create_completion(http: web.Request) -> web.StreamResponse:
@@ -44,28 +44,78 @@ async def prepare(context: ServerContext, body: CompletionRequest, request_id: s
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
     given = split_prompts(body.prompt)
     encoded = await encode_all(context, given, add_special_tokens=body.add_special_tokens is not False)
-    grammar = await compiled_grammar(context, body)
+    num_tokens = sum(map(len, encoded))
+    is_long = len(given) > MANY or num_tokens > LONG_TEXT
+    params = await run(context, lambda: checked_params(context, body, encoded), is_long=is_long)
+    prompts = await run(context, lambda: readable_prompts(context, body, given, encoded), is_long=is_long)
     processors = logits_processors(context, body.logits_processors)
-    prompts: list[Prompt] = []
-    requests: list[Request] = []
-    for position, (source, token_ids) in enumerate(zip(given, encoded, strict=True)):
-        path = "prompt" if len(given) == 1 else f"prompt[{position}]"
-        params = completion_sampling_params(context, body, len(token_ids), path)
-        check_prompt_ids(token_ids, context.vocab_size, path)
-        prompts.append(Prompt(token_ids, echo_text(context, body, source, params.skip_special_tokens)))
-        requests.append(
-            Request(
-                request_id=request_id if len(given) == 1 else f"{request_id}-{position}",
-                prompt_token_ids=token_ids,
-                params=params,
-                make_answer=answer_reader(context.tokenizer, token_ids, params),
-                grammar=grammar,
-                logits_processors=processors,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-            )
+    grammar = await compiled_grammar(context, body)
+    requests = [
+        Request(
+            request_id=request_id if len(given) == 1 else f"{request_id}-{position}",
+            prompt_token_ids=token_ids,
+            params=prompt_params,
+            make_answer=answer_reader(context.tokenizer, token_ids, prompt_params),
+            grammar=grammar,
+            logits_processors=processors,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
         )
+        for position, (token_ids, prompt_params) in enumerate(zip(encoded, params, strict=True))
+    ]
     return prompts, requests
+
+
+def checked_params(context: ServerContext, body: CompletionRequest, encoded: list[list[int]]) -> list[SamplingParams]:
+    """Each prompt's: the same object for all that may grow by as many tokens."""
+    by_limit: dict[int, SamplingParams] = {}
+    params: list[SamplingParams] = []
+    for position, token_ids in enumerate(encoded):
+        path = "prompt" if len(encoded) == 1 else f"prompt[{position}]"
+        limit = token_limit(
+            body.max_tokens,
+            "max_tokens",
+            prompt_param=path,
+            default=DEFAULT_MAX_TOKENS,
+            num_prompt_tokens=len(token_ids),
+            max_model_len=context.max_model_len,
+        )
+        check_prompt_ids(token_ids, context.vocab_size, path)
+        if limit not in by_limit:
+            by_limit[limit] = completion_sampling_params(context, body, limit)
+        params.append(by_limit[limit])
+    if params[0].n * len(params) > MAX_SEQUENCES:
+        raise InvalidRequest(f"prompts times `n` must be at most {MAX_SEQUENCES}, got {params[0].n * len(params)}", "n")
+    return params
+
+
+def completion_sampling_params(context: ServerContext, body: CompletionRequest, max_tokens: int) -> SamplingParams:
+    """Where the prompt is echoed with logprobs, its own tokens' are needed too."""
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    return sampling_params(
+        body,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        defaults=context.default_sampling,
+        vocab_size=context.vocab_size,
+    )
+
+
+def readable_prompts(
+    context: ServerContext, body: CompletionRequest, given: list[str | list[int]], encoded: list[list[int]]
+) -> list[Prompt]:
+    """The prompts with the text that `echo` gives back: the client's own, or what its token ids stand for."""
+    skip_special_tokens = body.skip_special_tokens is not False
+
+    def text_of(source: str | list[int]) -> str:
+        if not body.echo:
+            return ""
+        return source if isinstance(source, str) else context.tokenizer.decode(source, skip_special_tokens=skip_special_tokens)
+
+    return [Prompt(token_ids, text_of(source)) for source, token_ids in zip(given, encoded, strict=True)]
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -90,33 +140,5 @@ async def encode_all(context: ServerContext, prompts: list[str | list[int]], *, 
             for prompt in prompts
         ]
 
-    if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < LONG_TEXT:
-        return encode()
-    return await asyncio.get_running_loop().run_in_executor(context.workers, encode)
-
-
-def echo_text(context: ServerContext, body: CompletionRequest, source: str | list[int], skip_special_tokens: bool) -> str:
-    if not body.echo:
-        return ""
-    return source if isinstance(source, str) else context.tokenizer.decode(source, skip_special_tokens=skip_special_tokens)
-
-
-def completion_sampling_params(context: ServerContext, body: CompletionRequest, num_prompt_tokens: int, path: str) -> SamplingParams:
-    prompt_logprobs = body.prompt_logprobs
-    if body.echo and body.logprobs is not None:
-        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-    return sampling_params(
-        body,
-        max_tokens=token_limit(
-            body.max_tokens,
-            "max_tokens",
-            prompt_param=path,
-            default=DEFAULT_MAX_TOKENS,
-            num_prompt_tokens=num_prompt_tokens,
-            max_model_len=context.max_model_len,
-        ),
-        logprobs=body.logprobs,
-        prompt_logprobs=prompt_logprobs,
-        defaults=context.default_sampling,
-        vocab_size=context.vocab_size,
-    )
+    num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return await run(context, encode, is_long=num_characters >= LONG_TEXT or len(prompts) > MANY)

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from penstock.api.common_protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarKind, GrammarSpec
@@ -60,14 +62,15 @@ def _response_format(response_format: ResponseFormat | None) -> Iterator[Grammar
 
 def _json_schema(schema: Any, param: str, whitespace_pattern: str | None) -> GrammarSpec:
     """The schema may come as an object or as its JSON text; its keys keep their order, which the answer's fields follow."""
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
-            raise InvalidRequest(f"`{param}` is not valid JSON", param) from None
+    try:
+        if isinstance(schema, str):
+            schema = msgspec.json.decode(schema)
+        text = json.dumps(schema, ensure_ascii=False)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidRequest(f"`{param}` is not valid JSON: {error}", param) from None
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"`{param}` must be a JSON Schema: an object, or one as a string", param)
-    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), param, whitespace_pattern)
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, text, param, whitespace_pattern)
 
 
 def _choice(choices: list[str], param: str) -> GrammarSpec:

@@ -1,6 +1,7 @@
 """From a request's bytes to a decoded body, and from its text to token ids, with the event loop kept free."""
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -14,7 +15,13 @@ T = TypeVar("T")
 
 LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond
 LONG_TEXT = 2**12  # characters; tokenizing less takes a millisecond or two
+MANY = 500  # messages and tools, or prompts
 MAX_HEADER = 1000
+
+
+async def run(context: ServerContext, call: Callable[[], T], *, is_long: bool) -> T:
+    """Calls it here where that is quick, in a worker where it would hold up the event loop and with it every stream."""
+    return await asyncio.get_running_loop().run_in_executor(context.workers, call) if is_long else call()
 
 
 async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
@@ -25,11 +32,8 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
     context = request.app[CONTEXT]
     data = await request.read()
     allow = context.options.allow_unknown_fields
-    if len(data) < LONG_BODY:
-        body, ignored = decode(data, kind, allow_unknown_fields=allow)
-    else:
-        loop = asyncio.get_running_loop()
-        body, ignored = await loop.run_in_executor(context.workers, lambda: decode(data, kind, allow_unknown_fields=allow))
+    is_long = len(data) >= LONG_BODY
+    body, ignored = await run(context, lambda: decode(data, kind, allow_unknown_fields=allow), is_long=is_long)
     return body, ignored_fields_header(ignored)
 
 
@@ -48,10 +52,8 @@ def served_model(context: ServerContext, name: str | None) -> str:
 
 
 async def encode_text(context: ServerContext, text: str, *, add_special_tokens: bool) -> list[int]:
-    if len(text) < LONG_TEXT:
-        return context.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(context.workers, lambda: context.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    is_long = len(text) >= LONG_TEXT
+    return await run(context, lambda: context.tokenizer.encode(text, add_special_tokens=add_special_tokens), is_long=is_long)
 
 
 def check_prompt_ids(token_ids: list[int], vocab_size: int, param: str) -> None:

@@ -1,0 +1,111 @@
+"""Request bodies with something wrong in them."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+CHAT: dict[str, Any] = {
+    "model": "scripted",
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+        {"role": "user", "content": "Hi"},
+    ],
+    "stream": True,
+    "max_tokens": 50,
+    "n": 2,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "top_k": 3,
+    "thinking_token_budget": 5,
+    "reasoning_effort": "low",
+    "stream_options": {"include_usage": True},
+    "temperature": 0.5,
+    "stop": ["a", "b"],
+    "logit_bias": {"1": 2.0},
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto",
+    "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+    "logits_processors": [{"name": "double", "arguments": {"factor": 2}}],
+    "chat_template_kwargs": {"enable_thinking": True},
+    "best_of": 1,
+}
+
+
+COMPLETION: dict[str, Any] = {
+    "model": "scripted",
+    "prompt": ["a", [1, 2], "b"],
+    "n": 2,
+    "echo": True,
+    "max_tokens": 3,
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+    "min_tokens": 1,
+    "stop_token_ids": [3],
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+    "guided_choice": ["a", "b"],
+    "suffix": None,
+    "cache_salt": "salt",
+    "seed": 1,
+    "repetition_penalty": 1.1,
+}
+
+
+def mutated_bodies(whole: dict[str, Any], count: int, seed: int) -> Iterator[bytes]:
+    """Bodies changed in one to three places; one in five is broken as JSON as well."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        body: Any = whole
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            body = mutated(body, rng)
+        data = json.dumps(body).encode()
+        if rng.random() < 0.2:
+            cut = rng.randrange(len(data))
+            data = data[:cut] + rng.randbytes(rng.randrange(3)) + data[cut + rng.randrange(3) :]
+        yield data
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """A JSON value with something wrong in it, somewhere."""
+    junk: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        10**30,
+        -(10**30),
+        1e308,
+        0.5,
+        "",
+        "x",
+        "\u0000",
+        "\ud83d\ude42",
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": {}},
+        "9" * 500,
+    ]
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        key = rng.choice(list(value))
+        changed = dict(value)
+        match rng.randrange(4):
+            case 0:
+                del changed[key]
+            case 1:
+                changed[key[:-1] + rng.choice("xyz`$.")] = changed.pop(key)
+            case _:
+                changed[key] = mutated(value[key], rng)
+        return changed
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        position = rng.randrange(len(value))
+        return [*value[:position], mutated(value[position], rng), *value[position + rng.randrange(2) :]]
+    return rng.choice(junk)

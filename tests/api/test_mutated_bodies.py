@@ -1,0 +1,54 @@
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.api import chat, completions
+from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.completion_protocol import CompletionRequest
+from penstock.api.context import ServerContext
+from penstock.api.decoding import decode
+from penstock.api.errors import body_of
+from penstock.engine.errors import InvalidRequest
+from penstock.plugins.reasoning import deepseek_r1
+from penstock.plugins.tools import hermes
+from tests.api.mutations import CHAT, COMPLETION, mutated_bodies
+from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
+
+Take = Callable[[ServerContext, bytes, bool], Coroutine[Any, Any, object]]
+
+
+async def take_chat(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
+    body, _ = decode(data, ChatCompletionRequest, allow_unknown_fields=allow_unknown_fields)
+    return await chat.prepare(context, body)
+
+
+async def take_completion(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
+    body, _ = decode(data, CompletionRequest, allow_unknown_fields=allow_unknown_fields)
+    return await completions.prepare(context, body, "id")
+
+
+@pytest.mark.parametrize(("take", "whole"), [(take_chat, CHAT), (take_completion, COMPLETION)])
+def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[str, Any]) -> None:
+    async def run() -> None:
+        taken = refused = 0
+        with ThreadPoolExecutor(2) as workers:
+            engine = ScriptedEngine(byte_tokenizer())
+            context = scripted_context(
+                engine, RecordingCompiler(), workers, reasoning_parser=deepseek_r1.deepseek_r1, tool_parser=hermes.Hermes
+            )
+            await take(context, msgspec.json.encode(whole), False)
+            for number, data in enumerate(mutated_bodies(whole, 1000, seed=1)):
+                try:
+                    await take(context, data, number % 3 == 0)
+                    taken += 1
+                except InvalidRequest as error:
+                    refused += 1
+                    msgspec.json.encode(body_of(error))
+        assert taken > 50
+        assert refused > 300
+
+    asyncio.run(run())
