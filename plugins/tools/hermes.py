@@ -1,21 +1,16 @@
 """Hermes and Qwen tool calls: `<tool_call>{"name": …, "arguments": …}</tool_call>`, one block for each call."""
 
-import secrets
 from collections.abc import Callable
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
+from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.json_call import JsonCall
 from penstock.plugins.markers import MarkerBuffer, join_pieces
 
 START = "<tool_call>"
 END = "</tool_call>"
-
-
-def new_call_id() -> str:
-    """A fresh id, as OpenAI writes them."""
-    return f"call_{secrets.token_hex(12)}"
 
 
 class Hermes:

@@ -129,6 +129,7 @@ def test_qwen3_ends_its_reasoning_with_a_tool_call_that_stays_readable() -> None
     turn = Turn(prompt_tail="<think>\n", added_tokens=frozenset({*THINK, "<tool_call>"}))
     events = read(qwen3(turn), ["why", SpecialText("<tool_call>", is_hidden=False), "{}"])
     assert events == [Reasoning("why"), Text("<tool_call>"), Text("{}")]
+    assert isinstance(events[1], Text)
     assert isinstance(events[1].text, SpecialText)
     assert not events[1].text.is_hidden
 

@@ -1,0 +1,15 @@
+"""Installs the third-party plug-in of `examples/` into a folder, as pip would for a user."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "penstock-plugin-thought-tags"
+
+
+def install_example_plugin(target: Path, workspace: Path) -> None:
+    """Puts the distribution into `target`, for `PYTHONPATH`, and builds it in `workspace`, which does not exist yet. Needs no network."""
+    shutil.copytree(EXAMPLE, workspace)  # a build leaves files beside its source
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--target", target, workspace], check=True)

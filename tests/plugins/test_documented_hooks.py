@@ -1,0 +1,93 @@
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine import hooks
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.turn import Turn
+from penstock.plugins.manager import Plugins
+from penstock.testing import check_parser, read
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+HOOKS = [name for name, function in inspect.getmembers(hooks, inspect.isfunction) if hasattr(function, "penstock_spec")]
+
+
+def load_example(hook: str, folder: Path) -> Plugins:
+    """The one example of this hook on the page, loaded as a file."""
+    (example,) = [block for block in BLOCKS if f"@hookimpl\ndef {hook}(" in block]
+    path = folder / f"documented_{hook}.py"
+    path.write_text(example)
+    return Plugins.start([str(path)])
+
+
+def test_there_are_hooks() -> None:
+    assert len(HOOKS) == 4
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_is_documented_and_its_example_has_a_test(hook: str) -> None:
+    assert f"[`{hook}`]" in PAGE
+    assert sum(f"@hookimpl\ndef {hook}(" in block for block in BLOCKS) == 1
+    assert callable(getattr(sys.modules[__name__], f"test_the_example_of_{hook}", None))
+
+
+def test_the_example_of_register_reasoning_parsers(tmp_path: Path) -> None:
+    factory = load_example("register_reasoning_parsers", tmp_path).reasoning_parser
+    assert factory is not None
+    markers = ["<seed:think>", "</seed:think>", "<seed:tool_call>"]
+    check_parser(factory, ["<seed:think>why</seed:think>because", "why<seed:tool_call>"], markers=markers)
+    assert read(factory(Turn()), ["<seed:think>why<seed:tool_call>"]) == [Reasoning("why"), Text("<seed:tool_call>")]
+
+
+def test_the_example_of_register_tool_parsers(tmp_path: Path) -> None:
+    factory = load_example("register_tool_parsers", tmp_path).tool_parser
+    assert factory is not None
+    check_parser(factory, ["a<run>ls</run>b<run>c", "<ru"], markers=["<run>", "</run>"])
+    check_parser(factory, ["a<run>ls</run>b"], markers=["<run>", "</run>"], turn=Turn(tool_choice="none"))
+    events = read(factory(Turn(tool_choice="auto")), ["a<run>ls</run>"])
+    assert events == [Text("a"), ToolCallStart(0, "shell", ""), ToolCallArguments(0, '{"command": "ls"}')]
+
+
+def test_the_example_of_register_logits_processors(tmp_path: Path) -> None:
+    factory = load_example("register_logits_processors", tmp_path).logits_processors["recent_tokens"]
+    process = factory(window=2, penalty=3.0)
+    assert process([0, 1, 2, 2], torch.zeros(4)).tolist() == [0.0, 0.0, -3.0, 0.0]
+    with pytest.raises(ValueError, match="window"):
+        factory(window=0)
+
+
+def test_the_example_of_register_grammar_backends(tmp_path: Path) -> None:
+    factory = load_example("register_grammar_backends", tmp_path).grammar_backends["one_of"]
+    token_bytes = (b"ye", b"s", b"no", b"nope", *[b"x"] * 27, b"n", None)
+    backend = factory(Vocabulary(token_bytes, size=40, stop_token_ids=frozenset({32}), fingerprint=""))
+    matcher = backend.compile(GrammarSpec(GrammarKind.CHOICE, '["yes", "no", "nope"]')).matcher()
+
+    def allowed() -> list[int]:
+        row = torch.full((2,), -1, dtype=torch.int32)
+        matcher.fill_bitmask(row)
+        return [token_id for token_id in range(64) if int(row[token_id // 32]) >> token_id % 32 & 1]
+
+    assert allowed() == [0, 2, 3, 31]
+    assert not matcher.advance(1)
+    assert matcher.advance(2)
+    assert allowed() == [32]
+    matcher.rollback(1)
+    assert matcher.advance(0)
+    assert allowed() == [1]
+    assert matcher.advance(1)
+    assert matcher.finished
+    assert matcher.advance(32)
+    with pytest.raises(UnsupportedGrammar, match="choices only"):
+        backend.compile(GrammarSpec(GrammarKind.REGEX, "a*"))
+
+
+@pytest.mark.parametrize("word", ["Text(text)", "Reasoning(text)", "ToolCallStart(index, name, id)", "--plugin", "--without"])
+def test_the_page_names_events_and_flags(word: str) -> None:
+    assert word in PAGE
