@@ -224,7 +224,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--compile", choices=get_args(CompileMode), default="auto", help="torch.compile; auto: where there is a compiler (default: auto)"
     )
     group.add_argument("--threads", type=_integer(1), metavar="N", help="CPU threads of the model (default: one per core)")
-    group.add_argument("--seed", type=_integer(0, 2**63 - 1), default=0, help="of requests that bring none (default: %(default)s)")
+    group.add_argument("--seed", type=_integer(0, 2**63 - 1), help="for requests that bring none (default: every start is different)")
 
 
 def parse_size(text: str) -> int:

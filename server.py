@@ -77,6 +77,7 @@ async def run(arguments: Arguments, assembled: "Assembled", listener: socket.soc
         log.warning("%d requests did not end in time and are aborted", gate.num_inside)
     await context.engine.stop(0)
     await runner.cleanup()
+    context.compile_grammar.close()
     context.workers.shutdown(wait=False, cancel_futures=True)
 
 

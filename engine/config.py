@@ -17,6 +17,7 @@ class EngineConfig:
 
     None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs` from the device,
     `max_num_batched_tokens` from `MAX_NUM_BATCHED_TOKENS`, `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores.
+    `seed` is for requests that bring none; None makes every start different.
     `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
     """
 
@@ -31,7 +32,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 1024
     compile: CompileMode = "auto"
-    seed: int = 0
+    seed: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
 
