@@ -25,5 +25,5 @@ def bitmask_apply_kernel(
     bits = tl.arange(0, 32)
     is_allowed = (packed[:, None] >> bits[None, :]) & 1
     tokens = words[:, None] * 32 + bits[None, :]
-    forbidden = tl.full([TILE_WORDS, 32], float("-inf"), logits.dtype.element_ty)
+    forbidden = tl.full([TILE_WORDS, 32], float("-inf"), tl.float32)
     tl.store(logits + row * logits_stride + tokens, forbidden, mask=(is_allowed == 0) & (tokens < vocab_size))
