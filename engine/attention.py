@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from penstock.engine.attention_cpu import AttentionOptions, paged_attention_cpu, write_kv
-from penstock.engine.attention_metadata import AttentionMetadata
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from penstock.engine.attention_cpu import AttentionOptions, paged_attention_cpu, write_kv
+from penstock.engine.attention_metadata import AttentionMetadata
 
 IMPLEMENTATION = "penstock_paged"
 

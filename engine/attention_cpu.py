@@ -1,13 +1,15 @@
-"""Paged attention on the CPU: a C++ kernel (or grouped torch operations) for decodes, SDPA per sequence for prefills."""
+"""Paged attention on the CPU: a C++ kernel (or grouped torch operations) for decodes, blocks of queries for prefills."""
 
 import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.native_library import native_library
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+QUERY_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,59 +84,75 @@ def _decode_native(
 def _decode_torch(
     out_BHD: Tensor, query_BHD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> None:
-    lens_B = metadata.context_lens_B[: len(query_BHD)]
-    width = math.ceil(int(lens_B.max()) / key_cache.shape[1])
-    table_BN = metadata.block_table_BN[: len(query_BHD), :width]
-    positions_S = torch.arange(width * key_cache.shape[1])
-    is_hidden_BS = positions_S >= lens_B[:, None]
+    batch, num_heads, _ = query_BHD.shape
+    num_kv_heads = key_cache.shape[2]
+    lens_B1 = metadata.context_lens_B[:batch, None]
+    table_BN = metadata.block_table_BN[:batch, : math.ceil(metadata.max_context_len / key_cache.shape[1])]
+    keys_BKDS = key_cache[table_BN].flatten(1, 2).permute(0, 2, 3, 1)
+    values_BKSD = value_cache[table_BN].flatten(1, 2).permute(0, 2, 1, 3)
+    positions_S = torch.arange(keys_BKDS.shape[3])
+    is_hidden_BS = positions_S >= lens_B1
     if options.sliding_window is not None:
-        is_hidden_BS = is_hidden_BS | (positions_S < lens_B[:, None] - options.sliding_window)
-    keys_BSKD, values_BSKD = key_cache[table_BN].flatten(1, 2), value_cache[table_BN].flatten(1, 2)
-    out_BHD.copy_(attend(query_BHD[:, None], keys_BSKD, values_BSKD, is_hidden_BS[:, None], options)[:, 0])
+        is_hidden_BS |= positions_S < lens_B1 - options.sliding_window
+    query_BKGD = query_BHD.unflatten(1, (num_kv_heads, -1))
+    sinks = None if options.sinks_H is None else options.sinks_H.view(1, num_kv_heads, -1, 1).expand(batch, -1, -1, -1)
+    out_BKGD = attend(query_BKGD, keys_BKDS, values_BKSD, is_hidden_BS[:, None, None], sinks, options)
+    out_BHD.copy_(out_BKGD.flatten(1, 2))
 
 
 def _prefill(
     query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, block_table_N: Tensor, context_len: int, options: AttentionOptions
 ) -> Tensor:
-    num_queries, num_heads, key_size = query_THD.shape
-    num_blocks = math.ceil(context_len / key_cache.shape[1])
-    keys_SKD = key_cache[block_table_N[:num_blocks]].flatten(0, 1)[:context_len]
-    values_SKD = value_cache[block_table_N[:num_blocks]].flatten(0, 1)[:context_len]
-    is_whole = num_queries == context_len and (options.sliding_window is None or options.sliding_window >= context_len)
-    is_fused = options.softcap is None and options.sinks_H is None and key_size == values_SKD.shape[2]
-    is_hidden_TS = None if is_whole and is_fused else _hidden(num_queries, context_len, options.sliding_window)
-    if not is_fused:
-        assert is_hidden_TS is not None
-        return attend(query_THD[None], keys_SKD[None], values_SKD[None], is_hidden_TS[None], options)[0]
-    group = num_heads // keys_SKD.shape[1]
-    keys_HSD, values_HSD = (states_SKD.transpose(0, 1).repeat_interleave(group, dim=0) for states_SKD in (keys_SKD, values_SKD))
-    mask = None if is_hidden_TS is None else ~is_hidden_TS
-    out_1HTD = scaled_dot_product_attention(
-        query_THD.transpose(0, 1)[None], keys_HSD[None], values_HSD[None], attn_mask=mask, is_causal=mask is None, scale=options.scaling
-    )
-    return out_1HTD[0].transpose(0, 1)
+    """Blocks of queries, so that keys after them are never touched and the scores stay in the processor's cache.
+
+    Several times as fast in bfloat16 as `scaled_dot_product_attention`, whose CPU kernel does without the processor's bfloat16 products.
+    """
+    num_queries, num_heads, _ = query_THD.shape
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    blocks = block_table_N[: math.ceil(context_len / key_cache.shape[1])]
+    keys_KDS = key_cache[blocks].flatten(0, 1)[:context_len].permute(1, 2, 0).contiguous()
+    values_KSD = value_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1).contiguous()
+    sinks_KG1 = None if options.sinks_H is None else options.sinks_H.view(num_kv_heads, group, 1)
+    out_THD = query_THD.new_empty(num_queries, num_heads, values_KSD.shape[2])
+    for start in range(0, num_queries, QUERY_BLOCK):
+        query_THD_block = query_THD[start : start + QUERY_BLOCK]
+        num_rows = len(query_THD_block)
+        last = context_len - num_queries + start + num_rows
+        first = 0 if options.sliding_window is None else max(0, last - num_rows - options.sliding_window + 1)
+        # Without a window only the square that ends at the last query hides anything.
+        num_masked = num_rows if options.sliding_window is None else last - first
+        is_hidden_TS = _hidden(num_rows, num_masked, options.sliding_window)
+        query_KMD = query_THD_block.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+        sinks = None if sinks_KG1 is None else sinks_KG1.repeat_interleave(num_rows, dim=1)
+        out_KMD = attend(query_KMD, keys_KDS[..., first:last], values_KSD[:, first:last], is_hidden_TS.repeat(group, 1), sinks, options)
+        out_THD[start : start + num_rows] = out_KMD.unflatten(1, (group, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
+    return out_THD
 
 
-def _hidden(num_queries: int, context_len: int, window: int | None) -> Tensor:
-    """Bool [T, S]: True where the key lies after the query, or further back than the window."""
-    positions_T1 = torch.arange(context_len - num_queries, context_len)[:, None]
-    positions_S = torch.arange(context_len)
+def _hidden(num_queries: int, num_keys: int, window: int | None) -> Tensor:
+    """Bool [T, S] for queries at the last positions: True where the key lies after the query, or further back than the window."""
+    positions_T1 = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    positions_S = torch.arange(num_keys)
     is_hidden_TS = positions_S > positions_T1
     return is_hidden_TS if window is None else is_hidden_TS | (positions_S <= positions_T1 - window)
 
 
-def attend(query_BTHD: Tensor, keys_BSKD: Tensor, values_BSKD: Tensor, is_hidden_BTS: Tensor, options: AttentionOptions) -> Tensor:
-    """Grouped attention in plain torch, with everything that `AttentionOptions` can ask for. Returns [B, T, H, value size]."""
-    batch, num_queries, num_heads, key_size = query_BTHD.shape
-    num_kv_heads = keys_BSKD.shape[2]
-    query_BKGTD = query_BTHD.reshape(batch, num_queries, num_kv_heads, -1, key_size).permute(0, 2, 3, 1, 4)
-    scores_BKGTS = torch.matmul(query_BKGTD, keys_BSKD.permute(0, 2, 3, 1)[:, :, None]).float() * options.scaling
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, is_hidden: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Softmax attention with everything that `AttentionOptions` can ask for.
+
+    Query [..., M, D], keys [..., D, S], values [..., S, Dv], `sinks` [..., M, 1]; `is_hidden` broadcasts to the scores' last columns.
+    Returns [..., M, Dv].
+    """
+    scores = torch.matmul(query * options.scaling, keys)
     if options.softcap is not None:
-        scores_BKGTS = options.softcap * torch.tanh(scores_BKGTS / options.softcap)
-    scores_BKGTS = scores_BKGTS.masked_fill(is_hidden_BTS[:, None, None], -torch.inf)
-    if options.sinks_H is not None:
-        sinks = options.sinks_H.float().view(1, num_kv_heads, -1, 1, 1).expand(batch, -1, -1, num_queries, 1)
-        scores_BKGTS = torch.cat([scores_BKGTS, sinks], dim=-1)
-    weights_BKGTS = scores_BKGTS.softmax(dim=-1)[..., : keys_BSKD.shape[1]].to(values_BSKD.dtype)
-    out_BKGTD = torch.matmul(weights_BKGTS, values_BSKD.permute(0, 2, 1, 3)[:, :, None])
-    return out_BKGTD.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, -1)
+        scores = options.softcap * torch.tanh(scores.float() / options.softcap)
+    num_keys = scores.shape[-1]
+    scores[..., num_keys - is_hidden.shape[-1] :].masked_fill_(is_hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    # torch adds up the exponentials in float32 whatever the type of the scores.
+    weights = scores.softmax(dim=-1)[..., :num_keys].to(values.dtype)
+    return torch.matmul(weights, values)

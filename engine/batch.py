@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.bitmask import allocate_bitmask
 from penstock.engine.scheduler import Step
 from penstock.engine.sequence import Sequence
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def build_batch(step: Step, *, block_size: int, vocab_size: int, min_tokens: int
         input_ids_1T=torch.tensor([input_ids + [0] * num_padding], device=device),
         positions_1T=torch.tensor([positions + [0] * num_padding], device=device),
         attention=attention,
-        kept_T=torch.tensor(kept, device=device),
+        kept_T=torch.tensor(kept, dtype=torch.long, device=device),
         sample_rows=sample_rows,
         samplers=samplers,
         prompts=prompts,

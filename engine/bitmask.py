@@ -21,14 +21,15 @@ def allocate_bitmask(num_rows: int, vocab_size: int, *, pin_memory: bool = False
 def apply_bitmask(logits_BV: Tensor, bitmask_BW: Tensor, rows: Sequence[int] | None = None) -> None:
     """Sets logits to -inf in place wherever the token's bit is not set.
 
-    Row i of `bitmask_BW` (int32, on the logits' device) is for row `rows[i]` of the logits, or row i without `rows`; other rows stay as they are.
-    Tokens that the mask is too narrow to hold a bit for, as in a padded vocabulary, are masked; its bits beyond V are ignored.
+    Row i of `bitmask_BW` (int32, on the logits' device) is for row `rows[i]` of the logits, or row i without `rows`; other rows stay
+    as they are. Tokens that the mask is too narrow to hold a bit for, as in a padded vocabulary, are masked; its bits beyond V are ignored.
     """
     vocab_size = logits_BV.shape[-1]
     num_held = min(vocab_size, bitmask_BW.shape[-1] * BITS_PER_WORD)
     ceilings = _ceilings(logits_BV.dtype, logits_BV.device)
-    # A table look-up for each byte takes a third of the time that shifting bits does. Row by row: one row's bits, expanded, stay in the cache.
-    for row, words in zip(range(len(logits_BV)) if rows is None else rows, bitmask_BW[:, : num_words(num_held)], strict=True):
+    # Looking up each byte takes a third of the time that shifting bits does. Row by row: one row's expanded bits stay in the cache.
+    places = range(len(logits_BV)) if rows is None else rows
+    for row, words in zip(places, bitmask_BW[:, : num_words(num_held)], strict=True):
         allowed = ceilings[words.view(torch.uint8).int()].flatten()[:num_held]
         logits = logits_BV[row]
         torch.minimum(logits[:num_held], allowed, out=logits[:num_held])

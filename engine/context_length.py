@@ -1,7 +1,8 @@
 """How many tokens a model can attend to."""
 
-from penstock.engine.errors import ConfigurationError
 from transformers import PretrainedConfig
+
+from penstock.engine.errors import ConfigurationError
 
 # These change their frequencies with the longest sequence in the batch, which would let one request change another's answer.
 # Up to the length that the model was first trained for they do not.

@@ -241,6 +241,9 @@ class EngineCore:
         self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None
     ) -> SequenceDelta:
         delta.events += sequence.answer.finish()
+        if reason is FinishReason.LENGTH and sequence.answer.stop_match is not None:
+            # What a parser had held back completed a stop string after all.
+            reason, stop_reason = FinishReason.STOP, sequence.answer.stop_match
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens

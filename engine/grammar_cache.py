@@ -27,8 +27,8 @@ class VocabularySource(Protocol):
 class GrammarCompiler:
     """Every request's way to its grammar: compiled at most once at a time, kept while memory allows; refusals are kept too.
 
-    `factories` are the backends by name, in the order in which they are tried where a request names none. Nothing of them is made before the
-    first constraint comes. `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences.
+    `factories` are the backends by name, in the order in which they are tried where a request names none. None is made before the first
+    constraint comes. `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """Where a sequence's grammar begins: not before its reasoning has ended."""
 
+from torch import Tensor
+
 from penstock.engine.answer import Answer
 from penstock.engine.grammar import GrammarMatcher
 from penstock.engine.parsing import Phase
-from torch import Tensor
 
 
 class GrammarGate:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
+
 from penstock.engine.grammar import GrammarBackend, Vocabulary
 from penstock.engine.parsing import Parser, ReasoningParser
 from penstock.engine.turn import Turn

@@ -1,8 +1,9 @@
 """The memory that keys and values live in, and how it hangs on the model."""
 
 import torch
-from penstock.engine.kv_layout import LayerKV
 from torch import Tensor, nn
+
+from penstock.engine.kv_layout import LayerKV
 
 
 class KVCache:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from penstock.engine.errors import ConfigurationError
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+
+from penstock.engine.errors import ConfigurationError
 
 PROBE = "penstock_probe"
 NUM_PROBE_TOKENS = 2

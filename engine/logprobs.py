@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from penstock.engine.outputs import TokenLogprobs
 from torch import Tensor
+
+from penstock.engine.outputs import TokenLogprobs
 
 CHUNK_ELEMENTS = 2**22  # 16 MB of float32 at a time, however long the prompt
 

@@ -3,6 +3,7 @@
 import os
 
 import torch
+
 from penstock.engine.errors import ConfigurationError
 
 CUDA_SHARE = 0.9  # of what is free once the weights are loaded; the rest is for activations

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
 from penstock.engine import attention
 from penstock.engine.config import Dtype
 from penstock.engine.context_length import max_model_len
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV
 from penstock.engine.servable import check_servable, read_config
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

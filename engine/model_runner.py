@@ -5,6 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from penstock.engine.batch import Batch, PromptRows
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.logprobs import prompt_logprobs
@@ -12,7 +14,6 @@ from penstock.engine.model_loader import LoadedModel
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.sampler import Sampler, SamplerOutput
 from penstock.engine.sequence import Sequence
-from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

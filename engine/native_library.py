@@ -49,9 +49,8 @@ def native_library() -> ctypes.CDLL | None:
 
 def _build(compiler: str) -> Path:
     # -march=native ties the result to this processor, so its name and features are part of the key.
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), compiler.encode(), *map(str.encode, FLAGS), _processor().encode()])).hexdigest()[
-        :20
-    ]
+    parts = [SOURCE.read_bytes(), *map(str.encode, (compiler, *FLAGS, _processor()))]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     target = cache_directory() / "native" / f"attention-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+from torch.nn.functional import threshold
+
 from penstock.engine.bitmask import apply_bitmask
 from penstock.engine.draw import draw, most_probable, most_probable_k, padded_width
 from penstock.engine.hooks import LogitsProcessor
@@ -12,8 +15,6 @@ from penstock.engine.logprobs import token_logprobs
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.penalties import apply_penalties
 from penstock.engine.sampling_state import SamplingState
-from torch import Tensor
-from torch.nn.functional import threshold
 
 # On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
 CPU_PASS_ELEMENTS = 2**19

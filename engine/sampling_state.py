@@ -4,11 +4,12 @@ import random
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
+
 from penstock.engine.bad_words import BadWords
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.penalties import Penalties, TokenCounts
 from penstock.engine.sampling_params import SamplingParams
-from torch import Tensor
 
 MAX_LOGIT_BIAS = 100.0
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_layout import LayerKV, kv_layout
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_layout import LayerKV, kv_layout
 
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 

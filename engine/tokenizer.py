@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.grammar import Vocabulary
 from penstock.engine.token_table import DecoderKind, TokenTable
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"
 
