@@ -1,0 +1,167 @@
+# mypy: disable-error-code="import-untyped,import-not-found"
+"""Times each CUDA kernel against its plain-torch reference, for the shapes of Llama-3.1-8B in bfloat16.
+
+    python benchmarks/kernels.py [--repeat-ms 100]
+
+Each line is one shape: the median time of the kernel and of the reference, and the rate that the kernel reaches, counting only what any
+implementation must move (GB/s) or multiply (TFLOP/s). The L2 cache is emptied before every launch. Attention is compared with its
+reference first.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention_cuda import num_multiprocessors
+from penstock.engine.kernels import references
+from penstock.engine.kernels.bitmask_apply import bitmask_apply
+from penstock.engine.kernels.kv_write import kv_write
+from penstock.engine.kernels.paged_decode import paged_decode
+from penstock.engine.kernels.tuning import choose_num_splits
+from penstock.engine.kernels.varlen_prefill import varlen_prefill
+
+NUM_HEADS = 32
+NUM_KV_HEADS = 8
+HEAD_SIZE = 128
+BLOCK_SIZE = 16
+VOCAB_SIZE = 128_256
+DTYPE = torch.bfloat16
+ITEMSIZE = 2
+
+DECODES = [(1, 1024), (1, 16_384), (1, 131_072), (8, 4096), (64, 2048), (256, 1024)]  # sequences, keys of each
+PREFILLS = [(1, 512, 0), (1, 4096, 0), (8, 512, 0), (1, 512, 15_872), (64, 7, 1000)]  # sequences, new tokens and earlier keys of each
+WRITES = [1, 256, 8192]  # tokens
+BITMASKS = [1, 32, 256]  # rows
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One shape of one kernel: what to run, and how much `unit` work (GB or TFLOP) a run is."""
+
+    name: str
+    kernel: Callable[[], Any]
+    reference: Callable[[], Any]
+    work: float
+    unit: str
+
+
+def make_cache(context_lens: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Random keys and values, and a table that scatters each sequence's blocks all over them."""
+    num_blocks_each = max(-(-length // BLOCK_SIZE) for length in context_lens)
+    num_blocks = num_blocks_each * len(context_lens)
+    table_BN = torch.randperm(num_blocks, device=device).view(len(context_lens), num_blocks_each)
+    key_cache, value_cache = (torch.randn(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, device=device, dtype=DTYPE) for _ in range(2))
+    return key_cache, value_cache, table_BN
+
+
+def decode_measurement(num_sequences: int, context_len: int, device: torch.device) -> Measurement:
+    key_cache, value_cache, table_BN = make_cache([context_len] * num_sequences, device)
+    query_BHD = torch.randn(num_sequences, NUM_HEADS, HEAD_SIZE, device=device, dtype=DTYPE)
+    context_lens_B = torch.full((num_sequences,), context_len, device=device)
+    num_splits = choose_num_splits(num_sequences * NUM_KV_HEADS, context_len, num_multiprocessors(device))
+    arguments = (query_BHD, key_cache, value_cache, table_BN, context_lens_B)
+
+    def kernel() -> Tensor:
+        return paged_decode(*arguments, scaling=HEAD_SIZE**-0.5, num_splits=num_splits)
+
+    num_bytes = 2 * num_sequences * context_len * NUM_KV_HEADS * HEAD_SIZE * ITEMSIZE
+    name = f"paged_decode    {num_sequences:4} x {context_len:6} keys, {num_splits} splits"
+    return Measurement(name, kernel, lambda: references.paged_decode(*arguments, scaling=HEAD_SIZE**-0.5), num_bytes / 1e9, "GB/s")
+
+
+def prefill_measurement(num_sequences: int, query_len: int, prefix_len: int, device: torch.device) -> Measurement:
+    context_len = prefix_len + query_len
+    key_cache, value_cache, table_BN = make_cache([context_len] * num_sequences, device)
+    query_THD = torch.randn(num_sequences * query_len, NUM_HEADS, HEAD_SIZE, device=device, dtype=DTYPE)
+    query_start_loc = torch.arange(num_sequences + 1, device=device) * query_len
+    context_lens_B = torch.full((num_sequences,), context_len, device=device)
+    arguments = (query_THD, key_cache, value_cache, table_BN, query_start_loc, context_lens_B)
+
+    def kernel() -> Tensor:
+        return varlen_prefill(*arguments, max_query_len=query_len, scaling=HEAD_SIZE**-0.5)
+
+    num_pairs = num_sequences * (query_len * prefix_len + query_len * (query_len + 1) // 2)
+    num_operations = 4 * num_pairs * NUM_HEADS * HEAD_SIZE
+    name = f"varlen_prefill  {num_sequences:4} x {query_len:6} tokens after {prefix_len}"
+    return Measurement(
+        name, kernel, lambda: references.varlen_prefill(*arguments, scaling=HEAD_SIZE**-0.5), num_operations / 1e12, "TFLOP/s"
+    )
+
+
+def write_measurement(num_tokens: int, device: torch.device) -> Measurement:
+    key_cache, value_cache, _ = make_cache([num_tokens], device)
+    key_THD, value_THD = (torch.randn(num_tokens, NUM_KV_HEADS, HEAD_SIZE, device=device, dtype=DTYPE) for _ in range(2))
+    slot_mapping_T = torch.randperm(key_cache.shape[0] * BLOCK_SIZE, device=device)[:num_tokens]
+    arguments = (key_THD, value_THD, key_cache, value_cache, slot_mapping_T)
+    num_bytes = 2 * (key_THD.numel() + value_THD.numel()) * ITEMSIZE  # read and written
+    return Measurement(
+        f"kv_write        {num_tokens:4} tokens",
+        lambda: kv_write(*arguments),
+        lambda: references.kv_write(*arguments),
+        num_bytes / 1e9,
+        "GB/s",
+    )
+
+
+def bitmask_measurement(num_rows: int, device: torch.device) -> Measurement:
+    logits_BV = torch.randn(num_rows, VOCAB_SIZE, device=device)
+    bitmask_RW = torch.zeros(num_rows, -(-VOCAB_SIZE // 32), dtype=torch.int32, device=device)
+    bitmask_RW[:, ::100] = 1  # as a grammar does: few tokens may come next
+    arguments = (logits_BV, bitmask_RW, torch.arange(num_rows, device=device))
+    num_bytes = logits_BV.numel() * 4 + bitmask_RW.numel() * 4
+    return Measurement(
+        f"bitmask_apply   {num_rows:4} x {VOCAB_SIZE} logits",
+        lambda: bitmask_apply(*arguments),
+        lambda: references.bitmask_apply(*arguments),
+        num_bytes / 1e9,
+        "GB/s",
+    )
+
+
+def measurements(device: torch.device) -> Iterator[Measurement]:
+    """One at a time: the caches of one go before those of the next come."""
+    for shape in DECODES:
+        yield decode_measurement(*shape, device)
+    for run in PREFILLS:
+        yield prefill_measurement(*run, device)
+    for num_tokens in WRITES:
+        yield write_measurement(num_tokens, device)
+    for num_rows in BITMASKS:
+        yield bitmask_measurement(num_rows, device)
+
+
+def check(measurement: Measurement) -> None:
+    """Raises AssertionError where kernel and reference return what differs by more than bfloat16 rounds."""
+    result, expected = measurement.kernel(), measurement.reference()
+    if result is not None:
+        torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-2, msg=lambda text: f"{measurement.name}: {text}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat-ms", type=int, default=100, help="how long to repeat each measurement, in milliseconds")
+    repeat_ms = parser.parse_args().repeat_ms
+    if not torch.cuda.is_available():
+        sys.exit("These kernels run on CUDA, and no CUDA GPU is available here. tests/engine/kernels checks their results without one.")
+    import triton.testing  # only where there is a GPU to time
+
+    device = torch.device("cuda")
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"{'':58} {'kernel':>10} {'reference':>11} {'ratio':>7}   rate")
+    for measurement in measurements(device):
+        check(measurement)
+        kernel_ms, reference_ms = (
+            triton.testing.do_bench(run, rep=repeat_ms, return_mode="median") for run in (measurement.kernel, measurement.reference)
+        )
+        rate = measurement.work / (kernel_ms / 1e3)
+        times = f"{kernel_ms:7.3f} ms {reference_ms:8.3f} ms {reference_ms / kernel_ms:6.1f}x"
+        print(f"{measurement.name:58} {times}   {rate:.1f} {measurement.unit}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
