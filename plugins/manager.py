@@ -245,10 +245,14 @@ def _load_file(path: Path) -> object:
 
 
 def _is_module(name: str) -> bool:
+    if not all(part.isidentifier() for part in name.split(".")):
+        return False
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+    except ModuleNotFoundError as error:
+        return error.name is None or not f"{name}.".startswith(f"{error.name}.")
+    except Exception:
+        return True  # its package fails to load: loading it says why
 
 
 def _module_origin(name: str) -> Origin:

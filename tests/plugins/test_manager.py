@@ -108,6 +108,21 @@ def test_a_module_is_loaded_and_its_parser_selected(write: WriteFile, tmp_path: 
     assert Plugins.start(["my_penstock_module"]).reasoning_parsers.active == "mine"
 
 
+@pytest.mark.parametrize("source", ["import a_module_that_is_not_there", "raise RuntimeError('a_module_that_is_not_there')"])
+def test_a_module_whose_package_fails_says_why(write: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    write("failing_package/__init__.py", source)
+    write("failing_package/plugin.py", REASONING.format(name="mine"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"'failing_package\.plugin' cannot be loaded: .*a_module_that_is_not_there"):
+        Plugins.start(["failing_package.plugin"])
+
+
+@pytest.mark.parametrize("name", ["no_such_package.plugin", "json.no_such_module", "..", "a b"])
+def test_a_module_that_is_not_there_is_an_unknown_name(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="no registered name, plug-in, module"):
+        Plugins.start([name])
+
+
 def test_a_missing_file_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no such file"):
         Plugins.start(["nowhere/missing.py"])

@@ -59,11 +59,10 @@ def test_any_cut_and_any_stop_give_the_same_answer(
 
 @pytest.mark.parametrize("factory", [deepseek_r1, qwen3, granite])
 def test_markers_are_those_that_the_parser_itself_reads(factory: ReasoningParserFactory) -> None:
-    parser = factory(OPEN)
-    parser = factory(Turn(prompt_tail=parser.start_marker))
-    assert parser.phase is Phase.REASONING
+    parser = factory(Turn(prompt_tail=factory(OPEN).start_marker))
+    phases = [parser.phase]
     assert read(parser, ["why", parser.end_marker, "because"]) == [Reasoning("why"), Text("because")]
-    assert parser.phase is Phase.CONTENT
+    assert [*phases, parser.phase] == [Phase.REASONING, Phase.CONTENT]
 
 
 @pytest.mark.parametrize("factory", [deepseek_r1, qwen3])
@@ -103,11 +102,11 @@ def test_deepseek_r1_keeps_later_end_markers() -> None:
 
 def test_qwen3_is_undecided_until_it_has_said_something() -> None:
     parser = qwen3(UNTOLD)
-    assert parser.phase is Phase.UNDECIDED
-    parser.feed(" \n<th")
-    assert parser.phase is Phase.UNDECIDED
-    parser.feed("e")
-    assert parser.phase is Phase.CONTENT
+    phases = []
+    for piece in (" ", "\n<th", "e"):
+        parser.feed(piece)
+        phases.append(parser.phase)
+    assert phases == [Phase.UNDECIDED, Phase.UNDECIDED, Phase.CONTENT]
 
 
 def test_qwen3_with_thinking_off_is_content_from_the_start() -> None:
