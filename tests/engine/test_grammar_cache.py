@@ -1,0 +1,227 @@
+import asyncio
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from penstock.engine import grammar_cache
+from penstock.engine.errors import QueueFull, UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+from penstock.engine.grammar_cache import GrammarCompiler
+
+
+class Tokens:
+    def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary:
+        return Vocabulary((b"a", b"b", None), logits_width, frozenset(stop_token_ids), "a, b and an end")
+
+
+@dataclass
+class Grammar:
+    text: str
+    num_bytes: int
+
+    def matcher(self) -> GrammarMatcher:
+        raise AssertionError("nothing here runs a grammar")
+
+
+@dataclass
+class Backend:
+    """Compiles texts that begin with `prefix`; waits for `gate` first."""
+
+    prefix: str = ""
+    gate: threading.Event = field(default_factory=threading.Event)
+    compiled: list[str] = field(default_factory=list)
+    vocabularies: list[Vocabulary] = field(default_factory=list)
+
+    def factory(self, vocabulary: Vocabulary) -> "Backend":
+        self.vocabularies.append(vocabulary)
+        return self
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        assert self.gate.wait(10)
+        self.compiled.append(spec.text)
+        if not spec.text.startswith(self.prefix):
+            raise UnsupportedGrammar(f"{spec.text} does not start with {self.prefix}", f"{spec.param}.here")
+        return Grammar(spec.text, 10)
+
+
+def opened(prefix: str = "") -> Backend:
+    backend = Backend(prefix)
+    backend.gate.set()
+    return backend
+
+
+def compiler(*backends: Backend, max_bytes: int = 100, time_limit: float = 10.0) -> GrammarCompiler:
+    factories = {f"backend{i}": backend.factory for i, backend in enumerate(backends)}
+    return GrammarCompiler(factories, Tokens(), 3, [2], max_bytes=max_bytes, time_limit=time_limit)
+
+
+def regex(text: str, param: str = "guided_regex") -> GrammarSpec:
+    return GrammarSpec(GrammarKind.REGEX, text, param)
+
+
+def test_a_grammar_is_compiled_once_and_then_shared() -> None:
+    backend = opened()
+    grammars = compiler(backend)
+
+    async def run() -> None:
+        first = await grammars.compile(regex("a"))
+        assert await grammars.compile(regex("a", "structured_outputs.regex")) is first
+        assert await grammars.compile(regex("b")) is not first
+
+    asyncio.run(run())
+    assert backend.compiled == ["a", "b"]
+    grammars.check_integrity()
+
+
+def test_no_backend_is_made_before_the_first_constraint() -> None:
+    backend = opened()
+    grammars = compiler(backend)
+    assert not backend.vocabularies
+    asyncio.run(grammars.compile(regex("a")))
+    assert [vocabulary.size for vocabulary in backend.vocabularies] == [3]
+    assert backend.vocabularies[0].stop_token_ids == {2}
+
+
+def test_clients_that_ask_at_once_wait_for_one_compilation_and_the_loop_stays_free() -> None:
+    backend = Backend()
+    grammars = compiler(backend)
+
+    async def run() -> list[object]:
+        tasks = [asyncio.create_task(grammars.compile(regex("a"))) for _ in range(5)]
+        await asyncio.sleep(0.05)  # the backend is waiting in its thread; this loop is not
+        assert not any(task.done() for task in tasks)
+        tasks.pop().cancel()
+        backend.gate.set()
+        return [await task for task in tasks]
+
+    results = asyncio.run(run())
+    assert len({id(result) for result in results}) == 1
+    assert backend.compiled == ["a"]
+    grammars.check_integrity()
+
+
+def test_the_first_backend_that_takes_a_constraint_gets_it() -> None:
+    first, second = opened("x"), opened("y")
+    grammars = compiler(first, second)
+
+    async def run() -> None:
+        await grammars.compile(regex("y1"))
+        await grammars.compile(regex("x1"))
+        with pytest.raises(UnsupportedGrammar, match="z1 does not start with x"):
+            await grammars.compile(regex("z1"))
+        with pytest.raises(UnsupportedGrammar, match="x1 does not start with y"):
+            await grammars.compile(regex("x1"), "backend1")
+
+    asyncio.run(run())
+    assert first.compiled == ["y1", "x1", "z1"]
+    assert second.compiled == ["y1", "z1", "x1"]
+    grammars.check_integrity()
+
+
+def test_a_refusal_is_remembered_and_names_each_requests_own_field() -> None:
+    backend = opened("x")
+    grammars = compiler(backend)
+
+    async def refusal(param: str) -> UnsupportedGrammar:
+        with pytest.raises(UnsupportedGrammar) as caught:
+            await grammars.compile(regex("a", param))
+        return caught.value
+
+    async def run() -> list[UnsupportedGrammar]:
+        return [await refusal("guided_regex"), await refusal("structured_outputs.regex")]
+
+    refusals = asyncio.run(run())
+    assert [refusal.param for refusal in refusals] == ["guided_regex.here", "structured_outputs.regex.here"]
+    assert refusals[0].message == refusals[1].message
+    assert backend.compiled == ["a"]
+
+
+def test_the_least_recently_used_grammars_make_room() -> None:
+    backend = opened()
+    grammars = compiler(backend, max_bytes=30)
+
+    async def run() -> None:
+        for text in ("a", "b", "c", "a", "d", "a", "b"):
+            await grammars.compile(regex(text))
+            grammars.check_integrity()
+
+    asyncio.run(run())
+    assert backend.compiled == ["a", "b", "c", "d", "b"]
+
+
+def test_a_grammar_larger_than_the_cache_is_given_but_not_kept() -> None:
+    backend = opened()
+    grammars = compiler(backend, max_bytes=5)
+
+    async def run() -> None:
+        assert await grammars.compile(regex("a")) is not await grammars.compile(regex("a"))
+
+    asyncio.run(run())
+    grammars.check_integrity()
+
+
+def test_a_compilation_that_takes_too_long_is_refused_and_its_result_kept() -> None:
+    backend = Backend()
+    grammars = compiler(backend, time_limit=0.01)
+
+    async def run() -> None:
+        with pytest.raises(UnsupportedGrammar, match="took longer") as caught:
+            await grammars.compile(regex("a"))
+        assert caught.value.param == "guided_regex"
+        backend.gate.set()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        await grammars.compile(regex("a"))
+
+    asyncio.run(run())
+    assert backend.compiled == ["a"]
+    grammars.check_integrity()
+
+
+def test_a_failing_backend_fails_its_request_and_nothing_stays_pending() -> None:
+    class Broken:
+        def compile(self, spec: GrammarSpec) -> Grammar:
+            raise ZeroDivisionError
+
+    grammars = GrammarCompiler({"broken": lambda vocabulary: Broken()}, Tokens(), 3, [2])
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(grammars.compile(regex("a")))
+    grammars.check_integrity()
+
+
+def test_more_constraints_than_can_wait_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_cache, "MAX_PENDING", 3)
+    backend = Backend()
+    grammars = compiler(backend)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(grammars.compile(regex(text))) for text in "abc"]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await grammars.compile(regex("d"))
+        backend.gate.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    grammars.check_integrity()
+    grammars.close()
+
+
+def test_members_order_and_white_space_pattern_are_part_of_the_key() -> None:
+    backend = opened()
+    grammars = compiler(backend)
+    specs = [
+        GrammarSpec(GrammarKind.JSON_SCHEMA, '{"a":1,"b":2}'),
+        GrammarSpec(GrammarKind.JSON_SCHEMA, '{"b":2,"a":1}'),
+        GrammarSpec(GrammarKind.JSON_SCHEMA, '{"a":1,"b":2}', whitespace_pattern=" "),
+        GrammarSpec(GrammarKind.CHOICE, '{"a":1,"b":2}'),
+    ]
+
+    async def run() -> None:
+        for spec in specs:
+            await grammars.compile(spec)
+
+    asyncio.run(run())
+    assert len(backend.compiled) == len(specs)
