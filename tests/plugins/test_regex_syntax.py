@@ -1,12 +1,15 @@
 import re
 
 import pytest
+
 from penstock.plugins.grammars.charset import num_utf8_states, of, unicode_word
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
 from penstock.plugins.grammars.regular import MisplacedAnchor, full_match
 
 
-@pytest.mark.parametrize("pattern", ["(", ")", "a)", "(a", "*a", "a**", "[a", "[b-a]", "a{3,2}", "\\", "\\y", "(?P<1>a)", "(?x", "\\x1", "[\\d-z]"])
+@pytest.mark.parametrize(
+    "pattern", ["(", ")", "a)", "(a", "*a", "a**", "[a", "[b-a]", "a{3,2}", "\\", "\\y", "(?P<1>a)", "(?x", "\\x1", "[\\d-z]"]
+)
 def test_what_python_cannot_compile_is_refused_at_a_position(pattern: str) -> None:
     with pytest.raises(re.error):
         re.compile(pattern)

@@ -1,0 +1,32 @@
+"""Reads the JSON that a client sends inside a constraint, bounded in depth."""
+
+import json
+from typing import Any, NoReturn
+
+from penstock.engine.errors import UnsupportedGrammar
+
+MAX_DEPTH = 64
+
+
+def parse_document(text: str, param: str) -> Any:
+    """The decoded document, members in the client's order. Raises `UnsupportedGrammar` where it is not JSON or nests too deeply."""
+    try:
+        document = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedGrammar(f"not valid JSON: {error}", param) from error
+    level = [document]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return document
+    raise UnsupportedGrammar(f"nested deeper than {MAX_DEPTH}", param)
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")

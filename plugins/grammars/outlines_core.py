@@ -1,0 +1,235 @@
+"""The grammar backend `outlines_core`: regexes, choices and the JSON Schemas that are regular, through Outlines' types and its index.
+
+Three things in the released engine are worked around. Its own vocabulary is made of strings, in which half a character is lost: ours is
+made of bytes. Its index drops transitions out of states that may already end, so no state may: the pattern is followed by a NUL, which
+only stop tokens spell. And it builds a second automaton, for matches that begin anywhere, which can be exponentially larger (`a[ab]{14}`):
+a NUL before the pattern leaves one place to begin.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.hooks import GrammarBackendFactory, hookimpl
+from penstock.plugins.grammars import json_schema
+from penstock.plugins.grammars.index_size import IndexSize, IndexTooLarge, TokenOpenings, measure
+from penstock.plugins.grammars.json_document import parse_document
+from penstock.plugins.grammars.json_text import Whitespace
+from penstock.plugins.grammars.outlines_terms import UnwritableText, to_pattern
+from penstock.plugins.grammars.regex_syntax import RegexError, parse, python_dialect
+from penstock.plugins.grammars.regular import Literal, MisplacedAnchor, Node, either, full_match
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_SECONDS = 5.0
+MAX_BYTES = 512 * 2**20
+MAX_ROLLBACK = 2**20
+MAX_FORCED_TOKENS = 64
+MAX_CACHED_ROWS = 256
+
+# Measured on two shared cores with vocabularies of 49,152 and 151,669 tokens; rounded up.
+_SECONDS_PER_STATE_AND_TOKEN = 6e-9
+_SECONDS_PER_TRANSITION = 140e-9
+_BYTES_PER_TRANSITION = 48
+
+_NUL = b"\0"
+
+
+@hookimpl
+def register_grammar_backends(register: Callable[[str, GrammarBackendFactory], None]) -> None:
+    register("outlines_core", OutlinesCoreBackend)
+
+
+class OutlinesCoreBackend:
+    """Compiles in the calling thread: the engine releases the interpreter lock meanwhile, and what would take long is refused beforehand.
+
+    A process that can be killed would have to send the index back, and unpacking that holds the lock for 10 ms a megabyte.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def compile(self, spec: GrammarSpec) -> "OutlinesCoreGrammar":
+        """Raises `UnsupportedGrammar`: a keyword with its path, a position in a regex, or a bound on time and memory."""
+        from outlines_core import Index  # type: ignore[import-untyped]
+
+        if not self._vocabulary.stop_token_ids:
+            raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
+        node = _tree(spec)
+        try:
+            size = measure(node, self._openings)
+            pattern = to_pattern(node)
+        except (IndexTooLarge, UnwritableText) as error:
+            raise UnsupportedGrammar(f"the constraint cannot be compiled: {error}", spec.param) from error
+        self._check(size, spec)
+        try:
+            index = Index(f"\\x00(?:{pattern})\\x00", self._engine_vocabulary)
+        except ValueError as error:
+            # The engine's own message quotes the pattern, which may be long and is the client's.
+            message = "the constraint cannot be spelled with this model's tokens, or nests too deeply"
+            raise UnsupportedGrammar(message, spec.param) from error
+        return OutlinesCoreGrammar(index, self._vocabulary, size.num_transitions * _BYTES_PER_TRANSITION)
+
+    def _check(self, size: IndexSize, spec: GrammarSpec) -> None:
+        num_tokens = len(self._vocabulary.token_bytes)
+        seconds = size.num_states * num_tokens * _SECONDS_PER_STATE_AND_TOKEN + size.num_transitions * _SECONDS_PER_TRANSITION
+        num_bytes = size.num_transitions * _BYTES_PER_TRANSITION
+        if seconds > MAX_SECONDS or num_bytes > MAX_BYTES:
+            message = f"the constraint is too large: about {seconds:.0f} s and {num_bytes / 2**20:.0f} MiB to compile"
+            raise UnsupportedGrammar(f"{message}; allowed are {MAX_SECONDS:.0f} s and {MAX_BYTES / 2**20:.0f} MiB", spec.param)
+
+    @cached_property
+    def _texts(self) -> dict[bytes, list[int]]:
+        """The vocabulary without special tokens, stop tokens and what holds a NUL."""
+        texts: dict[bytes, list[int]] = {}
+        for token_id, text in enumerate(self._vocabulary.token_bytes):
+            if text and _NUL not in text and token_id not in self._vocabulary.stop_token_ids:
+                texts.setdefault(text, []).append(token_id)
+        return texts
+
+    @cached_property
+    def _openings(self) -> TokenOpenings:
+        return TokenOpenings(text for text, token_ids in self._texts.items() for _ in token_ids)
+
+    @cached_property
+    def _engine_vocabulary(self) -> Any:
+        from outlines_core import Vocabulary as EngineVocabulary
+
+        # The engine's single end token is one that does not exist: the real ones spell the NUL.
+        no_token = max(self._vocabulary.size, len(self._vocabulary.token_bytes))
+        return EngineVocabulary(no_token, {**self._texts, _NUL: sorted(self._vocabulary.stop_token_ids)})
+
+
+def _tree(spec: GrammarSpec) -> Node:
+    match spec.kind:
+        case GrammarKind.REGEX:
+            return _regex(spec.text, spec.param)
+        case GrammarKind.CHOICE:
+            choices = parse_document(spec.text, spec.param)
+            if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+                raise UnsupportedGrammar("a choice must be a non-empty array of strings", spec.param)
+            return either(*(Literal(choice) for choice in dict.fromkeys(choices)))
+        case GrammarKind.JSON_SCHEMA:
+            pattern = spec.whitespace_pattern
+            whitespace = Whitespace(None if pattern is None else _regex(pattern, spec.param))
+            return json_schema.translate(parse_document(spec.text, spec.param), spec.param, whitespace)
+        case GrammarKind.JSON_OBJECT:
+            raise UnsupportedGrammar("any JSON object is not a regular language: give a JSON schema instead", spec.param)
+
+
+def _regex(pattern: str, param: str) -> Node:
+    try:
+        return full_match(parse(pattern, python_dialect()))
+    except RegexError as error:
+        raise UnsupportedGrammar(f"regex: {error}", param) from error
+    except MisplacedAnchor as anchor:
+        message = f"regex: {anchor} is refused where text may stand beyond it, at position {anchor.position}"
+        raise UnsupportedGrammar(message, param) from anchor
+
+
+@dataclass(frozen=True, slots=True)
+class _StateFacts:
+    """What only a look at a whole row tells. `only_token` is the token that must come next, stop tokens apart."""
+
+    only_token: int | None
+    may_only_stop: bool
+
+
+@dataclass(slots=True)
+class OutlinesCoreGrammar:
+    """An index and what has been learnt of its states; shared by all sequences with this constraint."""
+
+    index: Any
+    vocabulary: Vocabulary
+    index_bytes: int
+    _rows: "dict[int, Tensor]" = field(default_factory=dict)
+    _facts: dict[int, _StateFacts] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.index_bytes + MAX_CACHED_ROWS * self.num_words * 4
+
+    @property
+    def num_words(self) -> int:
+        return (self.vocabulary.size + 31) // 32
+
+    def matcher(self) -> "OutlinesCoreMatcher":
+        from outlines_core import Guide
+
+        guide = Guide(self.index, MAX_ROLLBACK)
+        guide.advance(min(self.vocabulary.stop_token_ids), return_tokens=False)  # past the NUL in front of the pattern
+        return OutlinesCoreMatcher(self, guide)
+
+    def row(self, guide: Any) -> "Tensor":
+        """The packed row of the guide's state, to be copied from."""
+        import torch
+
+        state = guide.get_state()
+        row = self._rows.get(state)
+        if row is None:
+            row = torch.zeros(self.num_words, dtype=torch.int32)
+            guide.write_mask_into(row.data_ptr(), row.numel(), row.element_size())
+            if len(self._rows) < MAX_CACHED_ROWS:
+                self._rows[state] = row
+        return row
+
+    def facts(self, guide: Any) -> _StateFacts:
+        state = guide.get_state()
+        facts = self._facts.get(state)
+        if facts is None:
+            facts = self._facts[state] = self._look(guide)
+        return facts
+
+    def _look(self, guide: Any) -> _StateFacts:
+        row = self.row(guide)
+        words = row.nonzero().flatten().tolist()
+        allowed = [word * 32 + bit for word in words[:64] for bit in range(32) if int(row[word]) >> bit & 1]
+        stops = self.vocabulary.stop_token_ids
+        may_only_stop = len(words) <= 64 and all(token_id in stops for token_id in allowed)
+        return _StateFacts(allowed[0] if len(words) == 1 and len(allowed) == 1 and not may_only_stop else None, may_only_stop)
+
+
+class OutlinesCoreMatcher:
+    """One sequence's place in the index. A stop token ends it: after one, nothing is allowed."""
+
+    def __init__(self, grammar: OutlinesCoreGrammar, guide: Any) -> None:
+        self._grammar = grammar
+        self._guide = guide
+        self._is_stopped = False
+
+    def fill_bitmask(self, row: "Tensor") -> None:
+        if self._is_stopped:
+            row.zero_()
+        else:
+            row.copy_(self._grammar.row(self._guide))
+
+    def advance(self, token_id: int) -> bool:
+        if self._is_stopped or self._grammar.index.get_next_state(self._guide.get_state(), token_id) is None:
+            return False
+        self._guide.advance(token_id, return_tokens=False)
+        self._is_stopped = token_id in self._grammar.vocabulary.stop_token_ids
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._guide.rollback_state(num_tokens)
+            self._is_stopped = False
+
+    def forced_tokens(self) -> list[int]:
+        forced: list[int] = []
+        while not self.finished and len(forced) < MAX_FORCED_TOKENS:
+            token_id = self._grammar.facts(self._guide).only_token
+            if token_id is None:
+                break
+            self._guide.advance(token_id, return_tokens=False)
+            forced.append(token_id)
+        self.rollback(len(forced))
+        return forced
+
+    @property
+    def finished(self) -> bool:
+        return self._is_stopped or self._grammar.facts(self._guide).may_only_stop
