@@ -141,10 +141,16 @@ class MarkerBuffer:
         return self._offset
 
     def skip(self, num_characters: int) -> None:
-        """Takes characters of the piece that `peek` gave, for a parser that reads a stretch by itself. Nothing may be held back then."""
+        """Takes characters of the piece that `peek` gave, for a parser that reads a stretch by itself. Nothing may be held back then.
+
+        What is left of an added token that is taken in part is plain text.
+        """
         assert not self._held
         assert not self._space
         self._offset += num_characters
+        if num_characters and isinstance(self._unread[0], SpecialText):
+            self._unread[0] = self._unread[0][self._offset :]
+            self._offset = 0
 
     def finish(self) -> list[str]:
         """Everything that is left."""

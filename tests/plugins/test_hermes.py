@@ -115,5 +115,11 @@ def test_other_added_tokens_belong_to_the_arguments() -> None:
     assert read(Hermes(TOKENS), pieces)[1] == ToolCallArguments(0, '{"x": "<|end|>"}')
 
 
+@pytest.mark.parametrize(("token", "rest"), [("}}\n!", "\n!"), ("}!", "!"), ("}}", None)])
+def test_an_added_token_that_ends_a_call_in_its_middle_is_read_once(token: str, rest: str | None) -> None:
+    events = read(Hermes(AUTO), ['<tool_call>{"name": "f", "arguments": {"x": 1', SpecialText(token)])
+    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}'), *([Text(rest)] if rest else [])]
+
+
 def test_with_tool_choice_none_markup_stays_content() -> None:
     assert read(Hermes(Turn(tool_choice="none")), [CALL]) == [Text(CALL)]
