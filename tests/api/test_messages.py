@@ -1,0 +1,71 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.api.chat_protocol import ChatMessage
+from penstock.api.messages import template_kwargs, template_messages
+from penstock.engine.errors import InvalidRequest
+
+
+def messages_of(*given: dict[str, Any], knows_developer: bool = False) -> list[dict[str, Any]]:
+    return template_messages(msgspec.convert(list(given), list[ChatMessage]), knows_developer=knows_developer)
+
+
+def test_developer_is_system_to_a_template_that_does_not_know_it() -> None:
+    message = {"role": "developer", "content": "x"}
+    assert messages_of(message)[0]["role"] == "system"
+    assert messages_of(message, knows_developer=True)[0]["role"] == "developer"
+
+
+def test_reasoning_is_taken_under_both_its_names() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        assert messages_of({"role": "assistant", "content": "x", name: "hm"})[0]["reasoning_content"] == "hm"
+    assert "reasoning_content" not in messages_of({"role": "assistant", "content": "x", "reasoning": {"effort": "low"}})[0]
+
+
+def test_calls_and_their_results_go_through_and_unknown_keys_do_not() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    called, result = messages_of(
+        {"role": "assistant", "content": None, "tool_calls": calls, "audio": None, "x": 1},
+        {"role": "tool", "content": [{"type": "text", "text": "7"}], "tool_call_id": "1"},
+    )
+    assert called == {"role": "assistant", "content": None, "tool_calls": calls}
+    assert result == {"role": "tool", "content": [{"type": "text", "text": "7"}], "tool_call_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("part", "path"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}, "text": "sneaky"}, "messages[1].content[1]"),
+        ({"type": "input_audio"}, "messages[1].content[1]"),
+        ({"text": "no type"}, "messages[1].content[1]"),
+        ({"type": ["text"]}, "messages[1].content[1]"),
+        ({"type": "text"}, "messages[1].content[1].text"),
+        ({"type": "text", "text": 7}, "messages[1].content[1].text"),
+        ({"type": "refusal", "text": "x"}, "messages[1].content[1].refusal"),
+    ],
+)
+def test_content_that_is_not_text_is_refused_with_its_path(part: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        messages_of({"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "a"}, part]})
+    assert caught.value.param == path
+
+
+def test_an_empty_conversation_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at least one"):
+        messages_of()
+
+
+def test_an_effort_reaches_the_template_and_none_turns_thinking_off() -> None:
+    assert template_kwargs(None, None) == {}
+    assert template_kwargs({"a": 1}, "low") == {"a": 1, "reasoning_effort": "low"}
+    assert template_kwargs(None, "none") == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    assert template_kwargs({"enable_thinking": True}, "none")["enable_thinking"]
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "tools", "tokenize", "add_generation_prompt"])
+def test_the_requests_own_fields_cannot_come_in_as_template_arguments(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        template_kwargs({name: "x"}, None)
+    assert caught.value.param == f"chat_template_kwargs.{name}"
