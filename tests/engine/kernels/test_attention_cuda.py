@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -110,3 +112,9 @@ def test_states_as_models_give_them_need_not_have_dense_heads(launch: Launch) ->
     for name in ("query_THD", "key_THD", "value_THD"):
         arguments[name] = arguments[name].transpose(0, 2).contiguous().transpose(0, 2)
     torch.testing.assert_close(launch(paged_attention_cuda, **arguments).result, expected, atol=2e-5, rtol=0)
+
+
+def test_triton_is_imported_at_the_first_launch_only() -> None:
+    modules = ["attention_cuda", "kernels.kv_write", "kernels.bitmask_apply", "kernels.references"]
+    program = "import sys; sys.modules['triton'] = None; " + "; ".join(f"import penstock.engine.{module}" for module in modules)
+    subprocess.run([sys.executable, "-c", program], check=True)
