@@ -40,15 +40,16 @@ install_cpu_torch() {
     echo "No CPU build of torch $version was found; taking the default one, which is larger" >&2
 }
 
-# install EXTRAS: an empty string, or such as "[dev]". Quick where neither pyproject.toml nor constraints.txt has changed since.
+# install EXTRAS: an empty string, or such as "[dev]". Quick where neither pyproject.toml nor constraints.txt has changed since; an
+# environment with extras serves as one without.
 install() {
     [ -x "$python" ] || make_venv
-    stamp="$root/.venv/installed$1"
     wanted=$(cat "$root/constraints.txt" "$root/pyproject.toml" | cksum)
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        echo "Installing into .venv; the first time takes some minutes" >&2
-        install_cpu_torch
-        pip_install -c "$root/constraints.txt" -e "$root$1" || exit 1
-        echo "$wanted" >"$stamp"
-    fi
+    for stamp in "$root/.venv/installed$1"*; do
+        [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
+    done
+    echo "Installing into .venv; the first time takes some minutes" >&2
+    install_cpu_torch
+    pip_install -c "$root/constraints.txt" -e "$root$1" || exit 1
+    echo "$wanted" >"$root/.venv/installed$1"
 }
