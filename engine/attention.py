@@ -32,9 +32,10 @@ class _LastUnpacked:
     metadata: AttentionMetadata | None = None
 
     def __call__(self, packed: Tensor) -> AttentionMetadata:
-        if self.metadata is None or self.metadata.packed is not packed:
-            self.metadata = AttentionMetadata.unpack(packed)
-        return self.metadata
+        metadata = self.metadata  # read once: another engine's thread may replace it at any time
+        if metadata is None or metadata.packed is not packed:
+            self.metadata = metadata = AttentionMetadata.unpack(packed)
+        return metadata
 
 
 _unpack = _LastUnpacked()
@@ -83,7 +84,7 @@ def paged_attention(
     query_THD, key_THD, value_THD = (states[0].transpose(0, 1) for states in (query_1HTD, key_1HTD, value_1HTD))
     if scaling is None:
         scaling = query_THD.shape[-1] ** -0.5
-    if query_THD.device.type == "cpu":
+    if query_THD.device.type != "cuda":
         out_THD = torch.ops.penstock.paged_attention(
             query_THD,
             key_THD,

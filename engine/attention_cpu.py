@@ -10,6 +10,7 @@ from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.native_library import native_library
 
 QUERY_BLOCK = 64
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,10 @@ class AttentionOptions:
 
 def write_kv(cache: Tensor, rows_THD: Tensor, slot_mapping_T: Tensor) -> None:
     """Writes row t to slot `slot_mapping_T[t]` of a [num_blocks, block_size, H, D] cache; negative slots are skipped."""
+    assert cache.dtype == rows_THD.dtype, f"{rows_THD.dtype} rows for a cache of {cache.dtype}"
     library = native_library()
     row_bytes = rows_THD.shape[1] * rows_THD.shape[2] * rows_THD.element_size()
-    if library is not None and rows_THD[0].is_contiguous():
+    if library is not None and len(rows_THD) and rows_THD[0].is_contiguous():
         stride = rows_THD.stride(0) * rows_THD.element_size()
         library.penstock_write_rows(cache.data_ptr(), rows_THD.data_ptr(), slot_mapping_T.data_ptr(), len(rows_THD), row_bytes, stride)
         return
@@ -38,11 +40,12 @@ def paged_attention_cpu(
     query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
     """Attends each new token to its sequence's keys, its own included, which are in the cache already. Returns [T, H, value size]."""
+    assert query_THD.dtype == key_cache.dtype == value_cache.dtype, "the kernels read the caches as the query's type"
     num_tokens, num_heads, _ = query_THD.shape
     out = query_THD.new_empty(num_tokens, num_heads, value_cache.shape[3])
     decodes = metadata.num_decodes
     if decodes:
-        decode = _decode_torch if native_library() is None else _decode_native
+        decode = _decode_native if query_THD.dtype in NATIVE_DTYPES and native_library() is not None else _decode_torch
         decode(out[:decodes], query_THD[:decodes], key_cache, value_cache, metadata, options)
     starts = metadata.query_start_loc.tolist()
     context_lens = metadata.context_lens_B.tolist()
@@ -84,7 +87,7 @@ def _decode_native(
 def _decode_torch(
     out_BHD: Tensor, query_BHD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> None:
-    batch, num_heads, _ = query_BHD.shape
+    batch = len(query_BHD)
     num_kv_heads = key_cache.shape[2]
     lens_B1 = metadata.context_lens_B[:batch, None]
     table_BN = metadata.block_table_BN[:batch, : math.ceil(metadata.max_context_len / key_cache.shape[1])]
@@ -94,6 +97,8 @@ def _decode_torch(
     is_hidden_BS = positions_S >= lens_B1
     if options.sliding_window is not None:
         is_hidden_BS |= positions_S < lens_B1 - options.sliding_window
+    # Nothing is known of what lies there, and 0 times what is not a number is not a number.
+    values_BKSD = values_BKSD.masked_fill(is_hidden_BS[:, None, :, None], 0.0)
     query_BKGD = query_BHD.unflatten(1, (num_kv_heads, -1))
     sinks = None if options.sinks_H is None else options.sinks_H.view(1, num_kv_heads, -1, 1).expand(batch, -1, -1, -1)
     out_BKGD = attend(query_BKGD, keys_BKDS, values_BKSD, is_hidden_BS[:, None, None], sinks, options)
@@ -138,9 +143,7 @@ def _hidden(num_queries: int, num_keys: int, window: int | None) -> Tensor:
     return is_hidden_TS if window is None else is_hidden_TS | (positions_S <= positions_T1 - window)
 
 
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, is_hidden: Tensor, sinks: Tensor | None, options: AttentionOptions
-) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, is_hidden: Tensor, sinks: Tensor | None, options: AttentionOptions) -> Tensor:
     """Softmax attention with everything that `AttentionOptions` can ask for.
 
     Query [..., M, D], keys [..., D, S], values [..., S, Dv], `sinks` [..., M, 1]; `is_hidden` broadcasts to the scores' last columns.

@@ -16,8 +16,12 @@ from penstock.engine.cache_directory import cache_directory
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "native" / "attention.cpp"
-# Finite-math-only would be wrong: the softmax starts from minus infinity.
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffast-math", "-fno-finite-math-only", "-std=c++17", "-shared", "-fPIC")
+# The parts of -ffast-math that vectorising a sum takes. The whole of it would be wrong: the softmax starts from minus infinity, and merely
+# loading a library linked with -ffast-math makes every other computation take subnormal numbers for zero.
+FLAGS = (
+    *("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC"),
+    *("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+)
 BUILD_SECONDS = 120
 
 
@@ -49,20 +53,34 @@ def native_library() -> ctypes.CDLL | None:
 
 def _build(compiler: str) -> Path:
     # -march=native ties the result to this processor, so its name and features are part of the key.
-    parts = [SOURCE.read_bytes(), *map(str.encode, (compiler, *FLAGS, _processor()))]
+    parts = [SOURCE.read_bytes(), *map(str.encode, (compiler, *FLAGS, processor_features()))]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     target = cache_directory() / "native" / f"attention-{key}.so"
-    if not target.exists():
+    if not _is_whole(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
             command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
+            content = built.read_bytes()
+            built.write_bytes(content + hashlib.sha256(content).digest())
             built.replace(target)
     return target
 
 
-def _processor() -> str:
+def _is_whole(library: Path) -> bool:
+    """Whether the file is there and ends with the checksum that `_build` appended, which the loader ignores.
+
+    Loading a file that lost its end, in a power cut or on a full disk, would not fail but kill the process.
+    """
+    if not library.is_file():
+        return False
+    content = library.read_bytes()
+    size = hashlib.sha256().digest_size
+    return content[-size:] == hashlib.sha256(content[:-size]).digest()
+
+
+def processor_features() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
