@@ -4,11 +4,18 @@ oneDNN reorders a plain weight on every call or falls back to slower loops; a we
 1 to 32 rows about twice as fast (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same.
 """
 
+import functools
+import inspect
+import itertools
+import weakref
+
 import torch
 from torch import Tensor, nn
 
 # The packed weight is an opaque tensor that no compiler can look into, so the graph gets a one-element tensor holding its number here.
-_packed: list[Tensor] = []
+# An entry goes with the layer that it was made for.
+_packed: dict[int, Tensor] = {}
+_handles = itertools.count()
 
 _library = torch.library.Library("penstock", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor handle, Tensor? bias, SymInt out_features) -> Tensor")
@@ -32,8 +39,11 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        _packed.append(torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach()))
-        self.register_buffer("handle", torch.tensor([len(_packed) - 1]), persistent=False)
+        handle = next(_handles)
+        if not linear.weight.is_meta:
+            _packed[handle] = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+            weakref.finalize(self, _packed.pop, handle)
+        self.register_buffer("handle", torch.tensor([handle]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.penstock.packed_linear(x, self.handle, self.bias, self.out_features)  # type: ignore[no-any-return]
@@ -47,15 +57,30 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replaces every `nn.Linear` on the CPU in place and returns how many. A weight shared with an embedding keeps its plain copy."""
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.device.type == "cpu"
-    ]
-    for parent, name, linear in found:
-        if can_pack(linear.weight.dtype):
-            setattr(parent, name, PackedLinear(linear))
-            linear.weight = None  # type: ignore[assignment]
-    return len(found)
+    """Replaces every `nn.Linear` on the CPU (or the meta device) in place and returns how many. A weight shared with an embedding keeps its plain copy.
+
+    Layers of a type without packed kernels stay as they are, and so do those whose weight the model's code reads beside calling them.
+    """
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if type(child) is nn.Linear and child.weight.device.type in ("cpu", "meta") and can_pack(child.weight.dtype):
+                places.setdefault(child, []).append((parent, name))
+    num_packed = 0
+    for linear, parents in places.items():
+        if any(_reads_weight(type(parent), name) for parent, name in parents):
+            continue
+        packed = PackedLinear(linear)
+        linear.weight = None  # type: ignore[assignment]
+        for parent, name in parents:
+            setattr(parent, name, packed)
+        num_packed += 1
+    return num_packed
+
+
+@functools.cache
+def _reads_weight(parent: type[nn.Module], name: str) -> bool:
+    try:
+        return any(f"self.{name}.weight" in inspect.getsource(base) for base in parent.__mro__ if issubclass(base, nn.Module))
+    except OSError:  # a class without a source file
+        return False
