@@ -13,6 +13,7 @@ from typing import Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars import json_text
 from penstock.plugins.grammars.json_text import JSON_TYPES, Whitespace, dumps, json_type
+from penstock.plugins.grammars.number_range import number
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse
 from penstock.plugins.grammars.regular import EMPTY, MisplacedAnchor, Node, Repeat, Sequence, either, optional, search
 from penstock.plugins.grammars.schema_keywords import ANNOTATIONS, KEYWORDS_OF, TRANSLATED
@@ -90,7 +91,7 @@ class _Translation:
                 return json_text.BOOLEAN
             case "null":
                 return json_text.NULL
-        return json_text.INTEGER if name == "integer" else json_text.NUMBER
+        return number(schema, place.path, is_integer=name == "integer")
 
     def allow(self, keywords: list[str], allowed: set[str] | frozenset[str], place: _Place, where: str = "") -> None:
         for keyword in keywords:
@@ -101,7 +102,7 @@ class _Translation:
         """The types to generate. Where none is given, the one that the schema's keywords are about."""
         if "type" not in schema:
             implied = [name for name, own in KEYWORDS_OF.items() if any(keyword in own for keyword in keywords)]
-            if len(implied) != 1 or implied == ["number"]:
+            if len(implied) != 1:
                 raise _refusal("a schema that allows any JSON value is not supported; give a `type`", place)
             return implied
         given = schema["type"]

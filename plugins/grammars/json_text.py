@@ -12,23 +12,26 @@ from penstock.plugins.grammars.charset import ANY, CharSet, charset, complement,
 from penstock.plugins.grammars.regular import EMPTY, Chars, Either, Literal, Node, Repeat, Sequence, chars, either, optional, sequence
 
 JSON_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+MAX_DIGITS = 19  # as many as 64 bits hold
+MAX_FRACTION_DIGITS = 20  # as many as printing a double takes
 _MAX_INDENT = 40
-_INDENT_PER_LEVEL = 8
+_INDENT_PER_LEVEL = 4
 _SHORT_ESCAPES = {"\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r", '"': '"', "\\": "\\"}
 _MUST_ESCAPE = union(charset((1, 0x1F)), of('"\\'))
 _LONG_ESCAPES = intersect(charset((1, 0x1F)), complement(of("".join(_SHORT_ESCAPES))))
 _HEX = charset((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
-_DIGIT = charset((0x30, 0x39))
 _PLAIN = intersect(ANY, complement(_MUST_ESCAPE))
 _ANY_ESCAPE = Sequence((Literal("\\"), Either((chars('"\\/bfnrt'), Sequence((Literal("u00"), chars("01"), Chars(_HEX)))))))
 
 STRING_CHARACTER = Either((Chars(_PLAIN), _ANY_ESCAPE))
 BOOLEAN = Either((Literal("true"), Literal("false")))
 NULL = Literal("null")
-INTEGER = Sequence((optional(Literal("-")), Either((Literal("0"), Sequence((chars("123456789"), Repeat(Chars(_DIGIT), 0, 18)))))))
-_FRACTION = Sequence((Literal("."), Repeat(Chars(_DIGIT), 1, 20)))
-_EXPONENT = Sequence((chars("eE"), optional(chars("+-")), Repeat(Chars(_DIGIT), 1, 3)))
-NUMBER = Sequence((INTEGER, optional(_FRACTION), optional(_EXPONENT)))
+DIGIT = Chars(charset((0x30, 0x39)))
+_NATURAL = Either((Literal("0"), Sequence((chars("123456789"), Repeat(DIGIT, 0, MAX_DIGITS - 1)))))
+INTEGER = Sequence((optional(Literal("-")), _NATURAL))
+FRACTION = Sequence((Literal("."), Repeat(DIGIT, 1, MAX_FRACTION_DIGITS)))
+_EXPONENT = Sequence((chars("eE"), optional(chars("+-")), Repeat(DIGIT, 1, 3)))
+NUMBER = Sequence((INTEGER, optional(FRACTION), optional(_EXPONENT)))
 
 
 def string(minimum: int = 0, maximum: int | None = None) -> Node:

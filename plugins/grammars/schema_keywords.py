@@ -28,5 +28,6 @@ TRANSLATED = frozenset(
         *("type", "properties", "required", "additionalProperties"),
         *("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
         *("minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     }
 )

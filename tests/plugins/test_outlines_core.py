@@ -265,6 +265,8 @@ SCHEMAS = [
     {"enum": [{"a": [1, 2.5, {"b": None}]}, [], {}, 'é"\\', True]},
     {"allOf": [{"$ref": "#/definitions/n"}], "definitions": {"n": {"type": "number"}}},
     {"properties": {"a b~/": {"type": "null"}}, "required": ["a b~/"]},
+    {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "minItems": 4, "maxItems": 4},
+    {"type": "integer", "minimum": 18},
 ]
 
 
@@ -309,7 +311,7 @@ def test_properties_keep_the_schemas_order() -> None:
 @pytest.mark.parametrize(
     ("schema", "path"),
     [
-        ({"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}}, ".properties.a.minimum"),
+        ({"type": "object", "properties": {"a": {"type": "number", "minimum": 0.5}}}, ".properties.a.minimum"),
         ({"type": "array", "items": {"type": "number", "multipleOf": 2}}, ".items.multipleOf"),
         ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, ".uniqueItems"),
         ({"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True}, ".additionalProperties"),
