@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 CHAT: dict[str, Any] = {
     "model": "scripted",
     "messages": [
@@ -31,7 +32,7 @@ CHAT: dict[str, Any] = {
     "logit_bias": {"1": 2.0},
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     "tool_choice": "auto",
-    "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
     "logits_processors": [{"name": "double", "arguments": {"factor": 2}}],
     "chat_template_kwargs": {"enable_thinking": True},
     "best_of": 1,
@@ -48,7 +49,6 @@ COMPLETION: dict[str, Any] = {
     "prompt_logprobs": 1,
     "min_tokens": 1,
     "stop_token_ids": [3],
-    "allowed_token_ids": [1, 2],
     "bad_words": ["x"],
     "guided_choice": ["a", "b"],
     "suffix": None,
@@ -64,7 +64,7 @@ def mutated_bodies(whole: dict[str, Any], count: int, seed: int) -> Iterator[byt
     for _ in range(count):
         body: Any = whole
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
-            body = mutated(body, rng)
+            body = mutated(body, rng, depth_first=0.97)
         data = json.dumps(body).encode()
         if rng.random() < 0.2:
             cut = rng.randrange(len(data))
@@ -72,8 +72,8 @@ def mutated_bodies(whole: dict[str, Any], count: int, seed: int) -> Iterator[byt
         yield data
 
 
-def mutated(value: Any, rng: random.Random) -> Any:
-    """A JSON value with something wrong in it, somewhere."""
+def mutated(value: Any, rng: random.Random, depth_first: float = 0.8) -> Any:
+    """A JSON value with something wrong in it, somewhere: with the probability `depth_first` inside, else instead."""
     junk: list[Any] = [
         None,
         True,
@@ -94,7 +94,7 @@ def mutated(value: Any, rng: random.Random) -> Any:
         {"a": {}},
         "9" * 500,
     ]
-    if isinstance(value, dict) and value and rng.random() < 0.8:
+    if isinstance(value, dict) and value and rng.random() < depth_first:
         key = rng.choice(list(value))
         changed = dict(value)
         match rng.randrange(4):
