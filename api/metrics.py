@@ -4,40 +4,20 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
 
 from aiohttp import web
-from penstock.engine.outputs import PromptInfo, SequenceDelta
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from penstock.engine.outputs import PromptInfo, SequenceDelta
+from penstock.engine.stats import EngineStats
+
 PREFIX = "penstock:"
 TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 SLOW_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
-
-class EngineStats(Protocol):
-    """What the engine counts. The prefix cache is counted in tokens: those looked up, and those found."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def kv_cache_usage(self) -> float: ...
-    @property
-    def num_prefix_cache_queries(self) -> int: ...
-    @property
-    def num_prefix_cache_hits(self) -> int: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def num_generation_tokens(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
 
 
 class EngineCollector(Collector):

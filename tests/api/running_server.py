@@ -11,21 +11,23 @@ from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
 from penstock.api.context import ServerContext, ServerOptions
+from penstock.engine.stats import EngineStats
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
-@dataclass(frozen=True, slots=True)
-class FakeStats:
-    num_running: int = 2
-    num_waiting: int = 1
-    kv_cache_usage: float = 0.25
-    num_prefix_cache_queries: int = 100
-    num_prefix_cache_hits: int = 40
-    num_prompt_tokens: int = 60
-    num_generation_tokens: int = 7
-    num_preemptions: int = 3
+STATS = EngineStats(
+    num_running=2,
+    num_waiting=1,
+    kv_cache_usage=0.25,
+    num_prefix_cache_queries=100,
+    num_prefix_cache_hits=40,
+    num_prompt_tokens=60,
+    num_generation_tokens=7,
+    num_preemptions=3,
+    num_steps=9,
+)
 
 
 class CountingEngine(ScriptedEngine):
@@ -33,8 +35,8 @@ class CountingEngine(ScriptedEngine):
 
     is_healthy = True
 
-    def stats(self) -> FakeStats:
-        return FakeStats()
+    def stats(self) -> EngineStats:
+        return STATS
 
 
 @dataclass(frozen=True, slots=True)

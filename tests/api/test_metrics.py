@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.api.metrics import Metrics
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta
-from tests.api.running_server import CHAT, FakeStats, Running, serve
+from tests.api.running_server import CHAT, STATS, Running, serve
 
 
 def values(text: str) -> dict[str, float]:
@@ -25,7 +25,7 @@ def values(text: str) -> dict[str, float]:
 
 
 def test_the_engines_counters_are_read_when_asked_for() -> None:
-    shown = values(Metrics(FakeStats, "m").expose().decode())
+    shown = values(Metrics(lambda: STATS, "m").expose().decode())
     expected = {
         "penstock:num_requests_running": 2,
         "penstock:num_requests_waiting": 1,
@@ -40,7 +40,7 @@ def test_the_engines_counters_are_read_when_asked_for() -> None:
 
 
 def test_two_servers_in_one_process_do_not_share_a_registry() -> None:
-    first, second = Metrics(FakeStats, "a"), Metrics(FakeStats, "b")
+    first, second = Metrics(lambda: STATS, "a"), Metrics(lambda: STATS, "b")
     first.count_finished("stop")
     assert "penstock:request_success_total/stop" in values(first.expose().decode())
     assert "penstock:request_success_total/stop" not in values(second.expose().decode())
@@ -60,7 +60,7 @@ def test_a_watched_stream_is_counted_and_passed_on_unchanged() -> None:
             yield delta
 
     async def scenario() -> None:
-        metrics = Metrics(FakeStats, "m")
+        metrics = Metrics(lambda: STATS, "m")
         timer = metrics.begin(0.0)
         assert [delta async for delta in timer.watch(stream())] == deltas
         assert (timer.num_prompt_tokens, timer.num_generation_tokens) == (5, 5)
@@ -91,7 +91,7 @@ def test_closing_a_watched_stream_closes_what_it_watches() -> None:
             closed.append(True)
 
     async def scenario() -> None:
-        watched = Metrics(FakeStats, "m").begin(0.0).watch(stream())
+        watched = Metrics(lambda: STATS, "m").begin(0.0).watch(stream())
         await anext(watched)
         await watched.aclose()
 
@@ -114,7 +114,7 @@ def test_requests_over_http_are_counted() -> None:
 
 
 def test_histograms_hold_what_vllm_calls_them() -> None:
-    names = {family.name for family in Metrics(FakeStats, "m").registry.collect()}
+    names = {family.name for family in Metrics(lambda: STATS, "m").registry.collect()}
     vllm = ["time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"]
     assert names >= {f"penstock:{name}" for name in vllm}
 
