@@ -18,8 +18,8 @@ IMPLEMENTATION = "penstock_paged"
 
 # The caches are written in place, and the schema does not say so on purpose: declared mutations make the compiler functionalise the
 # operator around copies of the whole cache. It is sound because nothing else in a layer touches them, and the output depends on the write.
-_library = torch.library.Library("penstock", "FRAGMENT")
-_library.define(
+_library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor packed,"
     " float scaling, int sliding_window, float softcap, Tensor? sinks) -> Tensor"
 )
@@ -61,7 +61,7 @@ def _paged_attention_cpu(
     return paged_attention_cpu(query_THD, key_cache, value_cache, metadata, options)
 
 
-@torch.library.register_fake("penstock::paged_attention", lib=_library)
+@torch.library.register_fake("penstock::paged_attention", lib=_library)  # type: ignore[untyped-decorator]
 def _paged_attention_shape(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, *_: Any) -> Tensor:
     return query_THD.new_empty(query_THD.shape[0], query_THD.shape[1], value_THD.shape[2])
 
@@ -82,6 +82,8 @@ def paged_attention(
     """What `attn_implementation="penstock_paged"` calls in every layer: [1, H, T, D] in, [1, T, H, D] out."""
     assert attention_metadata is not None, "the model was called without attention_metadata"
     query_THD, key_THD, value_THD = (states[0].transpose(0, 1) for states in (query_1HTD, key_1HTD, value_1HTD))
+    caches: Any = module  # `KVCache.attach` hung them there
+    key_cache, value_cache = caches.key_cache, caches.value_cache
     if scaling is None:
         scaling = query_THD.shape[-1] ** -0.5
     if query_THD.device.type != "cuda":
@@ -89,8 +91,8 @@ def paged_attention(
             query_THD,
             key_THD,
             value_THD,
-            module.key_cache,
-            module.value_cache,
+            key_cache,
+            value_cache,
             attention_metadata.packed,
             scaling,
             sliding_window or 0,
@@ -104,8 +106,8 @@ def paged_attention(
             query_THD,
             key_THD,
             value_THD,
-            module.key_cache,
-            module.value_cache,
+            key_cache,
+            value_cache,
             attention_metadata,
             AttentionOptions(scaling, sliding_window, softcap, s_aux),
         )

@@ -99,7 +99,7 @@ def _decode_torch(
         is_hidden_BS |= positions_S < lens_B1 - options.sliding_window
     # Nothing is known of what lies there, and 0 times what is not a number is not a number.
     values_BKSD = values_BKSD.masked_fill(is_hidden_BS[:, None, :, None], 0.0)
-    query_BKGD = query_BHD.unflatten(1, (num_kv_heads, -1))
+    query_BKGD = query_BHD.unflatten(1, (num_kv_heads, -1))  # type: ignore[no-untyped-call]
     sinks = None if options.sinks_H is None else options.sinks_H.view(1, num_kv_heads, -1, 1).expand(batch, -1, -1, -1)
     out_BKGD = attend(query_BKGD, keys_BKDS, values_BKSD, is_hidden_BS[:, None, None], sinks, options)
     out_BHD.copy_(out_BKGD.flatten(1, 2))
@@ -128,10 +128,10 @@ def _prefill(
         # Without a window only the square that ends at the last query hides anything.
         num_masked = num_rows if options.sliding_window is None else last - first
         is_hidden_TS = _hidden(num_rows, num_masked, options.sliding_window)
-        query_KMD = query_THD_block.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+        query_KMD = query_THD_block.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
         sinks = None if sinks_KG1 is None else sinks_KG1.repeat_interleave(num_rows, dim=1)
         out_KMD = attend(query_KMD, keys_KDS[..., first:last], values_KSD[:, first:last], is_hidden_TS.repeat(group, 1), sinks, options)
-        out_THD[start : start + num_rows] = out_KMD.unflatten(1, (group, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
+        out_THD[start : start + num_rows] = out_KMD.unflatten(1, (group, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
     return out_THD
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 _packed: dict[int, Tensor] = {}
 _handles = itertools.count()
 
-_library = torch.library.Library("penstock", "FRAGMENT")
-_library.define("packed_linear(Tensor x, Tensor handle, Tensor? bias, SymInt out_features) -> Tensor")
+_library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("packed_linear(Tensor x, Tensor handle, Tensor? bias, SymInt out_features) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 @torch.library.impl(_library, "packed_linear", "CPU")
@@ -26,7 +26,7 @@ def _packed_linear(x: Tensor, handle: Tensor, bias: Tensor | None, out_features:
     return torch.ops.mkldnn._linear_pointwise(x, _packed[int(handle)], bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-@torch.library.register_fake("penstock::packed_linear", lib=_library)
+@torch.library.register_fake("penstock::packed_linear", lib=_library)  # type: ignore[untyped-decorator]
 def _packed_linear_shape(x: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build and processor have packed kernels for the type."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -68,7 +68,7 @@ def pack_linears(model: nn.Module) -> int:
                 places.setdefault(child, []).append((parent, name))
     num_packed = 0
     for linear, parents in places.items():
-        if any(_reads_weight(type(parent), name) for parent, name in parents):
+        if any(_reads_weight(type(parent), name) for parent, name in parents):  # type: ignore[arg-type]
             continue
         packed = PackedLinear(linear)
         linear.weight = None  # type: ignore[assignment]
