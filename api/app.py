@@ -2,6 +2,7 @@
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
+
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
 from penstock.api.context import CONTEXT, ServerContext

@@ -2,6 +2,7 @@
 
 import msgspec
 from aiohttp import web
+
 from penstock import __version__
 from penstock.api.context import CONTEXT
 from penstock.api.errors import json_response

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
+
 from penstock.api.context import CONTEXT
 from penstock.api.errors import error_body, error_response, json_response
 from penstock.api.metrics import ARRIVED, TIMER

@@ -4,6 +4,7 @@ import time
 
 import msgspec
 from aiohttp import web
+
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.errors import json_response
 from penstock.engine.errors import NoSuchModel

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+
 from penstock.api.chat_protocol import ChatMessage
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.errors import json_response
