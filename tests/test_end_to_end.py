@@ -50,7 +50,7 @@ class Server:
         flags = [flag for name in names for flag in ("--plugin", name)]
         self.context = assemble(parse_arguments([*FLAGS, *THINK, *flags]), Plugins.start(names)).context
         self.url = self.call(self._start())
-        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
+        self.client: Any = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)

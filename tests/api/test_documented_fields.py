@@ -1,0 +1,28 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.common_protocol import FieldsWithoutEffect, StreamOptions
+from penstock.api.completion_protocol import CompletionRequest
+from penstock.api.decoding import REFUSED
+
+PAGE = (Path(__file__).parents[2] / "docs" / "requests.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [ChatCompletionRequest.__struct_fields__, CompletionRequest.__struct_fields__, StreamOptions.__struct_fields__, tuple(REFUSED)],
+)
+def test_every_field_is_on_the_page(fields: tuple[str, ...]) -> None:
+    assert not set(fields) - set(re.findall(r"`(\w+)`", PAGE))
+
+
+@pytest.mark.parametrize(
+    ("title", "fields"),
+    [("Accepted without effect", FieldsWithoutEffect.__struct_fields__), ("Refused by name", tuple(REFUSED))],
+)
+def test_fields_without_effect_and_refused_ones_are_in_their_sections(title: str, fields: tuple[str, ...]) -> None:
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    assert not set(fields) - set(re.findall(r"`(\w+)`", section))
