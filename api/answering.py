@@ -9,9 +9,9 @@ from aiohttp import web
 
 from penstock.api.context import CONTEXT
 from penstock.api.errors import json_response
-from penstock.api.prompts import run
 from penstock.api.sse import EventStream
 from penstock.api.streams import FirstDelta
+from penstock.api.workers import run
 from penstock.engine.outputs import SequenceDelta
 
 

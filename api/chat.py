@@ -6,6 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from penstock.api.answering import answer
+from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.api.context import CONTEXT, ServerContext
@@ -13,9 +14,10 @@ from penstock.api.folds import ReasoningView
 from penstock.api.messages import template_kwargs, template_messages
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, compiled_grammar, logits_processors
-from penstock.api.prompts import MANY, check_prompt_ids, encode_text, read_body, run, served_model
+from penstock.api.prompts import check_prompt_ids, encode_text
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.tools import offered_tools
+from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request

@@ -5,14 +5,16 @@ import uuid
 from aiohttp import web
 
 from penstock.api.answering import answer
+from penstock.api.bodies import read_body, served_model
 from penstock.api.completion_fold import CompletionFold, Prompt
 from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import answer_reader, check_streaming, compiled_grammar, logits_processors, special_token_ids
-from penstock.api.prompts import LONG_TEXT, MANY, check_prompt_ids, read_body, run, served_model
+from penstock.api.prompts import LONG_TEXT, check_prompt_ids
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.streams import merge
+from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
 from penstock.engine.sampling_params import SamplingParams

@@ -1,0 +1,42 @@
+"""From an HTTP request to its decoded body."""
+
+from typing import TypeVar
+from urllib.parse import quote
+
+from aiohttp import web
+
+from penstock.api.context import CONTEXT, ServerContext
+from penstock.api.decoding import decode
+from penstock.api.workers import run
+from penstock.engine.errors import NoSuchModel
+
+T = TypeVar("T")
+
+LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond
+MAX_HEADER = 1000
+
+
+async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
+    """The decoded body, and the response headers that it calls for.
+
+    Raises `InvalidRequest` for whatever is wrong with it, and aiohttp's own 413 where it is too large.
+    """
+    context = request.app[CONTEXT]
+    data = await request.read()
+    allow = context.options.allow_unknown_fields
+    body, ignored = await run(context, lambda: decode(data, kind, allow_unknown_fields=allow), is_long=len(data) >= LONG_BODY)
+    return body, ignored_fields_header(ignored)
+
+
+def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:
+    """Names come from the client: whatever could break out of a header is percent-encoded."""
+    return {"x-ignored-fields": quote(", ".join(names), safe=" ,.[]")[:MAX_HEADER]} if names else {}
+
+
+def served_model(context: ServerContext, name: str | None) -> str:
+    """The name to answer with. Raises `NoSuchModel` where nothing is served under the one asked for."""
+    if not name:
+        return context.model_names[0]
+    if name not in context.model_names:
+        raise NoSuchModel(f"The model `{name}` does not exist. Served here: {', '.join(context.model_names)}.", "model")
+    return name

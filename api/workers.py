@@ -1,0 +1,16 @@
+"""Where work is done that could hold up the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from penstock.api.context import ServerContext
+
+T = TypeVar("T")
+
+MANY = 500  # messages and tools, or prompts: fewer take less than a few milliseconds
+
+
+async def run(context: ServerContext, call: Callable[[], T], *, is_long: bool) -> T:
+    """Calls it here where that is quick, in a worker where it would hold up every stream."""
+    return await asyncio.get_running_loop().run_in_executor(context.workers, call) if is_long else call()
