@@ -57,9 +57,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replaces every `nn.Linear` on the CPU (or the meta device) in place and returns how many. A weight shared with an embedding keeps its plain copy.
+    """Replaces every `nn.Linear` on the CPU, or on the meta device in its place, and returns how many.
 
-    Layers of a type without packed kernels stay as they are, and so do those whose weight the model's code reads beside calling them.
+    A weight shared with an embedding keeps its plain copy. Layers of a type without packed kernels stay as they are, and so do those whose
+    weight the model's code reads beside calling them.
     """
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
