@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_protocol import ChatMessage
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.errors import json_response
 from penstock.api.messages import template_kwargs, template_messages
-from penstock.api.prompts import encode_text, read_body, served_model
+from penstock.api.prompts import encode_text
 from penstock.engine.errors import InvalidRequest
 
 
