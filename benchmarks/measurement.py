@@ -1,0 +1,135 @@
+"""One scenario, once, against one server: what it took."""
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.client import Answer, Client, Recording, read_answer
+from benchmarks.scenarios import Scenario
+from benchmarks.target import Running
+
+WARMUP_OUTPUT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of a measurement: how it is headed and scaled for people, and which way is better."""
+
+    key: str
+    heading: str
+    scale: float
+    digits: int
+    is_higher_better: bool
+
+
+METRICS = [
+    Metric("output_tokens_per_s", "output tok/s", 1, 1, True),
+    Metric("prompt_tokens_per_s", "prompt tok/s", 1, 1, True),
+    Metric("ttft_median_s", "TTFT ms", 1e3, 1, False),
+    Metric("ttft_p99_s", "TTFT p99", 1e3, 1, False),
+    Metric("tpot_median_s", "TPOT ms", 1e3, 2, False),
+    Metric("tpot_p99_s", "TPOT p99", 1e3, 2, False),
+    Metric("wall_s", "wall s", 1, 2, False),
+    Metric("rss_bytes", "RSS GB", 1e-9, 2, False),
+    Metric("rss_peak_bytes", "RSS peak", 1e-9, 2, False),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Times per output token are per request: from its first token to its last, by one token less than it has.
+
+    `rss_peak_bytes` is the highest since the server started, where this script started it, or since it was first driven.
+    """
+
+    num_requests: int
+    prompt_tokens: int | None
+    output_tokens: int
+    is_counted_by_server: bool
+    wall_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float | None
+    ttft_median_s: float
+    ttft_p99_s: float
+    tpot_median_s: float | None
+    tpot_p99_s: float | None
+    rss_bytes: int | None
+    rss_peak_bytes: int | None
+
+    @property
+    def lengths(self) -> str:
+        """Prompt and output tokens of a request, on average; `~` before what was counted as chunks."""
+        prompt = "?" if self.prompt_tokens is None else f"{self.prompt_tokens / self.num_requests:.0f}"
+        return f"{prompt}+{'' if self.is_counted_by_server else '~'}{self.output_tokens / self.num_requests:.0f}"
+
+    def value(self, metric: Metric) -> float | None:
+        value = asdict(self)[metric.key]
+        return None if value is None else float(value)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Interpolates linearly between the two nearest values."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def summarize(answers: Sequence[Answer], rss_bytes: int | None = None, rss_peak_bytes: int | None = None) -> Measurement:
+    wall = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
+    output_tokens = sum(answer.output_tokens for answer in answers)
+    counts = [answer.prompt_tokens for answer in answers if answer.prompt_tokens is not None]
+    prompt_tokens = sum(counts) if len(counts) == len(answers) else None
+    first = [answer.time_to_first_token for answer in answers]
+    each = [answer.time_per_output_token for answer in answers if answer.time_per_output_token is not None]
+    return Measurement(
+        num_requests=len(answers),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        is_counted_by_server=all(answer.is_counted_by_server for answer in answers),
+        wall_s=wall,
+        output_tokens_per_s=output_tokens / wall,
+        prompt_tokens_per_s=None if prompt_tokens is None else prompt_tokens / wall,
+        ttft_median_s=statistics.median(first),
+        ttft_p99_s=percentile(first, 99),
+        tpot_median_s=statistics.median(each) if each else None,
+        tpot_p99_s=percentile(each, 99) if each else None,
+        rss_bytes=rss_bytes,
+        rss_peak_bytes=rss_peak_bytes,
+    )
+
+
+async def send(client: Client, bodies: Sequence[bytes], concurrency: int) -> list[Recording]:
+    """Sends them in order, `concurrency` under way at any time."""
+    waiting = iter(bodies)
+
+    async def worker() -> list[Recording]:
+        return [await client.stream(body) for body in waiting]
+
+    return [recording for done in await asyncio.gather(*(worker() for _ in range(concurrency))) for recording in done]
+
+
+async def measure(running: Running, scenario: Scenario, seed: str, num_warmup: int | None) -> Measurement:
+    """Warms up with prompts of the same length, as many as run at a time unless `num_warmup` says otherwise, then measures."""
+    client, memory = running.client, running.memory
+    num_warmup = scenario.concurrency if num_warmup is None else num_warmup
+    warmup_tokens = min(WARMUP_OUTPUT_TOKENS, scenario.output_tokens)
+    warmup = [client.body(prompt, warmup_tokens) for prompt in scenario.prompts(f"{seed} warm-up", num_warmup)]
+    bodies = [client.body(prompt, scenario.output_tokens) for prompt in scenario.prompts(seed, scenario.num_requests)]
+    await send(client, warmup, scenario.concurrency)
+    if memory is None:
+        return summarize([read_answer(recording) for recording in await send(client, bodies, scenario.concurrency)])
+    memory.look_for_children()
+    watching = asyncio.create_task(memory.watch())
+    try:
+        recordings = await send(client, bodies, scenario.concurrency)
+    finally:
+        watching.cancel()
+    current = memory.sample()
+    return summarize([read_answer(recording) for recording in recordings], current, memory.peak)

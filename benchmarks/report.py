@@ -1,0 +1,138 @@
+# mypy: disable-error-code="import-untyped"
+"""What is printed for people and written for machines."""
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.measurement import METRICS, Measurement, Metric
+
+NAME_WIDTH = 22
+
+
+def median_value(measurements: Sequence[Measurement], metric: Metric) -> float | None:
+    values = [value for measurement in measurements if (value := measurement.value(metric)) is not None]
+    return statistics.median(values) if values else None
+
+
+def ratio(ours: float | None, theirs: float | None, metric: Metric) -> float | None:
+    """Above 1 where `ours` is better, whichever way this metric is better."""
+    if not ours or not theirs:
+        return None
+    return ours / theirs if metric.is_higher_better else theirs / ours
+
+
+def row(scenario: str, server: str, lengths: str, cells: Iterable[str]) -> str:
+    return f"{scenario:{NAME_WIDTH}} {server:{NAME_WIDTH}} {lengths:>9} " + " ".join(f"{cell:>12}" for cell in cells)
+
+
+def header() -> str:
+    return row("scenario", "server", "tokens", (metric.heading for metric in METRICS))
+
+
+def line(scenario: str, name: str, measurements: Sequence[Measurement]) -> str:
+    """Medians of these rounds."""
+    values = [(metric, median_value(measurements, metric)) for metric in METRICS]
+    cells = ("-" if value is None else f"{value * metric.scale:,.{metric.digits}f}" for metric, value in values)
+    return row(scenario, name, measurements[-1].lengths, cells)
+
+
+def ratio_line(scenario: str, name: str, ratios: Mapping[str, float | None]) -> str:
+    return row(scenario, name, "", ("-" if value is None else f"{value:.2f}x" for value in ratios.values()))
+
+
+def all_ratios(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> dict[str, float | None]:
+    return {metric.key: ratio(median_value(ours, metric), median_value(theirs, metric), metric) for metric in METRICS}
+
+
+Results = Mapping[str, Mapping[str, Sequence[Measurement]]]  # scenario, then server, then rounds
+
+
+def table(results: Results) -> Iterator[str]:
+    """Medians per scenario and server, and under them how the first server compares with each other one."""
+    yield header()
+    for scenario, servers in results.items():
+        (first, ours), *others = servers.items()
+        for name, measurements in servers.items():
+            yield line(scenario, name, measurements)
+        for name, theirs in others:
+            yield ratio_line(scenario, f"{first}/{name}", all_ratios(ours, theirs))
+
+
+def cpu_model() -> str:
+    if Path("/proc/cpuinfo").exists():
+        for entry in Path("/proc/cpuinfo").read_text().splitlines():
+            if entry.startswith("model name"):
+                return entry.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def hardware() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": cpu_model(), "cores": usable, "memory_bytes": psutil.virtual_memory().total}
+
+
+def versions() -> dict[str, str]:
+    """Of this checkout and of what is installed beside the script; what a server says of itself is with the server."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in ("penstock", "aiohttp", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    if commit.returncode == 0:
+        found["commit"] = commit.stdout.strip()
+    return found
+
+
+def without_home(text: str) -> str:
+    return text.replace(str(Path.home()), "~")
+
+
+def surroundings() -> dict[str, Any]:
+    """When, where and how this was run. The home directory is written as `~`."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command_line": [without_home(argument) for argument in sys.argv],
+        "hardware": hardware(),
+        "versions": versions(),
+        "load_average_before": os.getloadavg()[0],
+    }
+
+
+def introduction(surroundings: Mapping[str, Any], seed: int, servers: Mapping[str, Mapping[str, Any]]) -> str:
+    machine = surroundings["hardware"]
+    lines = [f"{surroundings['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 1e9:.1f} GB, seed {seed}"]
+    for name, server in servers.items():
+        startups = server["startup_s"]
+        startup = f", first answer after {statistics.median(startups):.2f} s" if startups else ""
+        lines.append(f"{name} {server['version'] or ''}{startup}: {server['started_by']}")
+    return "\n".join(lines)
+
+
+def medians(measurements: Sequence[Measurement]) -> dict[str, float | None]:
+    return {metric.key: median_value(measurements, metric) for metric in METRICS}
+
+
+def results_as_json(results: Results) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for scenario, servers in results.items():
+        (first, ours), *others = servers.items()
+        whole[scenario] = {
+            "servers": {
+                name: {"medians": medians(rounds), "rounds": [measurement.as_json() for measurement in rounds]}
+                for name, rounds in servers.items()
+            },
+            "ratios": {f"{first}/{name}": all_ratios(ours, theirs) for name, theirs in others},
+        }
+    return whole

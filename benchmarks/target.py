@@ -1,0 +1,192 @@
+# mypy: disable-error-code="import-untyped"
+"""A server to drive: one that is running already, or a command that starts it. Its memory and its start are measured here."""
+
+import asyncio
+import shlex
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from benchmarks.client import BadAnswer, Client
+
+POLL_SECONDS = 0.05
+MEMORY_SECONDS = 0.5
+STOP_SECONDS = 60
+
+
+class TargetError(Exception):
+    """A server did not start, or ended before it was stopped. The message carries the end of what it printed."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """Resident memory of a process and all under it, in bytes. What processes share is counted in each."""
+
+    root: psutil.Process
+    peak: int = 0
+    tree: list[psutil.Process] = field(default_factory=list)
+
+    def look_for_children(self) -> None:
+        with suppress(psutil.NoSuchProcess):  # it may just have ended, which whoever waits for it finds out
+            self.tree = [self.root, *self.root.children(recursive=True)]
+
+    def sample(self) -> int:
+        """What is resident now in the tree as last looked at."""
+        total = 0
+        for process in self.tree:
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        self.peak = max(self.peak, total)
+        return total
+
+    async def watch(self) -> None:
+        """Samples until cancelled. Looking for children reads all of /proc, so that is left out while a server is driven."""
+        while True:
+            self.sample()
+            await asyncio.sleep(MEMORY_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the command line says of a server. Exactly one of `url` and `command` is given; `{port}` in a command is a free port."""
+
+    name: str
+    url: str | None = None
+    command: str | None = None
+    pid: int | None = None
+    model: str | None = None
+    api_key: str | None = None
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Running:
+    """A server that answers. `startup` is in seconds, from its start to the end of the first answer; None where it ran before."""
+
+    target: Target
+    client: Client
+    memory: Memory | None
+    startup: float | None
+    refused: list[str]
+    version: str | None
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def split_command(command: str) -> tuple[list[str], int]:
+    """The arguments of a command, and the port that they name: put for `{port}`, or found after `--port`. Raises TargetError without."""
+    port = free_port()
+    arguments = [argument.replace("{port}", str(port)) for argument in shlex.split(command)]
+    if "{port}" in command:
+        return arguments, port
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag == "--port" and value.isdigit():
+            return arguments, int(value)
+        if flag.startswith("--port="):
+            return arguments, int(flag.removeprefix("--port="))
+    raise TargetError(f"no port in the command; write --port {{port}} where it goes: {command}")
+
+
+@dataclass(slots=True)
+class Launched:
+    """A process of ours. What it prints goes to `log`."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    memory: Memory
+    started: float
+    log: Path
+
+    def check(self, deadline: float, last: Exception) -> None:
+        """Raises TargetError where it has ended, or where time is up and `last` is all it answered."""
+        if self.process.poll() is not None:
+            raise TargetError(f"{self.name} ended with status {self.process.returncode} at its start:\n{self.tail()}")
+        if time.perf_counter() > deadline:
+            raise TargetError(f"{self.name} did not answer in time; last: {last!r}\n{self.tail()}")
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def stop(self) -> None:
+        """Asks the server to end, then ends what is left of its tree: some servers leave workers behind."""
+        if self.process.poll() is None:
+            self.memory.look_for_children()
+            self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for child in self.memory.tree[1:]:
+            if child.is_running():  # compares the start time, so a process that took over the number is left alone
+                child.kill()
+
+
+@contextmanager
+def launched(name: str, arguments: list[str]) -> Iterator[Launched]:
+    with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log") as log:
+        started = time.perf_counter()
+        process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        server = Launched(name, process, Memory(psutil.Process(process.pid)), started, Path(log.name))
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@asynccontextmanager
+async def running(target: Target, ignore_eos: bool, start_timeout: float) -> AsyncIterator[Running]:
+    """Starts the server where it has a command, waits for its first answer, and stops it in the end."""
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    # Connections are not kept: a server may close one that it finds idle just as the next request goes out.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        if target.command is None:
+            assert target.url is not None
+            client = Client(session, target.url.rstrip("/").removesuffix("/v1") + "/v1", target.model or "", target.extra_body)
+            memory = Memory(psutil.Process(target.pid)) if target.pid is not None else None
+            yield await greet(client, target, ignore_eos, memory, startup=None)
+            return
+        arguments, port = split_command(target.command)
+        client = Client(session, f"http://127.0.0.1:{port}/v1", target.model or "", target.extra_body)
+        with launched(target.name, arguments) as server:
+            startup = await first_answer(client, server, start_timeout)
+            yield await greet(client, target, ignore_eos, server.memory, startup)
+
+
+async def first_answer(client: Client, server: Launched, patience: float) -> float:
+    """Polls the chat endpoint with a plain request. Returns the seconds from the start of the process to the end of the first answer."""
+    plain = replace(client, extensions={})
+    while True:
+        try:
+            plain.model = plain.model or await plain.first_model()
+            await plain.stream(plain.body("Say a word.", 1))
+        except (aiohttp.ClientError, BadAnswer) as error:
+            server.check(server.started + patience, error)
+        else:
+            return time.perf_counter() - server.started
+        server.memory.look_for_children()
+        server.memory.sample()
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def greet(client: Client, target: Target, ignore_eos: bool, memory: Memory | None, startup: float | None) -> Running:
+    """Finds out what the server calls its model, and which of our fields it takes."""
+    client.model = client.model or await client.first_model()
+    if not ignore_eos:
+        del client.extensions["ignore_eos"]
+    refused = await client.agree()
+    return Running(target, client, memory, startup, refused, await client.version())

@@ -1,0 +1,191 @@
+# mypy: disable-error-code="import-untyped"
+"""The benchmark against a server that answers at once: what it asks and counts, what it copes with, what it writes."""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from benchmarks import serve
+from benchmarks.client import BadAnswer, Recording, read_answer
+from benchmarks.measurement import METRICS, percentile
+from benchmarks.report import ratio
+from benchmarks.scenarios import SCENARIOS
+from benchmarks.target import TargetError, split_command
+from tests.benchmarks.fake_server import FINISH, ROLE, TEXT, FakeServer, sse, usage
+
+COMMAND = f"{shlex.quote(sys.executable)} -m tests.benchmarks.fake_server --port {{port}}"
+
+
+def measured(server: FakeServer, tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """What the script writes after it has driven this server."""
+    written = tmp_path / "results.json"
+
+    async def drive(url: str) -> None:
+        flags_for_all = ["--url", f"fake={url}", "--json", str(written), "--rounds", "1", "--pid", str(os.getpid())]
+        assert await asyncio.to_thread(serve.main, [*flags_for_all, *flags]) == 0
+
+    asyncio.run(server.while_up(drive))
+    whole: dict[str, Any] = json.loads(written.read_text())
+    return whole
+
+
+def answer_bodies(server: FakeServer, num_requests: int) -> list[dict[str, Any]]:
+    """Those that were measured: they come after the one that asks what is refused, and after the warm-up."""
+    return server.bodies[-num_requests:]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_prompts_have_the_stated_number_of_tokens_of_the_default_model(scenario: Any, default_model_dir: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(default_model_dir)
+    for prompt in scenario.prompts("seed", 2):
+        messages = [{"role": "user", "content": prompt}]
+        assert len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) == scenario.prompt_tokens
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_prompts_share_only_the_words_that_they_are_to_share(scenario: Any) -> None:
+    prompts = [prompt.split() for seed in ("1", "2") for prompt in scenario.prompts(seed, 16)]
+    shared = scenario.shared_tokens
+    assert len({tuple(words[:shared]) for words in prompts}) == (2 if shared else 1)
+    assert len({tuple(words[shared : shared + 16]) for words in prompts}) == len(prompts)
+
+
+def test_each_scenario_asks_for_its_tokens_with_its_concurrency(tmp_path: Path) -> None:
+    for scenario in SCENARIOS:
+        server = FakeServer(concurrency=scenario.concurrency)
+        result = measured(server, tmp_path, "--scenario", scenario.name)["scenarios"][scenario.name]["servers"]["fake"]["rounds"][0]
+        bodies = answer_bodies(server, scenario.num_requests)
+        assert [body["max_tokens"] for body in bodies] == [scenario.output_tokens] * scenario.num_requests
+        assert all(body["ignore_eos"] and body["stream_options"] == {"include_usage": True} for body in bodies)
+        assert server.most_running == scenario.concurrency
+        assert result["output_tokens"] == scenario.num_requests * scenario.output_tokens
+        assert result["prompt_tokens"] == scenario.num_requests * 100
+        assert 0 < result["rss_bytes"] <= result["rss_peak_bytes"]
+
+
+def test_a_field_that_the_server_refuses_is_left_out_and_said(tmp_path: Path) -> None:
+    server = FakeServer(refused="ignore_eos")
+    assert measured(server, tmp_path, "--quick")["servers"]["fake"]["refused_fields"] == ["ignore_eos"]
+
+
+def test_ignore_eos_can_be_switched_off(tmp_path: Path) -> None:
+    server = FakeServer()
+    measured(server, tmp_path, "--quick", "--no-ignore-eos")
+    assert not any("ignore_eos" in body for body in server.bodies)
+
+
+def test_chunks_are_counted_where_the_server_does_not_count(tmp_path: Path) -> None:
+    whole = measured(FakeServer(has_usage=False), tmp_path, "--quick", "--scenario", "concurrency-1")
+    result = whole["scenarios"]["concurrency-1"]["servers"]["fake"]["rounds"][0]
+    assert not result["is_counted_by_server"]
+    assert result["output_tokens"] == result["num_requests"] * 4
+    assert result["prompt_tokens"] is None
+
+
+def test_fields_of_one_server_go_into_its_requests_only(tmp_path: Path) -> None:
+    server = FakeServer()
+    measured(server, tmp_path, "--quick", "--extra-body", 'fake={"top_k": 1}', "--model", "other=x", "--model", "fake=y")
+    assert {(body["top_k"], body["model"]) for body in server.bodies} == {(1, "y")}
+
+
+@pytest.mark.parametrize("restart", [[], ["--restart"]], ids=["standing", "restarted"])
+def test_servers_started_here_take_turns_and_are_gone_afterwards(
+    restart: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "results.json"
+    flags = ["--launch", f"one={COMMAND}", "--against", f"two={COMMAND}", "--rounds", "2", "--quick", "--json", str(written), *restart]
+    assert serve.main(flags) == 0
+    out, err = capsys.readouterr()
+    assert re.findall(r"^round \d of 2: (\w+)$", err, re.MULTILINE) == ["one", "two"] * 2
+    assert len(re.findall(r"^\S+ +one/two", out, re.MULTILINE)) == len(SCENARIOS)
+    whole = json.loads(written.read_text())
+    assert {"date", "command_line", "hardware", "versions", "seed"} <= whole.keys()
+    assert all(len(server["startup_s"]) == (2 if restart else 1) for server in whole["servers"].values())
+    assert all(result["ratios"].keys() == {"one/two"} for result in whole["scenarios"].values())
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_server_that_ends_at_its_start_is_an_error_with_its_last_words(capsys: pytest.CaptureFixture[str]) -> None:
+    command = shlex.join([sys.executable, "-c", "import sys; sys.exit('no such model')", "--port", "1"])
+    assert serve.main(["--launch", f"broken={command}"]) == 1
+    assert "no such model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "either --url or --launch"),
+        (["--url", "http://a", "--launch", "a=b"], "either --url or --launch"),
+        (["--url", "a=http://a", "--against", "a=http://b"], "the same name"),
+        (["--url", "http://a", "--restart"], "--restart needs commands"),
+        (["--url", "http://a", "--extra-body", "[1]"], "--extra-body"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_the_port_of_a_command_is_found() -> None:
+    assert split_command("serve --port 8123 --x") == (["serve", "--port", "8123", "--x"], 8123)
+    assert split_command("serve --port=8123")[1] == 8123
+    arguments, port = split_command("serve -p {port}")
+    assert arguments == ["serve", "-p", str(port)]
+    with pytest.raises(TargetError, match="no port"):
+        split_command("serve")
+
+
+@given(st.sets(st.integers(1, 600), max_size=6))
+def test_a_stream_reads_the_same_however_it_was_cut(cuts: set[int]) -> None:
+    stream = sse(ROLE, TEXT, TEXT, TEXT, FINISH, usage(100, 3))
+    ends = sorted({*(cut for cut in cuts if cut < len(stream)), len(stream)})
+    pieces = [stream[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    answer = read_answer(Recording(10.0, [(11.0 + number, piece) for number, piece in enumerate(pieces)]))
+    assert (answer.prompt_tokens, answer.output_tokens) == (100, 3)
+    assert answer.started < answer.started + answer.time_to_first_token <= answer.ended
+    assert answer.time_per_output_token == answer.generation / 2
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (sse(ROLE, TEXT), "broke off"),
+        (sse(ROLE, FINISH), "empty"),
+        (sse(ROLE, TEXT, {"error": {"message": "out of memory"}}), "out of memory"),
+    ],
+)
+def test_a_stream_without_a_whole_answer_is_an_error(stream: bytes, message: str) -> None:
+    with pytest.raises(BadAnswer, match=message):
+        read_answer(Recording(0.0, [(1.0, stream)]))
+
+
+def test_a_token_without_text_is_timed_by_what_ends_the_stream() -> None:
+    stream = sse(ROLE, FINISH, usage(100, 1))
+    answer = read_answer(Recording(0.0, [(1.0, stream[:60]), (2.0, stream[60:])]))
+    assert (answer.time_to_first_token, answer.time_per_output_token) == (2.0, None)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1))
+def test_percentiles_run_from_the_least_to_the_greatest(values: list[float]) -> None:
+    assert percentile(values, 0) == min(values)
+    assert percentile(values, 100) == max(values)
+    assert min(values) <= percentile(values, 99) <= max(values)
+
+
+def test_a_ratio_above_one_is_better_for_every_metric() -> None:
+    for metric in METRICS:
+        better, worse = (2.0, 1.0) if metric.is_higher_better else (1.0, 2.0)
+        assert ratio(better, worse, metric) == 2.0
+        assert ratio(None, worse, metric) is None
