@@ -60,5 +60,6 @@ class AttentionMetadata:
     @classmethod
     def _view(cls, packed: Tensor, header: list[int]) -> "AttentionMetadata":
         num_tokens, num_sequences, width, num_decodes, max_query_len, max_context_len = header
-        slots, starts, lens, table = packed[NUM_HEADER_FIELDS:].split([num_tokens, num_sequences + 1, num_sequences, num_sequences * width])
+        sizes = [num_tokens, num_sequences + 1, num_sequences, num_sequences * width]
+        slots, starts, lens, table = torch.split(packed[NUM_HEADER_FIELDS:], sizes)
         return cls(packed, slots, starts, lens, table.view(num_sequences, width), num_decodes, max_query_len, max_context_len)

@@ -4,8 +4,10 @@ from pathlib import Path
 
 from penstock.engine import attention
 from penstock.engine.block_pool import BlockPool
+from penstock.engine.compiled_layers import LayerCompilation
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import num_cache_blocks
 from penstock.engine.model_loader import LoadedModel, load_model
@@ -24,6 +26,24 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     return loaded
 
 
+def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilation | None:
+    """Installs what has been compiled before; returns what is still to be compiled while the engine serves, if anything is.
+
+    Raises `ConfigurationError` where `compile="on"` and the layers cannot be compiled.
+    """
+    if config.compile == "off":
+        return None
+    compilation = LayerCompilation(loaded, trust_remote_code=config.trust_remote_code)
+    if config.compile == "on" and not (compilation.is_possible and (compilation.is_cached or compilation.compile())):
+        raise ConfigurationError("--compile on: the decoder layers cannot be compiled here; it takes a CPU model and a C++ compiler")
+    if not compilation.is_possible:
+        return None
+    if not compilation.is_cached:
+        return compilation
+    compilation.install()
+    return None
+
+
 def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> EngineCore:
     """Everything around a loaded model. Raises `ConfigurationError` where the KV cache does not fit."""
     device_type = loaded.device.type
@@ -35,9 +55,10 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     )
     cache = KVCache(loaded.kv_layout, num_blocks, config.block_size, loaded.dtype, loaded.device)
     cache.attach(loaded.model)
+    compilation = compiled_layers(loaded, config)
     vocab_size = min(loaded.vocab_size, tokenizer.vocab_size)
     return EngineCore(
-        runner=ModelRunner(loaded, cache, vocab_size=vocab_size, num_threads=config.num_threads),
+        runner=ModelRunner(loaded, cache, vocab_size=vocab_size, compilation=compilation, seed=config.seed, num_threads=config.num_threads),
         scheduler=Scheduler(
             BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching),
             block_size=config.block_size,

@@ -26,7 +26,8 @@ class KVCache:
         for module in model.modules():
             layer_idx = getattr(module, "layer_idx", None)
             if isinstance(layer_idx, int):
-                module.key_cache, module.value_cache = self.keys[layer_idx], self.values[layer_idx]
+                module.register_buffer("key_cache", self.keys[layer_idx], persistent=False)
+                module.register_buffer("value_cache", self.values[layer_idx], persistent=False)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, target) pairs, in every layer."""

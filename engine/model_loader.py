@@ -28,6 +28,7 @@ class LoadedModel:
     `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer.
     """
 
+    directory: Path
     model: PreTrainedModel
     config: PretrainedConfig
     generation_config: GenerationConfig
@@ -82,6 +83,7 @@ def load_model(
         raise ConfigurationError(f"{directory} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}, ...")
     torch.nn.Module.to(model, torch_device)
     return LoadedModel(
+        directory=directory,
         model=model.train(False).requires_grad_(False),
         config=model.config,
         generation_config=model.generation_config,

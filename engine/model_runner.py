@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.batch import Batch, PromptRows
+from penstock.engine.compiled_layers import LayerCompilation
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.logprobs import prompt_logprobs
 from penstock.engine.model_loader import LoadedModel
@@ -45,17 +46,35 @@ class ModelRunner:
 
     min_tokens = 2
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, *, vocab_size: int, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: KVCache,
+        *,
+        vocab_size: int,
+        compilation: LayerCompilation | None = None,
+        seed: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
         self.loaded = loaded
+        self._compilation = compilation
         self.cache = cache
-        self.sampler = Sampler(vocab_size, loaded.device)
+        self.sampler = Sampler(vocab_size, loaded.device, seed)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread, initargs=(num_threads,))
 
     def launch(self, batch: Batch) -> StepHandle:
         return StepHandle(self.thread.submit(self.run, batch))
 
+    def compile_layers(self) -> None:
+        """Compiles what is to be compiled and swaps it in between two steps. Takes long, outside the model's thread."""
+        if self._compilation is not None and self._compilation.compile():
+            self.thread.submit(self._compilation.install).result()
+            logger.info("The decoder layers are compiled.")
+
     def shutdown(self) -> None:
         """Waits for the step that is under way."""
+        if self._compilation is not None:
+            self._compilation.cancel()
         self.thread.shutdown()
 
     @torch.inference_mode()

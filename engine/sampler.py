@@ -41,11 +41,11 @@ class Sampler:
     top-p, min-p. Log probabilities come from the raw logits. A row's token depends on that row and its seed alone.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str, seed: int | None = None) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._width = padded_width(vocab_size)
-        self._shared_generator = random.Random()
+        self._shared_generator = random.Random(seed)
         self._rows_per_pass = max(1, CPU_PASS_ELEMENTS // self._width) if self.device.type == "cpu" else None
 
     def sample(self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None) -> SamplerOutput:
