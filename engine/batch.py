@@ -1,6 +1,7 @@
 """A step as tensors."""
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.bitmask import allocate_bitmask
 from penstock.engine.scheduler import Step
 from penstock.engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,8 @@ class Batch:
     """What crosses to the device for one step: T flat tokens, and which of their rows are turned into logits.
 
     `kept_T` are the flat rows whose logits are computed. Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the
-    sampler may share one where sequences fork. `bitmask_BW` is None where no grammar is open.
+    sampler may share one where sequences fork. `bitmask_BW` is None where no grammar is open. `failures` maps a row of the sampler to why
+    its grammar could not say what comes next.
     """
 
     input_ids_1T: Tensor
@@ -38,6 +42,7 @@ class Batch:
     prompts: list[PromptRows]
     bitmask_BW: Tensor | None
     copies: list[tuple[int, int]]
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> list[int]:
@@ -72,6 +77,7 @@ def build_batch(step: Step, *, block_size: int, vocab_size: int, min_tokens: int
             samplers += sequences
             kept.append(starts[-1] - 1)
     num_padding = max(0, min_tokens - len(input_ids))
+    bitmask_BW, failures = _bitmask(samplers, vocab_size)
     attention = AttentionMetadata.pack(
         slots + [-1] * num_padding,
         starts,
@@ -88,17 +94,24 @@ def build_batch(step: Step, *, block_size: int, vocab_size: int, min_tokens: int
         sample_rows=sample_rows,
         samplers=samplers,
         prompts=prompts,
-        bitmask_BW=_bitmask(samplers, vocab_size),
+        bitmask_BW=bitmask_BW,
         copies=step.copies,
+        failures=failures,
     )
 
 
-def _bitmask(samplers: list[Sequence], vocab_size: int) -> Tensor | None:
+def _bitmask(samplers: list[Sequence], vocab_size: int) -> tuple[Tensor | None, dict[int, str]]:
     gates = [(row, sequence, sequence.gate) for row, sequence in enumerate(samplers) if sequence.gate is not None]
     if not gates:
-        return None
+        return None, {}
     bitmask_BW = allocate_bitmask(len(samplers), vocab_size).fill_(-1)
+    failures: dict[int, str] = {}
     for row, sequence, gate in gates:
-        gate.fill_bitmask(sequence.answer, bitmask_BW[row])
-        sequence.sampling.is_constrained = gate.is_open(sequence.answer)
-    return bitmask_BW
+        try:
+            gate.fill_bitmask(sequence.answer, bitmask_BW[row])
+            sequence.sampling.is_constrained = gate.is_open(sequence.answer)
+        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
+            logger.exception("A grammar failed")
+            failures[row] = f"the grammar raised {type(error).__name__}: {error}"
+            bitmask_BW[row] = -1
+    return bitmask_BW, failures

@@ -2,27 +2,33 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from penstock.engine.engine_core import DeltasByRequest, EngineCore
-from penstock.engine.errors import EngineUnavailable
+from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request
+from penstock.engine.scheduler import Step
 from penstock.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
 STEP_FAILED = "the model failed while it computed this request; the error has been logged"
+ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Deltas on their way to one client."""
+    """Deltas on their way to one client. `unfinished` are the sequences whose last one has not been put in yet."""
 
-    num_unfinished: int
+    unfinished: set[int]
     queue: "asyncio.Queue[list[SequenceDelta]]" = field(default_factory=asyncio.Queue)
+
+    def put(self, deltas: list[SequenceDelta]) -> None:
+        self.unfinished -= {delta.index for delta in deltas if delta.finish_reason is not None}
+        self.queue.put_nowait(deltas)
 
 
 class Engine:
@@ -38,7 +44,8 @@ class Engine:
         self._num_failed_steps = 0
 
     async def start(self) -> None:
-        """Begins to serve."""
+        """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
+        assert self._task is None, "the engine was started before"
         self._task = asyncio.create_task(self._run(), name="engine")
         self._is_accepting = True
 
@@ -54,12 +61,10 @@ class Engine:
                     await self._idle.wait()
         except TimeoutError:
             logger.warning("%d requests were cut off by the shutdown", len(self._streams))
-        for request_id, stream in list(self._streams.items()):
-            self._core.abort(request_id)
-            stream.queue.put_nowait([SequenceDelta(index, finish_reason=FinishReason.ABORT) for index in range(stream.num_unfinished)])
+        self._end_all(FinishReason.ABORT)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._core.runner.shutdown()
+        await asyncio.to_thread(self._core.runner.shutdown)
 
     @property
     def is_accepting(self) -> bool:
@@ -77,20 +82,24 @@ class Engine:
     def check_integrity(self) -> None:
         self._core.check_integrity()
 
-    async def generate(self, request: Request) -> AsyncIterator[SequenceDelta]:
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         """The deltas of the request's n sequences as they come; each one's last has a `finish_reason`. Closing the iterator aborts.
 
         Raises `EngineUnavailable`, `QueueFull` or `InvalidRequest` before the first delta.
         """
         if not self._is_accepting or self._task is None or self._task.done():
-            raise EngineUnavailable("the engine is not running" if self._is_accepting else "the server is shutting down")
+            is_stopping = self._task is not None and not self._is_accepting
+            raise EngineUnavailable("the server is shutting down" if is_stopping else "the engine is not running")
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._core.add(request)
-        stream = self._streams[request.request_id] = _Stream(request.params.n)
+        stream = self._streams[request.request_id] = _Stream(set(range(request.params.n)))
         self._wake.set()
+        num_unfinished = request.params.n
         try:
-            while stream.num_unfinished:
+            while num_unfinished:
                 for delta in await stream.queue.get():
-                    stream.num_unfinished -= delta.finish_reason is not None
+                    num_unfinished -= delta.finish_reason is not None
                     yield delta
         finally:
             del self._streams[request.request_id]
@@ -100,29 +109,46 @@ class Engine:
 
     async def _run(self) -> None:
         news: DeltasByRequest = {}
-        while True:
-            scheduled = self._core.schedule()
-            if scheduled is None:
-                self._deliver(news)
-                news = {}
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            step, batch = scheduled
-            handle = self._core.runner.launch(batch)
-            # Clients are told of the last step while this one runs.
+        try:
+            while True:
+                step = self._core.schedule()
+                if step is None:
+                    self._deliver(news)
+                    self._wake.clear()
+                    await self._wake.wait()
+                else:
+                    news = await self._compute(step, news)
+        except Exception:  # a defect of the scheduler's: there is no going on, and no client may be left waiting
+            logger.exception("The engine has failed")
             self._deliver(news)
-            try:
-                output = await asyncio.wrap_future(handle.future)
-                news = self._core.update(step, batch, output)
-                self._num_failed_steps = 0
-            except Exception:  # whatever the model or a plug-in raised: it ends the requests of this step and nothing else
-                logger.exception("A step over %d sequences failed", len(step.num_tokens))
-                self._num_failed_steps += 1
-                news = self._core.fail(step, STEP_FAILED)
+            self._end_all(FinishReason.ERROR, ENGINE_FAILED)
+
+    async def _compute(self, step: Step, news: DeltasByRequest) -> DeltasByRequest:
+        """Runs a step and gives its news. Clients are told those of the last one meanwhile."""
+        try:
+            batch = self._core.build(step)
+            handle = self._core.runner.launch(batch)
+            self._deliver(news)
+            output = await asyncio.wrap_future(handle.future)
+            fresh = self._core.update(step, batch, output)
+            self._num_failed_steps = 0
+        except Exception:  # whatever the model raised: it ends the requests of this step and nothing else
+            logger.exception("A step over %d sequences failed", len(step.num_tokens))
+            self._num_failed_steps += 1
+            self._deliver(news)
+            fresh = self._core.fail(step, STEP_FAILED)
+        return fresh
 
     def _deliver(self, news: DeltasByRequest) -> None:
+        """Hands the deltas out and leaves none behind."""
         for request_id, deltas in news.items():
             stream = self._streams.get(request_id)
             if stream is not None:
-                stream.queue.put_nowait(deltas)
+                stream.put(deltas)
+        news.clear()
+
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """A last delta for every sequence that has had none."""
+        for request_id, stream in self._streams.items():
+            stream.put([SequenceDelta(index, finish_reason=reason, error=error) for index in sorted(stream.unfinished)])
+            self._core.abort(request_id)

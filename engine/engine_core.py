@@ -1,5 +1,6 @@
 """The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
 
+import logging
 from dataclasses import dataclass, field
 
 from penstock.engine.answer import Answer
@@ -15,6 +16,8 @@ from penstock.engine.sequence import Sequence, Status
 from penstock.engine.stats import EngineStats
 from penstock.engine.thinking_budget import ThinkingBudget
 from penstock.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
 
@@ -51,7 +54,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """Forgets a request and frees its blocks at once; unknown or finished ones are none of its business."""
-        for sequence in reversed(self._sequences.pop(request_id, [])):
+        for sequence in self._sequences.pop(request_id, []):
             if sequence.status is not Status.FINISHED:
                 self.scheduler.finish(sequence)
 
@@ -59,23 +62,26 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
-    def schedule(self) -> tuple[Step, Batch] | None:
-        """What to compute next; None where there is nothing."""
+    def schedule(self) -> Step | None:
+        """What to compute next; None where there is nothing. Each step must come back, to `update` or to `fail`."""
         step = self.scheduler.schedule()
         if not step:
+            assert not self.has_work, "there is work, and none of it can be done"
             return None
-        runner = self.runner
-        batch = build_batch(
+        return step
+
+    def build(self, step: Step) -> Batch:
+        """The step as the runner takes it."""
+        return build_batch(
             step,
             block_size=self.scheduler.block_size,
             vocab_size=self.vocab_size,
-            min_tokens=runner.min_tokens,
-            device=runner.loaded.device,
+            min_tokens=self.runner.min_tokens,
+            device=self.runner.loaded.device,
         )
-        return step, batch
 
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
-        """Takes in what a step computed. Requests that were aborted meanwhile are passed over."""
+        """Takes in what a step computed. Requests that were aborted meanwhile are passed over; whoever fails, fails alone."""
         self._counters.steps += 1
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
@@ -90,27 +96,32 @@ class EngineCore:
         for row, sequence in enumerate(batch.samplers):
             if sequence.status is not Status.RUNNING:
                 continue
-            if row in samples.failures:
-                delta = self._fail(sequence, samples.failures[row])
+            delta = SequenceDelta(sequence.index)
+            failure = batch.failures.get(row) or samples.failures.get(row)
+            if failure is not None:
+                self._fail(sequence, delta, failure)
             else:
-                delta = self._accept(sequence, samples.token_ids[row], samples.logprobs[row])
+                self._accept_or_fail(sequence, delta, samples.token_ids[row], samples.logprobs[row])
             deltas.setdefault(sequence.request.request_id, []).append(delta)
         return deltas
 
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
         """A step failed as a whole: every request in it ends with an error, and the others go on."""
         deltas: DeltasByRequest = {}
-        for request_id in {sequence.request.request_id for sequence in step.num_tokens}:
-            unfinished = [sequence for sequence in self._sequences.get(request_id, []) if sequence.status is not Status.FINISHED]
-            deltas[request_id] = [self._fail(sequence, reason) for sequence in reversed(unfinished)]
+        # By its sequences, not by name alone: a request that was aborted meanwhile may have lent its id to another.
+        for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
+            for sequence in [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]:
+                delta = SequenceDelta(sequence.index)
+                self._fail(sequence, delta, reason)
+                deltas.setdefault(request_id, []).append(delta)
         return deltas
 
     def step(self) -> DeltasByRequest:
         """One whole step in this thread: schedule, launch, collect, update."""
-        scheduled = self.schedule()
-        if scheduled is None:
+        step = self.schedule()
+        if step is None:
             return {}
-        step, batch = scheduled
+        batch = self.build(step)
         return self.update(step, batch, self.runner.launch(batch).collect())
 
     def stats(self) -> EngineStats:
@@ -141,6 +152,10 @@ class EngineCore:
         if num_prompt > self.max_model_len or (num_prompt == self.max_model_len and request.params.max_tokens != 0):
             limit = f"prompt and answer together may have {self.max_model_len}"
             raise InvalidRequest(f"the prompt has {num_prompt} tokens, and {limit}", "prompt")
+        for token_id in (min(request.prompt_token_ids), max(request.prompt_token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(f"the prompt holds token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", "prompt")
+        request.params.check_token_ids(self.vocab_size)
         if request.params.n > self.scheduler.max_num_seqs:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         if request.request_id in self._sequences:
@@ -184,13 +199,19 @@ class EngineCore:
         return GrammarGate(request.grammar.matcher(), None if start is None else self.tokenizer.token_id(start))
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
-        if request.params.thinking_token_budget is None or answer.end_marker is None:
+        if request.params.thinking_token_budget is None or not answer.end_marker:
             return None
         return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
 
-    def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceDelta:
-        """Appends a sampled token, or what the engine puts in its place, and says what came of it."""
-        delta = SequenceDelta(sequence.index)
+    def _accept_or_fail(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        try:
+            self._accept(sequence, delta, token_id, logprobs)
+        except Exception as error:  # a plug-in's parser or grammar: whatever it raises ends its own sequence
+            logger.exception("An answer could not be read")
+            self._fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
+
+    def _accept(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Appends a sampled token, or what the engine puts in its place, and notes in `delta` what came of it."""
         if sequence.num_output_tokens == 0:
             delta.prompt = self._prompt_info(sequence)
         if sequence.max_tokens == 0:
@@ -203,11 +224,11 @@ class EngineCore:
                         delta.logprobs.append(TokenLogprobs(forced, 0.0, 1))  # nothing else could have come here
                     self._append(sequence, forced, delta)
             sequence.sampling.block_stop = True
-            return delta
+            return
+        if sequence.gate is not None and not is_stopping and not sequence.gate.advance(sequence.answer, token_id):
+            return self._fail(sequence, delta, "the grammar does not allow the token that was sampled")
         if logprobs is not None:
             delta.logprobs.append(logprobs)
-        if sequence.gate is not None and not is_stopping and not sequence.gate.advance(sequence.answer, token_id):
-            return self._fail(sequence, "the grammar does not allow the token that was sampled")
         if is_stopping:
             delta.token_ids.append(token_id)
             self._counters.generation_tokens += 1
@@ -217,8 +238,7 @@ class EngineCore:
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         self._append(sequence, token_id, delta)
         if delta.finish_reason is None and sequence.gate is not None and sequence.gate.is_finished(sequence.answer):
-            return self._finish(sequence, delta, FinishReason.STOP)
-        return delta
+            self._finish(sequence, delta, FinishReason.STOP)
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         params = sequence.request.params
@@ -237,9 +257,7 @@ class EngineCore:
         elif sequence.num_output_tokens >= sequence.max_tokens:
             self._finish(sequence, delta, FinishReason.LENGTH)
 
-    def _finish(
-        self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None
-    ) -> SequenceDelta:
+    def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         delta.events += sequence.answer.finish()
         if reason is FinishReason.LENGTH and sequence.answer.stop_match is not None:
             # What a parser had held back completed a stop string after all.
@@ -248,16 +266,12 @@ class EngineCore:
         delta.stop_reason = stop_reason
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         self._retire(sequence)
-        return delta
 
-    def _fail(self, sequence: Sequence, reason: str) -> SequenceDelta:
+    def _fail(self, sequence: Sequence, delta: SequenceDelta, reason: str) -> None:
+        delta.finish_reason = FinishReason.ERROR
+        delta.error = reason
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         self._retire(sequence)
-        return SequenceDelta(
-            sequence.index,
-            finish_reason=FinishReason.ERROR,
-            error=reason,
-            num_reasoning_tokens=sequence.answer.num_reasoning_tokens,
-        )
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -269,4 +283,9 @@ class EngineCore:
         if sequence.index == 0:
             self._counters.prompt_tokens += sequence.num_prompt_tokens
         logprobs = sequence.prompt_logprobs
-        return PromptInfo(sequence.num_prompt_tokens, sequence.num_cached_tokens, None if logprobs is None else tuple(logprobs))
+        return PromptInfo(
+            sequence.num_prompt_tokens,
+            sequence.num_cached_tokens,
+            None if logprobs is None else tuple(logprobs),
+            sequence.queue_seconds or 0.0,
+        )

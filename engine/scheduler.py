@@ -1,6 +1,7 @@
 """Who computes how many tokens in the next step. There are no prefill and decode phases: computed tokens catch up with known ones."""
 
 import bisect
+import time
 from dataclasses import dataclass, field
 
 from penstock.engine.block_pool import BlockPool, chain_hashes
@@ -27,7 +28,9 @@ class TokenBudget:
 
     left: int
 
-    def take(self, wanted: int, share: int) -> int:
+    def take(self, wanted: int, num_others: int) -> int:
+        """What one sequence may have of it. A long prompt takes half at most, so that it does not shut out those behind it."""
+        share = max(MIN_CHUNK, self.left // 2) if num_others else self.left
         granted = min(wanted, share, self.left)
         self.left -= granted
         return granted
@@ -43,13 +46,18 @@ class Scheduler:
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.max_waiting = max_waiting
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+
+    @property
+    def num_places_taken(self) -> int:
+        """Of the `max_num_seqs`: by those that run, and by the forks that will run once their prompt is there."""
+        return sum(len(sequence.sampling_sequences) for sequence in self.running)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bound."""
@@ -61,18 +69,21 @@ class Scheduler:
         step = Step()
         budget = TokenBudget(self.max_num_batched_tokens)
         num_preemptions = self.num_preemptions
+        num_prompts = sum(sequence.num_uncomputed_tokens > 1 for sequence in self.running)
         for sequence in sorted(self.running, key=lambda running: (running.num_uncomputed_tokens > 1, running.order)):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
-            num_tokens = budget.take(sequence.num_uncomputed_tokens, self._share(budget, step))
+            num_wanted = sequence.num_uncomputed_tokens
+            num_prompts -= num_wanted > 1
+            num_tokens = budget.take(num_wanted, num_prompts + len(self.waiting))
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 step.num_tokens[sequence] = num_tokens
         # Whoever was just preempted would only be let in again to push out the next one.
         while self.waiting and budget.left and self.num_preemptions == num_preemptions:
             sequence = self.waiting[0]
-            if len(self.running) + len(sequence.sampling_sequences) > self.max_num_seqs or not self._admit(sequence):
+            if self.num_places_taken + len(sequence.sampling_sequences) > self.max_num_seqs or not self._admit(sequence):
                 break
-            num_tokens = budget.take(sequence.num_uncomputed_tokens, self._share(budget, step))
+            num_tokens = budget.take(sequence.num_uncomputed_tokens, len(self.waiting))
             step.num_tokens[sequence] = num_tokens
             self._extend_blocks(sequence, num_tokens)
         # A prompt's last token is a decode like any other; attention wants those first.
@@ -86,6 +97,7 @@ class Scheduler:
             sequence.block_hashes = list(parent.block_hashes)
             sequence.num_computed_tokens = parent.num_computed_tokens
             sequence.num_cached_tokens = parent.num_cached_tokens
+            sequence.queue_seconds = parent.queue_seconds
             self.pool.share(sequence.block_table)
             self._run(sequence)
         parent.forks = []
@@ -101,7 +113,7 @@ class Scheduler:
                 self.pool.remember(sequence.block_table[position], sequence.block_hashes[position])
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes the sequence out, wherever it is, and frees its blocks. Forks that still wait on it are promoted."""
+        """Takes the sequence out, wherever it is, and frees its blocks. Forks that still wait on it are finished as well."""
         was = sequence.status
         sequence.status = Status.FINISHED
         self.pool.free(sequence.block_table)
@@ -110,11 +122,9 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        forks = [fork for fork in sequence.forks if fork.status is not Status.FINISHED]
+        for fork in sequence.forks:
+            fork.status = Status.FINISHED
         sequence.forks = []
-        if forks:
-            heir, *heir.forks = forks
-            bisect.insort(self.waiting, heir, key=lambda waiting: waiting.order)
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost and that every sequence holds exactly the blocks its computed tokens need."""
@@ -130,13 +140,6 @@ class Scheduler:
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         self.running.append(sequence)
-
-    def _share(self, budget: TokenBudget, step: Step) -> int:
-        """What one prompt may take of the budget, so that a long one does not shut out those behind it."""
-        num_others = len(self.waiting) + sum(
-            1 for sequence in self.running if sequence.num_uncomputed_tokens > 1 and sequence not in step.num_tokens
-        )
-        return max(MIN_CHUNK, budget.left // 2) if num_others > 1 else budget.left
 
     def _admit(self, sequence: Sequence) -> bool:
         """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if all it knows fits."""
@@ -154,7 +157,8 @@ class Scheduler:
         self.pool.share(cached)
         sequence.block_table = cached
         sequence.num_computed_tokens = len(cached) * self.block_size
-        if sequence.num_output_tokens == 0:
+        if sequence.queue_seconds is None:  # later, what it finds is what it left behind itself when it was preempted
+            sequence.queue_seconds = time.monotonic() - sequence.queued_at
             sequence.num_cached_tokens = sequence.num_computed_tokens
         self.waiting.pop(0)
         self._run(sequence)

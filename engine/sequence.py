@@ -1,6 +1,7 @@
 """One sequence of tokens and everything that is known of it. A request has n of them."""
 
 import enum
+import time
 from dataclasses import dataclass, field
 
 from penstock.engine.answer import Answer
@@ -22,6 +23,7 @@ class Sequence:
     """Tokens known, tokens computed, and the blocks that hold their keys and values.
 
     `forks` are the request's other sequences. They have no blocks of their own until the prompt has been computed once, by this one.
+    `queue_seconds` is None until the sequence is first scheduled.
     """
 
     request: Request
@@ -38,6 +40,8 @@ class Sequence:
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    queued_at: float = field(default_factory=time.monotonic)
+    queue_seconds: float | None = None
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None

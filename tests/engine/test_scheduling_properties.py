@@ -1,0 +1,128 @@
+"""Whatever arrives, whenever, and whoever leaves: every answer is the one that its request gets alone, and nothing is lost."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.outputs import FinishReason, SequenceDelta
+from tests.fakes import LETTERS, generate, make_core, make_request, runner_of, tokens
+
+MAX_MODEL_LEN = 40
+PROMPTS = st.builds(
+    lambda head, length, tail: (head * 40)[:length] + tail,
+    st.sampled_from([LETTERS[:1], LETTERS[:3]]),  # few different beginnings, so that many are shared
+    st.integers(1, 24),
+    st.lists(st.sampled_from(LETTERS[:2]), max_size=2),
+)
+
+
+@dataclass
+class Arrival:
+    """A request as arguments of `make_request`, so that it can be made again."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    priority: int
+    cache_salt: str
+    leaves_at: int | None  # this many half-steps after it came
+    deltas: list[SequenceDelta] = field(default_factory=list)
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> Arrival:
+    params: dict[str, Any] = {"max_tokens": draw(st.sampled_from([0, 1, 2, 5, 12])), "n": draw(st.integers(1, 3))}
+    if draw(st.booleans()):
+        params |= {"temperature": 1.5, "seed": draw(st.integers(0, 3))}
+    if draw(st.integers(0, 3)) == 0:
+        params["prompt_logprobs"] = 1
+    leaves_at = draw(st.one_of(st.none(), st.none(), st.integers(0, 12)))
+    return Arrival(draw(PROMPTS), params, draw(st.integers(-1, 1)), draw(st.sampled_from(["", "salt"])), leaves_at)
+
+
+def said_alone(arrival: Arrival) -> list[SequenceDelta]:
+    core = make_core(max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False, max_num_batched_tokens=1000)
+    deltas = generate(core, make_request("alone", arrival.prompt, **arrival.params))
+    runner_of(core).shutdown()
+    return deltas
+
+
+def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
+    """Adds each arrival at its half-step and aborts those that leave; odd half-steps are between a step's launch and its update."""
+    ends = {
+        arrival_id: half_step + arrival.leaves_at for arrival_id, (half_step, arrival) in enumerate(plan) if arrival.leaves_at is not None
+    }
+
+    def interrupt(half_step: int) -> None:
+        for number, (begin, arrival) in enumerate(plan):
+            if begin == half_step:
+                options: dict[str, Any] = {"priority": arrival.priority, "cache_salt": arrival.cache_salt}
+                core.add(make_request(str(number), arrival.prompt, **options, **arrival.params))
+            if ends.get(number) == half_step:
+                core.abort(str(number))
+        core.check_integrity()
+
+    for half_step in range(0, 2000, 2):
+        interrupt(half_step)
+        step = core.schedule()
+        if step is None:
+            interrupt(half_step + 1)
+            if half_step > 30:
+                return
+            continue
+        batch = core.build(step)
+        output = core.runner.launch(batch).collect()
+        interrupt(half_step + 1)
+        for request_id, deltas in core.update(step, batch, output).items():
+            plan[int(request_id)][1].deltas += deltas
+            assert ends.get(int(request_id), half_step + 2) > half_step + 1, "an aborted request is heard of"
+        core.check_integrity()
+        assert sum(step.num_tokens.values()) <= core.scheduler.max_num_batched_tokens
+        assert len(core.scheduler.running) <= core.scheduler.max_num_seqs
+    raise AssertionError("it never ends")
+
+
+@given(
+    plan=st.lists(st.tuples(st.integers(0, 20), arrivals()), min_size=1, max_size=6),
+    block_size=st.integers(1, 5),
+    num_spare_blocks=st.integers(0, 12),
+    max_num_seqs=st.integers(3, 6),
+    max_num_batched_tokens=st.sampled_from([1, 4, 7, 16, 200]),
+    enable_prefix_caching=st.booleans(),
+)
+@settings(deadline=None, max_examples=120)
+def test_every_request_gets_the_answer_it_gets_alone(
+    plan: list[tuple[int, Arrival]],
+    block_size: int,
+    num_spare_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    enable_prefix_caching: bool,
+) -> None:
+    core = make_core(
+        block_size=block_size,
+        num_blocks=-(-MAX_MODEL_LEN // block_size) + num_spare_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    run_all(core, plan)
+    runner_of(core).shutdown()
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
+    for _, arrival in plan:
+        alone = said_alone(arrival)
+        for index in range(arrival.params["n"]):
+            ours, theirs = ([delta for delta in deltas if delta.index == index] for deltas in (arrival.deltas, alone))
+            if arrival.leaves_at is not None and not (ours and ours[-1].finish_reason):
+                assert tokens(ours, index) == tokens(theirs, index)[: len(tokens(ours, index))]
+                continue
+            assert tokens(ours, index) == tokens(theirs, index)
+            assert [delta.finish_reason for delta in ours] == [None] * (len(ours) - 1) + [FinishReason.LENGTH]
+            assert all((delta.prompt is not None) == (position == 0) for position, delta in enumerate(ours))
+            assert ours[0].prompt is not None
+            assert theirs[0].prompt is not None
+            assert ours[0].prompt.logprobs == theirs[0].prompt.logprobs
+            assert ours[0].prompt.num_cached_tokens < len(arrival.prompt)

@@ -1,0 +1,253 @@
+"""An engine whose model is a function of the tokens before: everything else in it is real."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from threading import Event
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from torch import Tensor
+
+from penstock.engine.answer import Answer
+from penstock.engine.batch import Batch
+from penstock.engine.block_pool import BlockPool
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.events import Reasoning, Text
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_layout import LayerKV
+from penstock.engine.logprobs import prompt_logprobs
+from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput
+from penstock.engine.outputs import SequenceDelta
+from penstock.engine.request import Request
+from penstock.engine.sampler import Sampler
+from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.turn import Turn
+from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+
+NextToken = Callable[[Sequence[int]], int]
+
+
+@cache
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, `<|end|>`, and the markers of reasoning."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
+    return Tokenizer(backend, {"eos_token": "<|end|>"}, {})
+
+
+TOKENIZER = byte_tokenizer()
+VOCAB_SIZE = TOKENIZER.vocab_size
+EOS, THINK, END_THINK = range(256, 259)
+ADDED = frozenset(info.text for info in TOKENIZER.added_tokens.values())
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+LETTERS = ids("abcdefghijklmnop")
+
+
+def letter_after(token_ids: Sequence[int]) -> int:
+    """Some letter; another one if any token before were another."""
+    return LETTERS[zlib.crc32(str(token_ids).encode()) % len(LETTERS)]
+
+
+def saying(text: str, prompt: str = "?") -> NextToken:
+    """What follows `prompt` is `text`, then stop ids. Tokens that the engine puts in count as said."""
+    said, start = [*ids(text), EOS], len(ids(prompt))
+    return lambda token_ids: said[min(len(token_ids) - start, len(said) - 1)]
+
+
+class FakeRunner:
+    """Keeps tokens and their positions where a model keeps keys and values, and reads every history from there, through the block tables.
+
+    The next token in order of preference is `next_token(history)`, then the ids after it. `failure` is raised by the steps to come,
+    `gate` holds them up.
+    """
+
+    min_tokens = 2
+
+    def __init__(self, num_blocks: int, block_size: int, next_token: NextToken) -> None:
+        self.loaded = SimpleNamespace(device=torch.device("cpu"))
+        self.cache = KVCache([LayerKV(1, 1, 1)], num_blocks, block_size, torch.int64, self.loaded.device)
+        self.cache.keys[0].fill_(-1)
+        self.next_token = next_token
+        self.sampler = Sampler(VOCAB_SIZE, "cpu")
+        self.failure: Exception | None = None
+        self.gate: Event | None = None
+        self.num_tokens_per_step: list[int] = []
+        self.thread = ThreadPoolExecutor(1)
+
+    def launch(self, batch: Batch) -> StepHandle:
+        return StepHandle(self.thread.submit(self.run, batch))
+
+    def compile_layers(self) -> None:
+        """There are none."""
+
+    def shutdown(self) -> None:
+        if self.gate is not None:
+            self.gate.set()
+        self.thread.shutdown()
+
+    def run(self, batch: Batch) -> StepOutput:
+        if self.gate is not None:
+            assert self.gate.wait(timeout=60)
+        if self.failure is not None:
+            raise self.failure
+        self.cache.copy_blocks(batch.copies)
+        logits_KV = self._forward(batch)
+        samples = self.sampler.sample(logits_KV[batch.sample_rows], [sequence.sampling for sequence in batch.samplers], batch.bitmask_BW)
+        scores = []
+        for rows in batch.prompts:
+            targets = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.stop - rows.start]
+            num_top = rows.sequence.request.params.prompt_logprobs or 0
+            scores.append((rows.sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop], targets, num_top)))
+        return StepOutput(samples, scores)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """The logits of the kept rows. Asserts that each history is whole and, where one is sampled from, that it is the sequence's own."""
+        attention = batch.attention
+        slots = attention.slot_mapping_T.tolist()
+        is_token = attention.slot_mapping_T >= 0
+        num_tokens = int(is_token.sum())
+        assert len(set(slots[:num_tokens])) == num_tokens, "two tokens are written to one slot"
+        assert is_token[:num_tokens].all(), "padding stands between tokens"
+        assert len(slots) >= self.min_tokens
+        self.num_tokens_per_step.append(num_tokens)
+        tokens, positions = (cache[0].view(-1) for cache in (self.cache.keys, self.cache.values))
+        tokens[slots[:num_tokens]] = batch.input_ids_1T[0, :num_tokens]
+        positions[slots[:num_tokens]] = batch.positions_1T[0, :num_tokens]
+        offsets = torch.arange(self.cache.block_size)
+        starts, lens = attention.query_start_loc.tolist(), attention.context_lens_B.tolist()
+        assert starts[-1] == num_tokens
+        histories: list[list[int]] = []
+        for row, length in enumerate(lens):
+            context = (attention.block_table_BN[row][:, None] * self.cache.block_size + offsets).flatten()[:length]
+            assert positions[context].tolist() == list(range(length)), "the cache holds something else at these positions"
+            history = tokens[context].tolist()
+            num_new = starts[row + 1] - starts[row]
+            assert (num_new == 1) == (row < attention.num_decodes)
+            histories += [history[: length - num_new + 1 + position] for position in range(num_new)]
+        kept = [histories[row] for row in batch.kept_T.tolist()]
+        for row, sequence in zip(batch.sample_rows, batch.samplers, strict=True):
+            assert kept[row] == sequence.token_ids, "the cache holds another sequence's tokens"
+        preferred = torch.tensor([self.next_token(history) for history in kept], dtype=torch.long)
+        return -((torch.arange(VOCAB_SIZE) - preferred[:, None]) % VOCAB_SIZE).float()
+
+
+def make_core(
+    next_token: NextToken = letter_after,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_waiting: int = 1000,
+    max_model_len: int = 200,
+    enable_prefix_caching: bool = True,
+) -> EngineCore:
+    assert num_blocks * block_size >= max_model_len
+    scheduler = Scheduler(
+        BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_waiting=max_waiting,
+    )
+    return EngineCore(
+        runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token)),
+        scheduler=scheduler,
+        tokenizer=TOKENIZER,
+        stop_token_ids=frozenset({EOS}),
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def runner_of(core: EngineCore) -> FakeRunner:
+    return cast(FakeRunner, core.runner)
+
+
+def make_request(
+    request_id: str = "r",
+    prompt: str | list[int] = "?",
+    *,
+    reasons: bool = False,
+    tail: str = "",
+    make_answer: Callable[[], Answer] | None = None,
+    grammar: Any = None,
+    logits_processors: Sequence[Callable[[], Any]] = (),
+    priority: int = 0,
+    cache_salt: str = "",
+    **params: Any,
+) -> Request:
+    """Greedy where nothing else is said. With `reasons` the answer has a parser of reasoning, begun if `tail` holds its marker."""
+    prompt_token_ids = ids(prompt) if isinstance(prompt, str) else prompt
+    sampling = SamplingParams(**({"temperature": 0.0} | params))
+
+    def answer() -> Answer:
+        turn = Turn(prompt_tail=tail, added_tokens=ADDED)
+        return Answer(
+            Detokenizer(TOKENIZER, prompt_token_ids),
+            deepseek_r1(turn) if reasons else None,
+            None,
+            sampling.stop,
+            sampling.include_stop_str_in_output,
+            sampling.skip_special_tokens,
+            sampling.min_tokens,
+        )
+
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        params=sampling,
+        make_answer=make_answer or answer,
+        grammar=grammar,
+        logits_processors=list(logits_processors),
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
+def content(deltas: Sequence[SequenceDelta], index: int = 0) -> str:
+    return "".join(event.text for delta in deltas if delta.index == index for event in delta.events if isinstance(event, Text))
+
+
+def reasoning(deltas: Sequence[SequenceDelta], index: int = 0) -> str:
+    return "".join(event.text for delta in deltas if delta.index == index for event in delta.events if isinstance(event, Reasoning))
+
+
+def tokens(deltas: Sequence[SequenceDelta], index: int = 0) -> list[int]:
+    return [token_id for delta in deltas if delta.index == index for token_id in delta.token_ids]
+
+
+def drive(core: EngineCore, *, max_steps: int = 2000) -> dict[str, list[SequenceDelta]]:
+    """Steps until nothing is left to do, checking integrity all the way, and gives every request's deltas."""
+    said: dict[str, list[SequenceDelta]] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            break
+        for request_id, deltas in core.step().items():
+            said.setdefault(request_id, []).extend(deltas)
+        core.check_integrity()
+    assert not core.has_work, "there is work left that is never done"
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks, "blocks are held by nobody"
+    return said
+
+
+def generate(core: EngineCore, request: Request) -> list[SequenceDelta]:
+    core.add(request)
+    return drive(core)[request.request_id]
