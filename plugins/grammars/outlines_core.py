@@ -7,7 +7,6 @@ a NUL before the pattern leaves one place to begin.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,13 @@ from penstock.plugins.grammars.regex_syntax import RegexError, parse, python_dia
 from penstock.plugins.grammars.regular import Literal, MisplacedAnchor, Node, either, full_match
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from penstock.plugins.grammars.outlines_matcher import OutlinesCoreGrammar
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 512 * 2**20
-MAX_ROLLBACK = 2**20
-MAX_FORCED_TOKENS = 64
-MAX_CACHED_ROWS = 256
 
 # Measured on two shared cores with vocabularies of 49,152 and 151,669 tokens; rounded up.
-_SECONDS_PER_STATE_AND_TOKEN = 6e-9
+_SECONDS_PER_STATE_AND_TOKEN = 9e-9
 _SECONDS_PER_TRANSITION = 140e-9
 _BYTES_PER_TRANSITION = 48
 
@@ -52,12 +48,15 @@ class OutlinesCoreBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
 
     def compile(self, spec: GrammarSpec) -> "OutlinesCoreGrammar":
         """Raises `UnsupportedGrammar`: a keyword with its path, a position in a regex, or a bound on time and memory."""
         from outlines_core import Index  # type: ignore[import-untyped]
 
-        if not self._vocabulary.stop_token_ids:
+        from penstock.plugins.grammars.outlines_matcher import OutlinesCoreGrammar
+
+        if not self._stop_token_ids:
             raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
         node = _tree(spec)
         try:
@@ -72,7 +71,7 @@ class OutlinesCoreBackend:
             # The engine's own message quotes the pattern, which may be long and is the client's.
             message = "the constraint cannot be spelled with this model's tokens, or nests too deeply"
             raise UnsupportedGrammar(message, spec.param) from error
-        return OutlinesCoreGrammar(index, self._vocabulary, size.num_transitions * _BYTES_PER_TRANSITION)
+        return OutlinesCoreGrammar(index, self._vocabulary.size, self._stop_token_ids, size.num_transitions * _BYTES_PER_TRANSITION)
 
     def _check(self, size: IndexSize, spec: GrammarSpec) -> None:
         num_tokens = len(self._vocabulary.token_bytes)
@@ -86,7 +85,7 @@ class OutlinesCoreBackend:
     def _texts(self) -> dict[bytes, list[int]]:
         """The vocabulary without special tokens, stop tokens and what holds a NUL."""
         texts: dict[bytes, list[int]] = {}
-        for token_id, text in enumerate(self._vocabulary.token_bytes):
+        for token_id, text in enumerate(self._vocabulary.token_bytes[: self._vocabulary.size]):
             if text and _NUL not in text and token_id not in self._vocabulary.stop_token_ids:
                 texts.setdefault(text, []).append(token_id)
         return texts
@@ -100,8 +99,7 @@ class OutlinesCoreBackend:
         from outlines_core import Vocabulary as EngineVocabulary
 
         # The engine's single end token is one that does not exist: the real ones spell the NUL.
-        no_token = max(self._vocabulary.size, len(self._vocabulary.token_bytes))
-        return EngineVocabulary(no_token, {**self._texts, _NUL: sorted(self._vocabulary.stop_token_ids)})
+        return EngineVocabulary(self._vocabulary.size, {**self._texts, _NUL: self._stop_token_ids})
 
 
 def _tree(spec: GrammarSpec) -> Node:
@@ -129,107 +127,3 @@ def _regex(pattern: str, param: str) -> Node:
     except MisplacedAnchor as anchor:
         message = f"regex: {anchor} is refused where text may stand beyond it, at position {anchor.position}"
         raise UnsupportedGrammar(message, param) from anchor
-
-
-@dataclass(frozen=True, slots=True)
-class _StateFacts:
-    """What only a look at a whole row tells. `only_token` is the token that must come next, stop tokens apart."""
-
-    only_token: int | None
-    may_only_stop: bool
-
-
-@dataclass(slots=True)
-class OutlinesCoreGrammar:
-    """An index and what has been learnt of its states; shared by all sequences with this constraint."""
-
-    index: Any
-    vocabulary: Vocabulary
-    index_bytes: int
-    _rows: "dict[int, Tensor]" = field(default_factory=dict)
-    _facts: dict[int, _StateFacts] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.index_bytes + MAX_CACHED_ROWS * self.num_words * 4
-
-    @property
-    def num_words(self) -> int:
-        return (self.vocabulary.size + 31) // 32
-
-    def matcher(self) -> "OutlinesCoreMatcher":
-        from outlines_core import Guide
-
-        guide = Guide(self.index, MAX_ROLLBACK)
-        guide.advance(min(self.vocabulary.stop_token_ids), return_tokens=False)  # past the NUL in front of the pattern
-        return OutlinesCoreMatcher(self, guide)
-
-    def row(self, guide: Any) -> "Tensor":
-        """The packed row of the guide's state, to be copied from."""
-        import torch
-
-        state = guide.get_state()
-        row = self._rows.get(state)
-        if row is None:
-            row = torch.zeros(self.num_words, dtype=torch.int32)
-            guide.write_mask_into(row.data_ptr(), row.numel(), row.element_size())
-            if len(self._rows) < MAX_CACHED_ROWS:
-                self._rows[state] = row
-        return row
-
-    def facts(self, guide: Any) -> _StateFacts:
-        state = guide.get_state()
-        facts = self._facts.get(state)
-        if facts is None:
-            facts = self._facts[state] = self._look(guide)
-        return facts
-
-    def _look(self, guide: Any) -> _StateFacts:
-        row = self.row(guide)
-        words = row.nonzero().flatten().tolist()
-        allowed = [word * 32 + bit for word in words[:64] for bit in range(32) if int(row[word]) >> bit & 1]
-        stops = self.vocabulary.stop_token_ids
-        may_only_stop = len(words) <= 64 and all(token_id in stops for token_id in allowed)
-        return _StateFacts(allowed[0] if len(words) == 1 and len(allowed) == 1 and not may_only_stop else None, may_only_stop)
-
-
-class OutlinesCoreMatcher:
-    """One sequence's place in the index. A stop token ends it: after one, nothing is allowed."""
-
-    def __init__(self, grammar: OutlinesCoreGrammar, guide: Any) -> None:
-        self._grammar = grammar
-        self._guide = guide
-        self._is_stopped = False
-
-    def fill_bitmask(self, row: "Tensor") -> None:
-        if self._is_stopped:
-            row.zero_()
-        else:
-            row.copy_(self._grammar.row(self._guide))
-
-    def advance(self, token_id: int) -> bool:
-        if self._is_stopped or self._grammar.index.get_next_state(self._guide.get_state(), token_id) is None:
-            return False
-        self._guide.advance(token_id, return_tokens=False)
-        self._is_stopped = token_id in self._grammar.vocabulary.stop_token_ids
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        if num_tokens:
-            self._guide.rollback_state(num_tokens)
-            self._is_stopped = False
-
-    def forced_tokens(self) -> list[int]:
-        forced: list[int] = []
-        while not self.finished and len(forced) < MAX_FORCED_TOKENS:
-            token_id = self._grammar.facts(self._guide).only_token
-            if token_id is None:
-                break
-            self._guide.advance(token_id, return_tokens=False)
-            forced.append(token_id)
-        self.rollback(len(forced))
-        return forced
-
-    @property
-    def finished(self) -> bool:
-        return self._is_stopped or self._grammar.facts(self._guide).may_only_stop

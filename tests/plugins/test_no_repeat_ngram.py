@@ -57,6 +57,6 @@ def test_a_size_that_makes_no_sense_is_refused(size: object) -> None:
 
 
 def test_it_is_registered_under_its_name() -> None:
-    registered = {}
+    registered: dict[str, object] = {}
     register_logits_processors(registered.__setitem__)
     assert registered == {"no_repeat_ngram": NoRepeatNgram}

@@ -2,17 +2,22 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from typing import Any
+from datetime import date
+from enum import Enum
+from typing import Any, Literal
+from uuid import UUID
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.plugins.grammars.outlines_core import OutlinesCoreBackend, OutlinesCoreGrammar
+from penstock.plugins.grammars.outlines_core import OutlinesCoreBackend
+from penstock.plugins.grammars.outlines_matcher import OutlinesCoreGrammar
 
 MERGES = (
     "ab",
@@ -143,6 +148,17 @@ def test_a_random_walk_ends_in_a_full_match(pattern: str, seed: int) -> None:
         text += VOCABULARY.token_bytes[token_id] or b""
 
 
+@settings(max_examples=60, deadline=None)
+@given(patterns, st.sampled_from(["", "^"]), st.sampled_from(["", "$"]), st.lists(subjects, max_size=8), st.randoms(use_true_random=False))
+def test_a_schemas_pattern_is_searched_for_in_the_decoded_string(
+    pattern: str, start: str, end: str, texts: list[str], rng: random.Random
+) -> None:
+    grammar = schema_grammar({"type": "string", "pattern": f"{start}(?:{pattern}){end}"})
+    expected = re.compile(f"{start}(?:{pattern}){end.replace('$', chr(92) + 'Z')}", re.ASCII)
+    for text in texts:
+        assert accepts(grammar, json.dumps(text, ensure_ascii=False), rng) == bool(expected.search(text)), text
+
+
 def test_a_number_may_go_on_after_it_could_have_ended() -> None:
     matcher = compiled(GrammarKind.REGEX, r"[0-9]+(\.[0-9]+)?").matcher()
     assert matcher.advance(ord("1"))
@@ -253,7 +269,16 @@ PERSON = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
+PETS = {
+    "$defs": {
+        "Cat": {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind", "lives"]},
+        "Dog": {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]},
+    },
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    "discriminator": {"propertyName": "kind"},
+}
 SCHEMAS = [
+    PETS,
     PERSON,
     {"type": "object", "properties": {name: {"type": "boolean"} for name in "abcde"}},
     {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "integer"}, "minItems": 1}},
@@ -276,6 +301,36 @@ def test_every_random_walk_is_json_that_the_schema_validates(schema: Any) -> Non
     for seed in range(30):
         text = random_answer(grammar, random.Random(seed))
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blau"
+
+
+class Author(BaseModel):
+    name: str = Field(min_length=1, max_length=4, description="as on the cover")
+    born: date | None = None
+
+
+class Book(BaseModel):
+    """Everything that people put into their models."""
+
+    title: str
+    authors: list[Author] = Field(max_length=2)
+    color: Color = Color.RED
+    language: Literal["de", "en"] = "en"
+    rating: float = Field(ge=0, le=5)
+    pages: int = Field(gt=0)
+    size: tuple[int, int]
+    tags: dict[str, bool] = {}
+    isbn: UUID | None = None
+
+
+def test_what_pydantic_generates_validates_as_its_model() -> None:
+    grammar = schema_grammar(Book.model_json_schema())
+    for seed in range(30):
+        Book.model_validate_json(random_answer(grammar, random.Random(seed)))
 
 
 @pytest.mark.parametrize("layout", [{"separators": (",", ":")}, {}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}])
