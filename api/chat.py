@@ -14,7 +14,7 @@ from penstock.api.folds import ReasoningView
 from penstock.api.messages import template_kwargs, template_messages
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, compiled_grammar, logits_processors
-from penstock.api.prompts import check_prompt_ids, encode_text
+from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.tools import offered_tools
 from penstock.api.workers import MANY, run
@@ -89,6 +89,7 @@ async def render(context: ServerContext, body: ChatCompletionRequest) -> tuple[T
         template_kwargs=kwargs,
         template=body.chat_template,
     )
+    await check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.
     prompt_token_ids = await encode_text(context, prompt.text, add_special_tokens=bool(body.add_special_tokens))
     check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")

@@ -11,7 +11,7 @@ from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionReque
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import answer_reader, check_streaming, compiled_grammar, logits_processors, special_token_ids
-from penstock.api.prompts import LONG_TEXT, check_prompt_ids
+from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.streams import merge
 from penstock.api.workers import MANY, run
@@ -44,7 +44,10 @@ async def prepare(context: ServerContext, body: CompletionRequest, request_id: s
     check_streaming(body)
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
-    given = split_prompts(body.prompt)
+    given = await run(context, lambda: split_prompts(body.prompt), is_long=len(body.prompt) > MANY)
+    for position, source in enumerate(given):
+        if isinstance(source, str):
+            await check_text_length(context, source, path_of(position, len(given)))
     encoded = await encode_all(context, given, add_special_tokens=body.add_special_tokens is not False)
     num_tokens = sum(map(len, encoded))
     is_long = len(given) > MANY or num_tokens > LONG_TEXT
@@ -68,12 +71,16 @@ async def prepare(context: ServerContext, body: CompletionRequest, request_id: s
     return prompts, requests
 
 
+def path_of(position: int, count: int) -> str:
+    return "prompt" if count == 1 else f"prompt[{position}]"
+
+
 def checked_params(context: ServerContext, body: CompletionRequest, encoded: list[list[int]]) -> list[SamplingParams]:
     """Each prompt's: the same object for all that may grow by as many tokens."""
     by_limit: dict[int, SamplingParams] = {}
     params: list[SamplingParams] = []
     for position, token_ids in enumerate(encoded):
-        path = "prompt" if len(encoded) == 1 else f"prompt[{position}]"
+        path = path_of(position, len(encoded))
         limit = token_limit(
             body.max_tokens,
             "max_tokens",

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from penstock.engine.errors import InvalidRequest
 T = TypeVar("T")
 
 OFF: tuple[Any, ...] = (None, False, "", [], {})
+MAX_UNKNOWN = 100
 PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 # Fields that change the result where other servers know them. They are refused even with --allow-unknown-fields, unless switched off.
@@ -73,7 +75,9 @@ def _decode_with_unknown_fields(body: bytes, kind: type[T], allowed: bool) -> tu
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     ignored: list[str] = []
-    for path, holder, name, known in list(_unknown_fields(value, inspect.type_info(kind), "")):
+    for path, holder, name, known in list(islice(_unknown_fields(value, inspect.type_info(kind), ""), MAX_UNKNOWN + 1)):
+        if len(ignored) == MAX_UNKNOWN:
+            raise InvalidRequest(f"more than {MAX_UNKNOWN} unknown fields", path)
         setting = holder.pop(name)
         if path == name and name in REFUSED:
             reason, neutral = REFUSED[name]
@@ -98,12 +102,13 @@ def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple
             yield from _unknown_fields(value, member, path)
     elif isinstance(info, inspect.StructType) and isinstance(value, dict):
         fields = {field.encode_name: field.type for field in info.fields}
+        known = list(fields)
         for name, item in value.items():
             at = f"{path}.{name}" if path else name
             if name in fields:
                 yield from _unknown_fields(item, fields[name], at)
             elif info.forbid_unknown_fields:
-                yield at, value, name, list(fields)
+                yield at, value, name, known
     elif isinstance(info, inspect.ListType) and isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unknown_fields(item, info.item_type, f"{path}[{index}]")

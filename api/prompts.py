@@ -1,15 +1,39 @@
 """Prompts as token ids."""
 
+import functools
+
 from penstock.api.context import ServerContext
+from penstock.api.errors import ContextLengthExceeded
 from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.tokenizer import Tokenizer
 
 LONG_TEXT = 2**12  # characters; tokenizing less takes a millisecond or two
+SHRINKAGE = 2  # normalizers may shorten a text before it is split into tokens
 
 
 async def encode_text(context: ServerContext, text: str, *, add_special_tokens: bool) -> list[int]:
     is_long = len(text) >= LONG_TEXT
     return await run(context, lambda: context.tokenizer.encode(text, add_special_tokens=add_special_tokens), is_long=is_long)
+
+
+async def check_text_length(context: ServerContext, text: str, param: str) -> None:
+    """Raises `ContextLengthExceeded` for a text that cannot fit the context, however few tokens it may be: no need to count megabytes."""
+    if len(text) < LONG_TEXT:
+        return
+    longest = await run(context, lambda: longest_token(context.tokenizer), is_long=True)
+    if len(text) > SHRINKAGE * longest * context.max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {context.max_model_len} tokens. However, your prompt has {len(text)} characters, "
+            f"which are at least {len(text) // longest} tokens. Please shorten it.",
+            param,
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def longest_token(tokenizer: Tokenizer) -> int:
+    """In bytes, so at least as many as its characters."""
+    return max(len(tokenizer.token_bytes(token_id) or tokenizer.token_text(token_id).encode()) for token_id in range(tokenizer.vocab_size))
 
 
 def check_prompt_ids(token_ids: list[int], vocab_size: int, param: str) -> None:

@@ -6,13 +6,15 @@ from contextlib import aclosing
 
 from penstock.engine.outputs import SequenceDelta
 
+AT_ONCE = 32
+
 
 async def merge(streams: Sequence[AsyncGenerator[SequenceDelta, None]], n: int) -> AsyncGenerator[SequenceDelta, None]:
     """The deltas of several prompts as they come, their choices numbered through: prompt p's sequence s becomes choice p * n + s.
 
     The first exception of any stream ends all of them and is raised here. Closing this generator closes the streams.
     """
-    queue: asyncio.Queue[SequenceDelta | None] = asyncio.Queue()
+    queue: asyncio.Queue[SequenceDelta | Exception | None] = asyncio.Queue()
 
     async def pump(position: int, stream: AsyncGenerator[SequenceDelta, None]) -> None:
         try:
@@ -20,21 +22,26 @@ async def merge(streams: Sequence[AsyncGenerator[SequenceDelta, None]], n: int) 
                 async for delta in stream:
                     delta.index += position * n
                     queue.put_nowait(delta)
-        finally:
+        except Exception as error:  # raised again below, where the caller can see it
+            queue.put_nowait(error)
+        else:
             queue.put_nowait(None)
 
-    tasks = [asyncio.create_task(pump(position, stream)) for position, stream in enumerate(streams)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for position, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(position, stream)))
+            if len(tasks) % AT_ONCE == 0:
+                await asyncio.sleep(0)  # adding a request takes a while: let other streams go on in between
         num_running = len(tasks)
         while num_running:
-            delta = await queue.get()
-            if delta is not None:
-                yield delta
-                continue
-            num_running -= 1
-            for task in tasks:
-                if task.done() and not task.cancelled() and (error := task.exception()):
-                    raise error
+            item = await queue.get()
+            if isinstance(item, SequenceDelta):
+                yield item
+            elif item is None:
+                num_running -= 1
+            else:
+                raise item
     finally:
         for task in tasks:
             task.cancel()
