@@ -1,8 +1,8 @@
 """Requests and responses of /v1/chat/completions."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from penstock.api.common_protocol import GenerationFields, Int32, Int64, PromptLogprobs, Usage
 
@@ -33,7 +33,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_field
     parallel_tool_calls: bool | None = None
 
     reasoning_effort: ReasoningEffort | None = None
-    thinking_token_budget: Int64 | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: none, whatever the server's default
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None

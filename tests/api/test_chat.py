@@ -292,6 +292,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 2, "use_beam_search": True}, "use_beam_search"),
     ({"best_of": 3}, "best_of"),
     ({"top_k": -7}, "top_k"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
