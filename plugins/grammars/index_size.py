@@ -13,7 +13,7 @@ from penstock.plugins.grammars.charset import CharSet, lead_bytes, num_utf8_stat
 from penstock.plugins.grammars.regular import Anchor, Chars, Either, Literal, Node, Repeat, Sequence
 
 MAX_POSITIONS = 30_000
-MAX_WORK = 600_000
+MAX_WORK = 250_000
 MAX_DEPTH = 300
 
 
