@@ -27,12 +27,12 @@ from penstock.engine.turn import Turn
 
 async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     """Answers a conversation: one body, or a stream of the deltas that it is the fold of."""
-    context = http.app[CONTEXT]
+    context, timer = http.app[CONTEXT], begin_timer(http)
     body, headers = await read_body(http, ChatCompletionRequest)
     model = served_model(context, body.model)
     request, view = await prepare(context, body)
     fold = ChatFold(context, body, request, view, model)
-    return await answer(http, begin_timer(http).watch(context.engine.generate(request)), fold, stream=bool(body.stream), headers=headers)
+    return await answer(http, timer.watch(context.engine.generate(request)), fold, stream=bool(body.stream), headers=headers)
 
 
 async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[Request, ReasoningView]:
@@ -40,6 +40,7 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[
     check(context, body)
     turn, prompt_token_ids = await render(context, body)
     params = chat_sampling_params(context, body, len(prompt_token_ids))
+    processors = logits_processors(context, body.logits_processors)
     request = Request(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompt_token_ids=prompt_token_ids,
@@ -53,7 +54,7 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[
             turn=turn,
         ),
         grammar=await compiled_grammar(context, body),
-        logits_processors=logits_processors(context, body.logits_processors),
+        logits_processors=processors,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )

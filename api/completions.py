@@ -25,7 +25,7 @@ MAX_SEQUENCES = 4096  # over all prompts
 
 async def create_completion(http: web.Request) -> web.StreamResponse:
     """Continues one prompt or several. The text is the model's own: no parser reads it."""
-    context = http.app[CONTEXT]
+    context, timer = http.app[CONTEXT], begin_timer(http)
     body, headers = await read_body(http, CompletionRequest)
     model = served_model(context, body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
@@ -33,7 +33,6 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     n = requests[0].params.n
     hidden = special_token_ids(context.tokenizer) if requests[0].params.skip_special_tokens else frozenset()
     fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden)
-    timer = begin_timer(http)
     streams = [timer.watch(context.engine.generate(request)) for request in requests]
     deltas = streams[0] if len(streams) == 1 else merge(streams, n)
     return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers)
