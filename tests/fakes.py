@@ -19,6 +19,7 @@ from penstock.engine.block_pool import BlockPool
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.events import Reasoning, Text
+from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.kv_layout import LayerKV
 from penstock.engine.logprobs import prompt_logprobs
@@ -30,7 +31,6 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 
 NextToken = Callable[[Sequence[int]], int]
 
@@ -185,7 +185,7 @@ def make_request(
     request_id: str = "r",
     prompt: str | list[int] = "?",
     *,
-    reasons: bool = False,
+    parser: ReasoningParserFactory | None = None,
     tail: str = "",
     make_answer: Callable[[], Answer] | None = None,
     grammar: Any = None,
@@ -194,7 +194,7 @@ def make_request(
     cache_salt: str = "",
     **params: Any,
 ) -> Request:
-    """Greedy where nothing else is said. With `reasons` the answer has a parser of reasoning, begun if `tail` holds its marker."""
+    """Greedy where nothing else is said. `tail` is what the parser of reasoning knows of the prompt."""
     prompt_token_ids = ids(prompt) if isinstance(prompt, str) else prompt
     sampling = SamplingParams(**({"temperature": 0.0} | params))
 
@@ -202,7 +202,7 @@ def make_request(
         turn = Turn(prompt_tail=tail, added_tokens=ADDED)
         return Answer(
             Detokenizer(TOKENIZER, prompt_token_ids),
-            deepseek_r1(turn) if reasons else None,
+            None if parser is None else parser(turn),
             None,
             sampling.stop,
             sampling.include_stop_str_in_output,
