@@ -8,6 +8,7 @@ from penstock.engine.compiled_layers import LayerCompilation
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import num_cache_blocks
 from penstock.engine.model_loader import LoadedModel, load_model
@@ -21,6 +22,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
     attention.register()
     loaded = load_model(directory, config.dtype, config.device, max_len=config.max_model_len, trust_remote_code=config.trust_remote_code)
+    fuse_linears(loaded.model)
     if loaded.device.type == "cpu":
         pack_linears(loaded.model)
     return loaded

@@ -27,7 +27,7 @@ from penstock.engine.native_library import find_compiler, processor_features
 
 logger = logging.getLogger(__name__)
 
-COMPILED_FROM = ("attention", "attention_metadata", "decoder_layers", "layer_compiler", "packed_linear")
+COMPILED_FROM = ("attention", "attention_metadata", "decoder_layers", "fused_linear", "layer_compiler", "packed_linear")
 # Relative, of a layer's output: what rounding in another order amounts to, with room.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 Runner = Callable[[list[Tensor]], list[Tensor]]

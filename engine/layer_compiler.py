@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from penstock.engine import attention
 from penstock.engine.attention_metadata import NUM_HEADER_FIELDS, AttentionMetadata
 from penstock.engine.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
+from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.servable import check_servable, read_config
@@ -53,6 +54,7 @@ def build_skeleton(model_config: PretrainedConfig, dtype: torch.dtype, trust_rem
             model_config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=trust_remote_code
         )
     model.train(False).requires_grad_(False)
+    fuse_linears(model)
     pack_linears(model)
     KVCache(layout, 2, 16, dtype, torch.device("meta")).attach(model)
     return model

@@ -69,7 +69,7 @@ def pack_linears(model: nn.Module) -> int:
                 places.setdefault(child, []).append((parent, name))
     num_packed = 0
     for linear, parents in places.items():
-        if any(_reads_weight(type(parent), name) for parent, name in parents):  # type: ignore[arg-type]
+        if any(reads_weight(type(parent), name) for parent, name in parents):  # type: ignore[arg-type]
             continue
         packed = PackedLinear(linear)
         linear.weight = None  # type: ignore[assignment]
@@ -80,7 +80,8 @@ def pack_linears(model: nn.Module) -> int:
 
 
 @functools.cache
-def _reads_weight(parent: type[nn.Module], name: str) -> bool:
+def reads_weight(parent: type[nn.Module], name: str) -> bool:
+    """Whether the code of `parent` looks at the weight of its layer `name`, which a replacement would not have."""
     try:
         return any(f"self.{name}.weight" in inspect.getsource(base) for base in parent.__mro__ if issubclass(base, nn.Module))
     except OSError:  # a class without a source file
