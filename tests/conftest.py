@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from penstock.engine.model_store import resolve_model
 
 

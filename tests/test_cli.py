@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from penstock.arguments import Arguments, build_parser, parse_arguments, parse_size
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError

@@ -1,5 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.engine.bad_words import BadWords
 
 TOKEN = st.integers(0, 3)

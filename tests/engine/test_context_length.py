@@ -1,10 +1,10 @@
 from typing import Any
 
 import pytest
-from penstock.engine.context_length import max_model_len
-from penstock.engine.errors import ConfigurationError
 from transformers import AutoConfig, PretrainedConfig
 
+from penstock.engine.context_length import max_model_len
+from penstock.engine.errors import ConfigurationError
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.events import SpecialText
 from penstock.engine.token_table import DecoderKind, TokenTable
 from penstock.engine.tokenizer import Tokenizer
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Backend
 
 TEXTS = [
     "The quick brown fox doesn't jump over the lazy dog, does it? Yes - it does!",

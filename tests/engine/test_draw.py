@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.engine.draw import BLOCK, draw, most_probable, most_probable_k, padded_width
 
 

@@ -7,12 +7,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from penstock.engine.errors import ConfigurationError
-from penstock.engine.gguf_conversion import build_once, convert_gguf, converted_gguf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf_conversion import build_once, convert_gguf, converted_gguf
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
 LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]

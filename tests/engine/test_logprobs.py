@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.engine import logprobs
 from penstock.engine.logprobs import prompt_logprobs, token_logprobs
 

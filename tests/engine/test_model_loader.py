@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from penstock.engine.attention import IMPLEMENTATION
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV
 from penstock.engine.model_loader import cpu_has_bfloat16, load_model, resolve_device, resolve_dtype
-from safetensors.torch import load_file, save_file
-
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+
 from penstock.engine import default_model
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model_store import model_name, resolve_model

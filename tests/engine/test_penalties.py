@@ -4,6 +4,7 @@ from collections import Counter
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.engine.penalties import FIRST_CAPACITY, Penalties, TokenCounts, apply_penalties
 
 VOCAB = 200

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from penstock.engine import sampler as sampler_module
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.sampler import Sampler, SamplerOutput
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.sampling_state import SamplingState
-from torch import Tensor
 
 VOCAB = 40
 STOP_IDS = frozenset({3, 7})

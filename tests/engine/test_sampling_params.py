@@ -2,6 +2,7 @@ import math
 from typing import Any
 
 import pytest
+
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling_params import MIN_TEMPERATURE, SamplingParams
 

@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+
 from penstock.engine.penalties import Penalties
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.sampling_state import MAX_LOGIT_BIAS, SamplingState

@@ -3,10 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.engine.errors import ConfigurationError
-from penstock.engine.servable import check_servable, read_config
 from transformers import AutoConfig, PretrainedConfig
 
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.servable import check_servable, read_config
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
 

@@ -2,6 +2,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.engine.events import SpecialText, Text
 from penstock.engine.stop_strings import StopStrings, _Node
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.tokenizer import AddedTokenInfo, Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+
+from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.engine.tokenizer import AddedTokenInfo, Tokenizer
 
 TEXT = "To be, or not to be: that is the question. Größe 你好 🎉\n\nWhether 'tis nobler in the mind to suffer"
 
