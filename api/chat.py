@@ -120,23 +120,32 @@ def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, nu
         raise InvalidRequest(f"`{name}` must be at least 1, got {requested}", name)
     if body.top_logprobs is not None and body.top_logprobs < 0:
         raise InvalidRequest(f"`top_logprobs` must be from 0 to 20, got {body.top_logprobs}", "top_logprobs")
-    budget = context.default_thinking_budget if body.thinking_token_budget is None else body.thinking_token_budget
+    max_tokens = token_limit(
+        requested,
+        name,
+        prompt_param="messages",
+        default=context.default_sampling.get("max_tokens"),
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=context.max_model_len,
+    )
     return sampling_params(
         body,
-        max_tokens=token_limit(
-            requested,
-            name,
-            prompt_param="messages",
-            default=context.default_sampling.get("max_tokens"),
-            num_prompt_tokens=num_prompt_tokens,
-            max_model_len=context.max_model_len,
-        ),
+        max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        thinking_token_budget=budget if context.reasoning_parser is not None and budget != -1 else None,  # -1: no budget
+        thinking_token_budget=thinking_budget(context, body, max_tokens),
         defaults=context.default_sampling,
         vocab_size=context.vocab_size,
     )
+
+
+def thinking_budget(context: ServerContext, body: ChatCompletionRequest, max_tokens: int) -> int | None:
+    """The request's own budget as it is (-1: none); else the server's, but never more than half of the answer: content must have room."""
+    if context.reasoning_parser is None or body.thinking_token_budget == -1:
+        return None
+    if body.thinking_token_budget is not None or context.default_thinking_budget is None:
+        return body.thinking_token_budget
+    return min(context.default_thinking_budget, max_tokens // 2)
 
 
 def reasoning_view(context: ServerContext, body: ChatCompletionRequest, turn: Turn) -> ReasoningView:

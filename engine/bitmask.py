@@ -24,6 +24,12 @@ def apply_bitmask(logits_BV: Tensor, bitmask_BW: Tensor, rows: Sequence[int] | N
     Row i of `bitmask_BW` (int32, on the logits' device) is for row `rows[i]` of the logits, or row i without `rows`; other rows stay
     as they are. Tokens that the mask is too narrow to hold a bit for, as in a padded vocabulary, are masked; its bits beyond V are ignored.
     """
+    if logits_BV.is_cuda:
+        from penstock.engine.kernels.bitmask_apply import bitmask_apply  # needs triton
+
+        places_R = torch.arange(len(bitmask_BW)) if rows is None else torch.tensor(rows)
+        bitmask_apply(logits_BV, bitmask_BW, places_R.to(logits_BV.device, non_blocking=True))
+        return
     vocab_size = logits_BV.shape[-1]
     num_held = min(vocab_size, bitmask_BW.shape[-1] * BITS_PER_WORD)
     ceilings = _ceilings(logits_BV.dtype, logits_BV.device)

@@ -1,5 +1,6 @@
 """From what the operator asked for to a running engine's parts."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.engine import attention
@@ -11,7 +12,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import num_cache_blocks
-from penstock.engine.model_loader import LoadedModel, load_model
+from penstock.engine.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.scheduler import Scheduler
@@ -21,6 +22,8 @@ from penstock.engine.tokenizer import Tokenizer
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
     attention.register()
+    if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
+        raise ConfigurationError("the attention kernels for CUDA need triton: pip install 'penstock[gpu]'")
     loaded = load_model(directory, config.dtype, config.device, max_len=config.max_model_len, trust_remote_code=config.trust_remote_code)
     fuse_linears(loaded.model)
     if loaded.device.type == "cpu":
