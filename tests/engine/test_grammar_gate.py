@@ -1,0 +1,214 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.bitmask import allocate_bitmask
+from penstock.engine.grammar_gate import GrammarGate
+from penstock.engine.outputs import FinishReason
+from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.qwen3 import qwen3
+from tests.fakes import (
+    END_THINK,
+    EOS,
+    THINK,
+    VOCAB_SIZE,
+    content,
+    drive,
+    generate,
+    ids,
+    make_core,
+    make_request,
+    reasoning,
+    runner_of,
+    saying,
+    tokens,
+)
+
+
+class Spelling:
+    """Allows one text, letter by letter, then, with `may_go_on`, any more of its last letter."""
+
+    def __init__(self, text: str, may_go_on: bool = False) -> None:
+        self.spelling = ids(text)
+        self.may_go_on = may_go_on
+        self.position = 0
+
+    def allowed(self) -> list[int]:
+        if self.position < len(self.spelling):
+            return [self.spelling[self.position]]
+        return [EOS, self.spelling[-1]] if self.may_go_on else [EOS]
+
+    def fill_bitmask(self, row: Tensor) -> None:
+        bits = torch.zeros(len(row) * 32, dtype=torch.int64)
+        bits[self.allowed()] = 1
+        row.copy_((bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32))
+
+    def advance(self, token_id: int) -> bool:
+        is_allowed = token_id in self.allowed()
+        self.position += is_allowed
+        return is_allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        self.position -= num_tokens
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+    @property
+    def finished(self) -> bool:
+        return self.position == len(self.spelling) and not self.may_go_on
+
+
+class Grammar:
+    """A compiled grammar of whatever `make` makes."""
+
+    num_bytes = 0
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.matcher = make
+
+
+YES = Grammar(lambda: Spelling("yes"))
+
+
+def allowed(gate: GrammarGate, answer: Any) -> set[int]:
+    row = allocate_bitmask(1, VOCAB_SIZE)[0].fill_(12345)
+    gate.fill_bitmask(answer, row)
+    return {token_id for token_id in range(VOCAB_SIZE) if int(row[token_id // 32]) >> (token_id % 32) & 1}
+
+
+def test_reasoning_passes_freely_and_what_follows_does_not() -> None:
+    answer = make_request(parser=deepseek_r1).make_answer()
+    gate = GrammarGate(Spelling("yes"), THINK)
+    for token_id in [*ids("what?"), END_THINK]:
+        assert not gate.is_open(answer)
+        assert allowed(gate, answer) == set(range(VOCAB_SIZE))
+        assert gate.advance(answer, token_id)
+        answer.feed(token_id)
+    assert gate.is_open(answer)
+    assert allowed(gate, answer) == set(ids("y"))
+
+
+@pytest.mark.parametrize("start_token_id", [THINK, 31, 32, 63])
+def test_a_model_that_may_reason_is_allowed_the_marker_once(start_token_id: int) -> None:
+    answer = make_request(parser=qwen3).make_answer()
+    gate = GrammarGate(Spelling("yes"), start_token_id)
+    assert allowed(gate, answer) == {*ids("y"), start_token_id}
+    assert gate.advance(answer, *ids("y"))
+    answer.feed(*ids("y"))
+    assert allowed(gate, answer) == set(ids("e"))
+    assert not gate.advance(answer, start_token_id)
+
+
+def test_white_space_that_the_grammar_took_closes_the_way_to_reasoning() -> None:
+    answer = make_request(parser=qwen3).make_answer()
+    gate = GrammarGate(Spelling("\nyes"), THINK)
+    assert gate.advance(answer, *ids("\n"))
+    answer.feed(*ids("\n"))
+    assert allowed(gate, answer) == set(ids("y"))
+    assert not gate.advance(answer, THINK)
+
+
+def test_without_a_marker_of_one_token_the_grammar_holds_from_the_start() -> None:
+    answer = make_request(parser=qwen3).make_answer()
+    assert allowed(GrammarGate(Spelling("yes"), None), answer) == set(ids("y"))
+
+
+def test_without_a_parser_the_grammar_holds_from_the_start() -> None:
+    deltas = generate(make_core(saying("no, never")), make_request(grammar=YES))
+    assert content(deltas) == "yes"
+
+
+def test_a_finished_grammar_ends_the_answer_without_another_step() -> None:
+    core = make_core(saying("no"))
+    deltas = generate(core, make_request(grammar=YES))
+    assert tokens(deltas) == ids("yes")
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert deltas[-1].stop_reason is None
+    assert core.stats().num_steps == 3
+
+
+def test_a_grammar_that_may_go_on_ends_where_the_model_stops() -> None:
+    core = make_core(saying("yesss"))
+    deltas = generate(core, make_request(grammar=Grammar(lambda: Spelling("yes", may_go_on=True)), ignore_eos=True, min_tokens=9))
+    assert content(deltas) == "yesss"
+    assert tokens(deltas)[-1] == EOS
+
+
+def test_max_tokens_cuts_a_grammar() -> None:
+    deltas = generate(make_core(), make_request(grammar=YES, max_tokens=2))
+    assert content(deltas) == "ye"
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_the_grammar_begins_when_the_reasoning_has_ended() -> None:
+    deltas = generate(make_core(saying("hm</think>no")), make_request(grammar=YES, parser=deepseek_r1))
+    assert (reasoning(deltas), content(deltas)) == ("hm", "yes")
+
+
+def test_the_grammar_begins_when_the_budget_has_closed_the_reasoning() -> None:
+    request = make_request(grammar=YES, parser=deepseek_r1, thinking_token_budget=3, n=2)
+    deltas = generate(make_core(saying("i wonder and wonder")), request)
+    for index in range(2):
+        assert (reasoning(deltas, index), content(deltas, index)) == ("i w", "yes")
+
+
+def test_a_model_that_opens_its_reasoning_itself_may_do_so_under_a_grammar() -> None:
+    said = [THINK, *ids("hm"), END_THINK, *ids("no")]
+
+    def next_token(token_ids: Sequence[int]) -> int:
+        return said[min(len(token_ids) - 1, len(said) - 1)]
+
+    deltas = generate(make_core(next_token), make_request(grammar=YES, parser=qwen3))
+    assert (reasoning(deltas), content(deltas)) == ("hm", "yes")
+
+
+def test_constrained_and_free_sequences_run_side_by_side() -> None:
+    core = make_core(saying("free"), num_blocks=10, max_model_len=40)
+    core.add(make_request("free"))
+    core.add(make_request("yes", grammar=YES, n=2))
+    said = drive(core)
+    assert content(said["free"]) == "free"
+    assert [content(said["yes"], index) for index in range(2)] == ["yes", "yes"]
+
+
+class Refusing(Spelling):
+    def advance(self, token_id: int) -> bool:
+        return self.position == 0 and super().advance(token_id)
+
+
+class Empty(Spelling):
+    def allowed(self) -> list[int]:
+        return []
+
+
+class Raising(Spelling):
+    def fill_bitmask(self, row: Tensor) -> None:
+        if self.position:
+            raise KeyError("lost")
+        super().fill_bitmask(row)
+
+
+@pytest.mark.parametrize(
+    ("matcher", "text", "error"),
+    [
+        (Refusing, "y", "the grammar does not allow the token that was sampled"),
+        (Empty, "", "no token is left to choose from"),
+        (Raising, "y", "the grammar raised KeyError"),
+    ],
+)
+def test_a_matcher_that_fails_ends_its_own_sequence(matcher: type[Spelling], text: str, error: str) -> None:
+    core = make_core(saying("free"))
+    matchers = iter([Spelling("yes"), matcher("yes"), Spelling("yes")])
+    core.add(make_request("free"))
+    core.add(make_request("mixed", grammar=Grammar(lambda: next(matchers)), n=3))
+    said = drive(core)
+    runner_of(core).shutdown()
+    assert content(said["free"]) == "free"
+    assert [content(said["mixed"], index) for index in range(3)] == ["yes", text, "yes"]
+    ends = {delta.index: delta for delta in said["mixed"] if delta.finish_reason is not None}
+    assert [ends[index].finish_reason for index in range(3)] == [FinishReason.STOP, FinishReason.ERROR, FinishReason.STOP]
+    assert error in str(ends[1].error)
