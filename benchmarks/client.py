@@ -122,11 +122,11 @@ class Client:
         return str(models[0]["id"])
 
     async def agree(self) -> list[str]:
-        """Asks for one token and leaves out what the server refuses. Returns the names of those fields."""
+        """Asks for a few tokens and leaves out what the server refuses. Returns the names of those fields."""
         refused: list[str] = []
         while True:
             try:
-                read_answer(await self.stream(self.body("Say a word.", 1)))
+                read_answer(await self.stream(self.body("Say a word.", 4)))
             except BadAnswer as error:
                 name = next((name for name in self.extensions if name in str(error)), None)
                 if error.status not in (400, 422) or name is None:

@@ -99,11 +99,14 @@ def without_home(text: str) -> str:
     return text.replace(str(Path.home()), "~")
 
 
-def surroundings() -> dict[str, Any]:
-    """When, where and how this was run. The home directory is written as `~`."""
+def surroundings(secrets: Sequence[str]) -> dict[str, Any]:
+    """When, where and how this was run. The home directory is written as `~`, arguments that hold a secret without it."""
+    command_line = [without_home(argument) for argument in sys.argv]
+    for secret in secrets:
+        command_line = [argument.replace(secret, "***") for argument in command_line]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command_line": [without_home(argument) for argument in sys.argv],
+        "command_line": command_line,
         "hardware": hardware(),
         "versions": versions(),
         "load_average_before": os.getloadavg()[0],

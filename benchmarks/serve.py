@@ -61,7 +61,7 @@ class Bench:
                     await self.turn(standing[target.name], number)
 
     def start(self, target: Target) -> AbstractAsyncContextManager[Running]:
-        return running(target, self.options.ignore_eos, self.options.start_timeout)
+        return running(target, self.options.ignore_eos, self.options.start_timeout, self.options.timeout)
 
     def meet(self, server: Running) -> Running:
         target = server.target
@@ -84,8 +84,12 @@ class Bench:
             self.results[scenario.name][server.target.name].append(measurement)
             say(report.line(scenario.name, server.target.name, [measurement]))
 
+    def compared(self) -> dict[str, dict[str, list[Measurement]]]:
+        """The scenarios that every server has been through at least once: all of them, unless something went wrong."""
+        return {scenario: servers for scenario, servers in self.results.items() if all(servers.values())}
+
     def as_json(self) -> dict[str, Any]:
-        return {"servers": self.servers, "scenarios": report.results_as_json(self.results)}
+        return {"servers": self.servers, "scenarios": report.results_as_json(self.compared())}
 
 
 def say(line: str) -> None:
@@ -181,6 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
     load.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each server; medians are printed (default: %(default)s)")
     load.add_argument("--warmup", type=int, metavar="N", help="requests before each scenario (default: as many as it has at a time)")
     load.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let answers end early, on every server")
+    load.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for one request to end (default: %(default)s)")
     load.add_argument("--seed", type=int, metavar="N", help="of the prompts (default: the time, so that none was cached by an earlier run)")
     load.add_argument("--quick", action="store_true", help="a few requests and tokens of each scenario, only to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's numbers, and where and when they were measured")
@@ -196,19 +201,29 @@ def main(argv: list[str] | None = None) -> int:
         targets = targets_from(options)
     except ValueError as error:
         parser.error(str(error))
-    surroundings = report.surroundings()
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)  # not to find out afterwards
+    surroundings = report.surroundings([target.api_key for target in targets if target.api_key])
     bench = Bench(targets, scenarios_from(options), options)
+    status = run(bench)
+    if bench.compared():
+        print(report.introduction(surroundings, options.seed, bench.servers))
+        print("\n".join(report.table(bench.compared())))
+    if options.json is not None:
+        whole = surroundings | {"seed": options.seed, "rounds": options.rounds, "is_complete": status == 0} | bench.as_json()
+        options.json.write_text(json.dumps(whole, indent=2) + "\n")
+    return status
+
+
+def run(bench: Bench) -> int:
+    """The exit status: what has been measured by then is reported in any case."""
     try:
         asyncio.run(bench.run())
-    except (BadAnswer, TargetError, aiohttp.ClientError) as error:
-        print(f"benchmarks/serve.py: error: {error}", file=sys.stderr)
+    except (BadAnswer, TargetError, aiohttp.ClientError, TimeoutError) as error:
+        say(f"benchmarks/serve.py: error: {str(error) or type(error).__name__}")
         return 1
-    print(report.introduction(surroundings, options.seed, bench.servers))
-    for line in report.table(bench.results):
-        print(line)
-    if options.json is not None:
-        whole = surroundings | {"seed": options.seed, "rounds": options.rounds} | bench.as_json()
-        options.json.write_text(json.dumps(whole, indent=2) + "\n")
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

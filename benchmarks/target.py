@@ -148,22 +148,24 @@ def launched(name: str, arguments: list[str]) -> Iterator[Launched]:
 
 
 @asynccontextmanager
-async def running(target: Target, ignore_eos: bool, start_timeout: float) -> AsyncIterator[Running]:
-    """Starts the server where it has a command, waits for its first answer, and stops it in the end."""
+async def running(target: Target, ignore_eos: bool, start_patience: float, patience: float) -> AsyncIterator[Running]:
+    """Starts the server where it has a command, waits for its first answer, and stops it in the end. Times are in seconds."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     # Connections are not kept: a server may close one that it finds idle just as the next request goes out.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=patience)) as session:
         if target.command is None:
             assert target.url is not None
             client = Client(session, target.url.rstrip("/").removesuffix("/v1") + "/v1", target.model or "", target.extra_body)
+            if target.pid is not None and not psutil.pid_exists(target.pid):
+                raise TargetError(f"{target.name}: no process has the id {target.pid}")
             memory = Memory(psutil.Process(target.pid)) if target.pid is not None else None
             yield await greet(client, target, ignore_eos, memory, startup=None)
             return
         arguments, port = split_command(target.command)
         client = Client(session, f"http://127.0.0.1:{port}/v1", target.model or "", target.extra_body)
         with launched(target.name, arguments) as server:
-            startup = await first_answer(client, server, start_timeout)
+            startup = await first_answer(client, server, start_patience)
             yield await greet(client, target, ignore_eos, server.memory, startup)
 
 
@@ -174,7 +176,7 @@ async def first_answer(client: Client, server: Launched, patience: float) -> flo
         try:
             plain.model = plain.model or await plain.first_model()
             await plain.stream(plain.body("Say a word.", 1))
-        except (aiohttp.ClientError, BadAnswer) as error:
+        except (aiohttp.ClientError, BadAnswer, TimeoutError) as error:
             server.check(server.started + patience, error)
         else:
             return time.perf_counter() - server.started

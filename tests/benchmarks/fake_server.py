@@ -24,15 +24,16 @@ def sse(*events: dict[str, Any]) -> bytes:
 class FakeServer:
     """Streams as many chunks as it is asked for tokens, and counts them only with `has_usage`.
 
-    Refuses the field `refused`. Answers long prompts only once `concurrency` of them are there.
+    Refuses the field `refused`. Answers long prompts only once `concurrency` of them are there. Fails after so many requests.
     """
 
-    def __init__(self, refused: str | None = None, has_usage: bool = True, concurrency: int = 1) -> None:
+    def __init__(self, refused: str | None = None, has_usage: bool = True, concurrency: int = 1, fails_after: int = 1_000_000) -> None:
         self.refused = refused
         self.has_usage = has_usage
         self.bodies: list[dict[str, Any]] = []
         self.num_running = self.most_running = 0
         self.barrier = asyncio.Barrier(concurrency)
+        self.fails_after = fails_after
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake"}]})
@@ -42,6 +43,8 @@ class FakeServer:
         if self.refused in body:
             return web.json_response({"detail": f"Unexpected fields in the request: {{'{self.refused}'}}"}, status=422)
         self.bodies.append(body)
+        if len(self.bodies) > self.fails_after:
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         if len(body["messages"][0]["content"]) > 100:

@@ -27,13 +27,13 @@ from tests.benchmarks.fake_server import FINISH, ROLE, TEXT, FakeServer, sse, us
 COMMAND = f"{shlex.quote(sys.executable)} -m tests.benchmarks.fake_server --port {{port}}"
 
 
-def measured(server: FakeServer, tmp_path: Path, *flags: str) -> dict[str, Any]:
-    """What the script writes after it has driven this server."""
-    written = tmp_path / "results.json"
+def measured(server: FakeServer, tmp_path: Path, *flags: str, status: int = 0) -> dict[str, Any]:
+    """What the script writes after it has driven this server, which ends with this status."""
+    written = tmp_path / "made" / "results.json"
 
     async def drive(url: str) -> None:
         flags_for_all = ["--url", f"fake={url}", "--json", str(written), "--rounds", "1", "--pid", str(os.getpid())]
-        assert await asyncio.to_thread(serve.main, [*flags_for_all, *flags]) == 0
+        assert await asyncio.to_thread(serve.main, [*flags_for_all, *flags]) == status
 
     asyncio.run(server.while_up(drive))
     whole: dict[str, Any] = json.loads(written.read_text())
@@ -91,6 +91,20 @@ def test_chunks_are_counted_where_the_server_does_not_count(tmp_path: Path) -> N
     assert not result["is_counted_by_server"]
     assert result["output_tokens"] == result["num_requests"] * 4
     assert result["prompt_tokens"] is None
+
+
+def test_what_was_measured_before_an_error_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = FakeServer(fails_after=5)  # one to agree, one to warm up, two measured: the next warm-up fails
+    whole = measured(server, tmp_path, "--quick", status=1)
+    assert "out of memory" in capsys.readouterr().err
+    assert list(whole["scenarios"]) == [SCENARIOS[0].name]
+    assert not whole["is_complete"]
+
+
+def test_keys_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--quick", "--api-key", "fake=s3cret"]
+    monkeypatch.setattr(sys, "argv", ["serve.py", *flags])
+    assert measured(FakeServer(), tmp_path, *flags)["command_line"] == ["serve.py", "--quick", "--api-key", "fake=***"]
 
 
 def test_fields_of_one_server_go_into_its_requests_only(tmp_path: Path) -> None:
