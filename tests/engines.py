@@ -1,0 +1,144 @@
+"""Whole engines over small models: everything as it is built for a user, but for the compiler."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.engine import attention
+from penstock.engine.answer import Answer
+from penstock.engine.build import build_core
+from penstock.engine.config import EngineConfig
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.kv_cache import block_bytes
+from penstock.engine.kv_layout import kv_layout
+from penstock.engine.model_loader import LoadedModel
+from penstock.engine.outputs import SequenceDelta, TokenLogprobs
+from penstock.engine.packed_linear import pack_linears
+from penstock.engine.tokenizer import Tokenizer
+from tests.fakes import byte_tokenizer, drive, make_request, tokens
+
+
+def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
+    """What `load` makes of a model directory, of a model that is in memory. The model itself is changed."""
+    attention.register()
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    model.requires_grad_(False)
+    pack_linears(model)
+    return LoadedModel(
+        directory=Path(),
+        model=model,
+        config=model.config,
+        generation_config=model.generation_config,
+        kv_layout=kv_layout(model.config),
+        eos_token_ids=frozenset(),
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def core_over(
+    loaded: LoadedModel, tokenizer: Tokenizer | None = None, *, num_blocks: int | None = None, block_size: int = 16, **settings: Any
+) -> EngineCore:
+    """An engine whose cache has `num_blocks` blocks, by default enough for eight sequences of the full length.
+
+    It takes the model from the engine that had it before.
+    """
+    if num_blocks is None:
+        num_blocks = 8 * -(-loaded.max_model_len // block_size)
+    memory = num_blocks * block_bytes(loaded.kv_layout, block_size, loaded.dtype)
+    config = EngineConfig(kv_cache_memory=memory, block_size=block_size, compile="off", **settings)
+    return build_core(loaded, tokenizer or byte_tokenizer(), config)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """A logits processor that keeps what it sees, one row per sampled token, and changes nothing while no tokens are `forced`."""
+
+    forced: Sequence[int] = ()
+    rows: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, token_ids: list[int], logits: Tensor) -> Tensor:
+        self.rows.append(logits.clone())
+        if self.forced:
+            logits = torch.full_like(logits, -torch.inf)
+            logits[self.forced[len(self.rows) - 1]] = 0.0
+        return logits
+
+
+@dataclass(slots=True)
+class Run:
+    """One sequence as the engine ran it. Logits [num output tokens, V]."""
+
+    token_ids: list[int]
+    logits_TV: Tensor
+    deltas: list[SequenceDelta]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        prompt = self.deltas[0].prompt
+        assert prompt is not None
+        return prompt.num_cached_tokens
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [entry for delta in self.deltas for entry in delta.logprobs]
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        prompt = self.deltas[0].prompt
+        assert prompt is not None
+        assert prompt.logprobs is not None
+        return prompt.logprobs
+
+
+def run(core: EngineCore, prompts: Sequence[list[int]], *, stagger: int = 0, forced: Sequence[int] = (), **params: Any) -> list[Run]:
+    """Runs the prompts at once, each `stagger` steps after the one before, and gives their sequences in order: n for each prompt.
+
+    With `forced`, these tokens are what every sequence says, whatever the model would.
+    """
+    recorders: list[list[Recorder]] = []
+    early: dict[str, list[SequenceDelta]] = {}
+    for index, prompt in enumerate(prompts):
+        recorders.append([])
+        core.add(
+            make_request(
+                str(index),
+                prompt,
+                make_answer=functools.partial(_plain_answer, core.tokenizer, prompt),
+                logits_processors=[_recording(recorders[-1], forced)],
+                ignore_eos=True,
+                **params,
+            )
+        )
+        for _ in range(stagger):
+            for request_id, deltas in core.step().items():
+                early.setdefault(request_id, []).extend(deltas)
+    late = drive(core)
+    runs = []
+    for index, made in enumerate(recorders):
+        deltas = [*early.get(str(index), []), *late.get(str(index), [])]
+        for number, recorder in enumerate(made):
+            own = [delta for delta in deltas if delta.index == number]
+            runs.append(Run(tokens(own, number), torch.stack(recorder.rows), own))
+    return runs
+
+
+def _plain_answer(tokenizer: Tokenizer, prompt: list[int]) -> Answer:
+    return Answer(Detokenizer(tokenizer, prompt), None, None, (), False, True)
+
+
+def _recording(recorders: list[Recorder], forced: Sequence[int]) -> Callable[[], LogitsProcessor]:
+    def make() -> LogitsProcessor:
+        recorders.append(Recorder(forced))
+        return recorders[-1]
+
+    return make
