@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.engine_core import DeltasByRequest, EngineCore
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Step
@@ -129,8 +130,8 @@ class Engine:
             batch = self._core.build(step)
             handle = self._core.runner.launch(batch)
             self._deliver(news)
-            output = await asyncio.wrap_future(handle.future)
-            fresh = self._core.update(step, batch, output)
+            await _done(handle)
+            fresh = self._core.update(step, batch, handle.collect())
             self._num_failed_steps = 0
         except Exception:  # whatever the model raised: it ends the requests of this step and nothing else
             logger.exception("A step over %d sequences failed", len(step.num_tokens))
@@ -152,3 +153,11 @@ class Engine:
         for request_id, stream in self._streams.items():
             stream.put([SequenceDelta(index, finish_reason=reason, error=error) for index in sorted(stream.unfinished)])
             self._core.abort(request_id)
+
+
+async def _done(handle: StepHandle) -> None:
+    """Waits for a step and leaves its outcome to `collect`: a future of asyncio's own never ends where the model raises StopIteration."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+    handle.future.add_done_callback(lambda future: loop.call_soon_threadsafe(done.set))
+    await done.wait()

@@ -170,13 +170,14 @@ def test_what_is_refused_is_refused_before_the_first_delta() -> None:
     run(test)
 
 
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on() -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("out of memory"), StopIteration()])
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(failure: Exception) -> None:
     core = make_core()
     runner = runner_of(core)
 
     async def test() -> None:
         async with running(core) as engine:
-            runner.failure = RuntimeError("out of memory")
+            runner.failure = failure
             answers = await asyncio.gather(*(collect(engine, make_request(str(number), n=2)) for number in range(2)))
             for deltas in answers:
                 assert ends(deltas) == [(0, FinishReason.ERROR), (1, FinishReason.ERROR)]
