@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:
     """Extends `known` to one hash per full block of `token_ids`: each covers its own tokens, all before them, and the salt."""
     for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = known[-1] if known else hashlib.blake2b(salt.encode(), digest_size=16).digest()
+        parent = known[-1] if known else hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
         tokens = array("q", token_ids[start : start + block_size]).tobytes()
         known.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
 

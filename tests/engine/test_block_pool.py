@@ -30,8 +30,9 @@ def test_hashes_agree_exactly_as_far_as_the_tokens_do(one: list[int], other: lis
         assert (mine == yours) == (one[:stop] == other[:stop])
 
 
-def test_the_salt_changes_every_hash() -> None:
-    assert not set(hashes([1] * 8)) & set(hashes([1] * 8, salt="mine"))
+@pytest.mark.parametrize("salt", ["mine", "\ud800"])
+def test_the_salt_changes_every_hash(salt: str) -> None:
+    assert not set(hashes([1] * 8)) & set(hashes([1] * 8, salt=salt))
 
 
 class Pool(RuleBasedStateMachine):
