@@ -16,6 +16,7 @@ from penstock.engine.build import build_core
 from penstock.engine.config import EngineConfig
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.kv_layout import kv_layout
@@ -31,6 +32,7 @@ def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedMode
     attention.register()
     model.set_attn_implementation(attention.IMPLEMENTATION)
     model.requires_grad_(False)
+    fuse_linears(model)
     pack_linears(model)
     return LoadedModel(
         directory=Path(),
