@@ -221,7 +221,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--max-waiting-requests", type=_integer(1), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"
     )
     group.add_argument(
-        "--compile", choices=get_args(CompileMode), default="auto", help="torch.compile; auto: where there is a compiler (default: auto)"
+        "--compile",
+        choices=get_args(CompileMode),
+        default="auto",
+        help="run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: where there is a C++ compiler, another "
+        "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never (default: auto)",
     )
     group.add_argument("--threads", type=_integer(1), metavar="N", help="CPU threads of the model (default: one per core)")
     group.add_argument("--seed", type=_integer(0, 2**63 - 1), help="for requests that bring none (default: every start is different)")
