@@ -119,6 +119,17 @@ def test_forks_copy_a_block_only_where_they_write_into_one(num_prompt: int, num_
     drive(core)
 
 
+def test_a_fork_gives_way_where_there_is_no_block_to_copy_to() -> None:
+    core = make_core(block_size=4, num_blocks=2, max_model_len=8)
+    core.add(make_request(prompt=LETTERS[:6], max_tokens=2, n=2))
+    step_of(core)
+    step, _ = step_of(core)
+    assert [sequence.index for sequence in step.num_tokens] == [0]
+    assert step.copies == []
+    assert core.stats().num_preemptions == 1
+    assert [delta.index for delta in drive(core)["r"]] == [1]
+
+
 def test_a_prompt_takes_blocks_from_a_decode_that_had_its_place_in_the_step_already() -> None:
     core = make_core(block_size=4, num_blocks=10, max_model_len=40, max_num_seqs=2, max_num_batched_tokens=8)
     core.add(make_request("decode", LETTERS[:9], max_tokens=20, priority=1))
@@ -176,6 +187,14 @@ def test_an_answer_can_be_found_as_the_beginning_of_the_next_prompt() -> None:
     said = tokens(generate(core, make_request(prompt=LETTERS[:5], max_tokens=9)))
     follow_up = generate(core, make_request(prompt=[*LETTERS[:5], *said, *LETTERS[:3]], max_tokens=1))
     assert prompt_info(follow_up).num_cached_tokens == 12  # the last token's keys and values were never computed
+
+
+def test_a_block_that_was_computed_in_part_is_not_found() -> None:
+    core = make_core(block_size=4, max_num_seqs=1, max_num_batched_tokens=6)
+    core.add(make_request("leaves", LETTERS[:12]))
+    step_of(core)
+    core.abort("leaves")
+    assert prompt_info(generate(core, make_request(prompt=LETTERS[:12], max_tokens=1))).num_cached_tokens == 4
 
 
 def test_one_salt_never_finds_what_another_has_left() -> None:
