@@ -1,5 +1,6 @@
 """Paged attention on the CPU: a C++ kernel (or grouped torch operations) for decodes, blocks of queries for prefills."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -127,20 +128,23 @@ def _prefill(
         first = 0 if options.sliding_window is None else max(0, last - num_rows - options.sliding_window + 1)
         # Without a window only the square that ends at the last query hides anything.
         num_masked = num_rows if options.sliding_window is None else last - first
-        is_hidden_TS = _hidden(num_rows, num_masked, options.sliding_window)
+        is_hidden_MS = _hidden(num_rows, num_masked, options.sliding_window, group)
         query_KMD = query_THD_block.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
         sinks = None if sinks_KG1 is None else sinks_KG1.repeat_interleave(num_rows, dim=1)
-        out_KMD = attend(query_KMD, keys_KDS[..., first:last], values_KSD[:, first:last], is_hidden_TS.repeat(group, 1), sinks, options)
+        out_KMD = attend(query_KMD, keys_KDS[..., first:last], values_KSD[:, first:last], is_hidden_MS, sinks, options)
         out_THD[start : start + num_rows] = out_KMD.unflatten(1, (group, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
     return out_THD
 
 
-def _hidden(num_queries: int, num_keys: int, window: int | None) -> Tensor:
-    """Bool [T, S] for queries at the last positions: True where the key lies after the query, or further back than the window."""
+@functools.lru_cache(maxsize=64)  # every layer asks for the same ones
+def _hidden(num_queries: int, num_keys: int, window: int | None, group: int) -> Tensor:
+    """Bool [group * T, S] for queries at the last positions: True where the key lies after the query, or further back than the window."""
     positions_T1 = torch.arange(num_keys - num_queries, num_keys)[:, None]
     positions_S = torch.arange(num_keys)
     is_hidden_TS = positions_S > positions_T1
-    return is_hidden_TS if window is None else is_hidden_TS | (positions_S <= positions_T1 - window)
+    if window is not None:
+        is_hidden_TS |= positions_S <= positions_T1 - window
+    return is_hidden_TS.repeat(group, 1)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, is_hidden: Tensor, sinks: Tensor | None, options: AttentionOptions) -> Tensor:

@@ -11,7 +11,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache, block_bytes
-from penstock.engine.memory import num_cache_blocks
+from penstock.engine.memory import num_cache_blocks, settle_memory
 from penstock.engine.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
 from penstock.engine.packed_linear import pack_linears
@@ -28,6 +28,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     fuse_linears(loaded.model)
     if loaded.device.type == "cpu":
         pack_linears(loaded.model)
+        settle_memory(loaded.model)
     return loaded
 
 

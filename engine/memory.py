@@ -1,8 +1,11 @@
 """How much of the machine the KV cache may have."""
 
+import ctypes
 import os
+import sys
 
 import torch
+from torch import nn
 
 from penstock.engine.errors import ConfigurationError
 
@@ -42,3 +45,13 @@ def num_cache_blocks(wanted: int | None, *, block_bytes: int, blocks_per_sequenc
             " lower --max-model-len or raise --kv-cache-memory"
         )
     return num_blocks
+
+
+def settle_memory(model: nn.Module) -> None:
+    """Gives back what loading leaves behind: the mapped weight file, which its smallest unpacked tensor keeps in memory, and freed heap."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+        if trim is not None:
+            trim(0)
