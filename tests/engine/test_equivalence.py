@@ -163,11 +163,19 @@ def test_a_preempted_request_resumes_as_if_nothing_had_happened(name: str, enabl
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), [("llama", None), *((name, 20) for name in ARCHITECTURES)])
-def test_forks_go_on_as_the_sequence_they_come_from(name: str, num_blocks: int | None) -> None:
+def test_forks_part_ways_without_seeing_each_other(name: str, num_blocks: int | None) -> None:
     model = subject(name)
+    plain = tiny_model(name, seed=model.seed)
     with engine(model.loaded, num_blocks=num_blocks) as core:
-        assert_same(run_all(core, model.prompts, n=3), [entry for entry in model.references for _ in range(3)])
+        runs = run_all(core, model.prompts, n=3, temperature=1.0, seed=3)
         assert (core.stats().num_preemptions > 0) == (num_blocks is not None)
+    for number, prompt in enumerate(model.prompts):
+        forks = runs[3 * number : 3 * number + 3]
+        token_ids = torch.tensor([prompt + fork.token_ids[:-1] for fork in forks])
+        with torch.inference_mode():
+            expected_FTV = plain(token_ids).logits[:, len(prompt) - 1 :, :VOCAB_SIZE]
+        torch.testing.assert_close(torch.stack([fork.logits_TV for fork in forks]), expected_FTV, rtol=0, atol=TOLERANCE)
+        assert len({tuple(fork.token_ids) for fork in forks}) == 3
 
 
 @every_architecture
