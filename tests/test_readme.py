@@ -1,0 +1,149 @@
+"""What the README says, as far as a machine can check it."""
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from penstock.api.app import build_app
+from penstock.api.decoding import REFUSED
+from penstock.arguments import build_parser
+from penstock.engine.config import EngineConfig
+from penstock.plugins.manager import Plugins
+from penstock.testing import check_parser
+from tests.api.running_server import CountingEngine
+from tests.api.scripted import RecordingCompiler, byte_tokenizer, scripted_context
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
+FLAGS = {flag for action in build_parser()._actions for flag in action.option_strings}
+LAYERS = ("api", "plugins", "engine")
+
+
+def section(title: str) -> str:
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def ignored(name: str) -> bool:
+    patterns = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    return name == ".git" or any(fnmatch(name, pattern.rstrip("/")) for pattern in patterns)
+
+
+def entries(block: str) -> Iterator[tuple[str, str]]:
+    """The paths of a tree that is drawn by indentation, each with what is said of it."""
+    folders: list[str] = []
+    for line in block.splitlines():
+        name, _, comment = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name]
+        yield "".join(folders), comment.strip()
+
+
+TREES = [dict(entries(block)) for block in re.findall(r"```\n(.*?)```", section("The tree"), re.DOTALL)]
+
+
+def test_there_are_two_trees() -> None:
+    assert len(TREES) == 2
+
+
+def test_the_first_tree_has_every_entry_of_the_root() -> None:
+    on_disk = {path.name + "/" * path.is_dir() for path in ROOT.iterdir() if not ignored(path.name)}
+    assert set(TREES[0]) == on_disk
+
+
+def test_the_second_tree_has_every_module_and_folder_of_the_layers() -> None:
+    files = {path for layer in LAYERS for path in (ROOT / layer).rglob("*.py") if path.name != "__init__.py"}
+    folders = {
+        path for layer in LAYERS for path in [ROOT / layer, *(ROOT / layer).rglob("*/")] if path.is_dir() and path.name != "__pycache__"
+    }
+    on_disk = {str(path.relative_to(ROOT)) for path in files} | {f"{path.relative_to(ROOT)}/" for path in folders}
+    assert set(TREES[1]) == on_disk
+
+
+@pytest.mark.parametrize("folder", ["api/templates/", "engine/native/"])
+def test_files_that_are_no_modules_are_named_beside_their_folder(folder: str) -> None:
+    assert {path.name for path in (ROOT / folder).iterdir()} == set(re.findall(r"[\w.]+\.(?:jinja|cpp)", TREES[1][folder]))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGES[page]):
+        assert ((ROOT / page).parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_that_is_mentioned_exists(page: str) -> None:
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGES[page])) <= FLAGS
+
+
+def test_every_flag_has_help() -> None:
+    assert [action.dest for action in build_parser()._actions if not (action.help or "").strip()] == []
+
+
+def test_programs_that_are_mentioned_exist() -> None:
+    programs = {line.split()[0] for line in COMMANDS if re.match(r"(?:scripts|\.venv/bin)/", line)}
+    assert programs >= {"scripts/serve", "scripts/test"}
+    scripts = [program for program in programs if program.startswith("scripts/")]
+    assert all(os.access(ROOT / script, os.X_OK) for script in scripts)
+    assert programs - set(scripts) <= {".venv/bin/penstock"}
+
+
+def test_the_server_starts_as_the_script_starts_it() -> None:
+    (said,) = re.findall(r"`scripts/serve` is `python (.+?)`", README)
+    assert f'"$root/{said} "$@"'.replace("server.py ", 'server.py" ') in (ROOT / "scripts" / "serve").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", range(sum(language == "python" for language, _ in BLOCKS)))
+def test_python_compiles(number: int) -> None:
+    compile([block for language, block in BLOCKS if language == "python"][number], f"README.md, Python block {number}", "exec")
+
+
+def test_the_plugin_of_the_page_keeps_its_promises(tmp_path: Path) -> None:
+    (source,) = [block for language, block in BLOCKS if language == "python" and "@hookimpl" in block]
+    (name,) = re.findall(r"--plugin \./(\w+\.py)", section("Writing a plug-in"))
+    (tmp_path / name).write_text(source, encoding="utf-8")
+    factory = Plugins.start([str(tmp_path / name)]).reasoning_parser
+    assert factory is not None
+    check_parser(factory, ["[THINK]why[/THINK]because", "no markers"], markers=["[THINK]", "[/THINK]"])
+
+
+def test_builtin_plugins_are_the_ones_that_are_listed() -> None:
+    plugins = Plugins()
+    plugins.load_builtins()
+    (line,) = re.findall(r"^- (Reasoning parsers.*?)(?=^\S|\Z)", section("What it serves"), re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", line)) == {row.name for row in plugins.listing()}
+    selected = {name for command in COMMANDS for name in re.findall(r"--plugin (\w+)", command)}
+    assert selected <= {row.name for row in plugins.listing()}
+
+
+def test_endpoints_are_the_ones_that_are_listed() -> None:
+    with ThreadPoolExecutor(1) as workers:
+        app = build_app(scripted_context(CountingEngine(byte_tokenizer()), RecordingCompiler(), workers))
+    routes = {resource.canonical for resource in app.router.resources()}
+    listed = set(re.findall(r"`(/[\w/]+)`", section("What it serves")))
+    assert listed == {route for route in routes if not route.endswith("}")}
+
+
+def test_fields_that_are_said_to_be_refused_are() -> None:
+    for title in ("Decoding", "Constraints"):
+        (item,) = re.findall(rf"^- \*\*{title}\.\*\* (.*?)(?=^- |\Z)", section("Not yet"), re.MULTILINE | re.DOTALL)
+        fields = set(re.findall(r"`(\w+)`", item)) - {"outlines_core", "maxLength"}
+        assert fields
+        assert fields <= set(REFUSED)
+
+
+def test_the_address_is_the_default_one() -> None:
+    given = build_parser().parse_args([])
+    assert set(re.findall(r"http://[^/ `\"]+", README)) == {f"http://{given.host}:{given.port}"}
+    assert EngineConfig().model is None  # the first command names none
+
+
+def test_the_page_names_no_place_on_a_machine() -> None:
+    assert not re.search(r"/(?:home|root|work|tmp|Users)/", README)
