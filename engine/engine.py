@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -48,6 +49,7 @@ class Engine:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
         assert self._task is None, "the engine was started before"
         self._task = asyncio.create_task(self._run(), name="engine")
+        threading.Thread(target=self._core.runner.compile_layers, name="compile", daemon=True).start()
         self._is_accepting = True
 
     async def stop(self, drain_seconds: float = 0.0) -> None:

@@ -11,7 +11,7 @@ from penstock.engine.errors import ConfigurationError
 
 CUDA_SHARE = 0.9  # of what is free once the weights are loaded; the rest is for activations
 CPU_SHARE = 0.5
-CPU_CACHE = 2**30  # on a CPU the cache is no faster for being large, and the memory is the user's
+CPU_CACHE = 2**29  # on a CPU the cache is no faster for being large, and the memory is the user's
 
 
 def free_memory(device: torch.device) -> int:

@@ -67,8 +67,13 @@ class ModelRunner:
 
     def compile_layers(self) -> None:
         """Compiles what is to be compiled and swaps it in between two steps. Takes long, outside the model's thread."""
-        if self._compilation is not None and self._compilation.compile():
+        if self._compilation is None or not self._compilation.compile():
+            return
+        try:
             self.thread.submit(self._compilation.install).result()
+        except RuntimeError as error:  # the runner was shut down meanwhile, or what the compiler made does not load
+            logger.warning("The decoder layers run uncompiled: %s", error)
+        else:
             logger.info("The decoder layers are compiled.")
 
     def shutdown(self) -> None:
