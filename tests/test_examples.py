@@ -1,0 +1,86 @@
+"""The clients of `examples/` and of the README against a running server, and a server that runs the plug-in of `examples/`."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.helpers.example_plugin import install_example_plugin
+from tests.test_server import server
+
+ROOT = Path(__file__).parent.parent
+README_URL = "http://127.0.0.1:8000/v1"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+CLIENTS = [block for block in BLOCKS if README_URL in block]
+
+
+@pytest.fixture(scope="module")
+def url(default_model_dir: Path) -> Iterator[str]:
+    """Of a server that runs as in the README."""
+    with server("--plugin", "deepseek_r1", "--chat-template", "think") as (_, url):
+        yield url
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_chat_shows_reasoning_and_then_content(url: str) -> None:
+    flags = ["--base-url", url, "--thinking-token-budget", "8", "--max-tokens", "40"]
+    shown = output_of("examples/chat.py", *flags, "Tell me about Venus.")
+    assert re.fullmatch(r"\n\[reasoning\]\n.*\S.*\n\[content\]\n.*\S.*\n", shown, re.DOTALL)
+
+
+def test_structured_gives_an_instance_of_its_model(url: str) -> None:
+    shown = output_of("examples/structured.py", "--base-url", url)
+    assert re.search(
+        r"^reasoning: .*^content: .*^parsed:    name='.*' country='.*' continent='.*' is_capital=\w+$", shown, re.MULTILINE | re.DOTALL
+    )
+
+
+def test_the_readme_has_two_clients() -> None:
+    assert len(CLIENTS) == 2
+
+
+def test_the_readmes_stream_is_reasoning_in_brackets_and_then_content(url: str) -> None:
+    reasoning, bracket, content = output_of("-c", CLIENTS[0].replace(README_URL, url)).rpartition("]")
+    assert reasoning.startswith("[")
+    assert bracket
+    assert content.strip()
+
+
+def test_the_readmes_constraint_holds_after_its_reasoning(url: str) -> None:
+    reasoning, content = output_of("-c", CLIENTS[1].replace(README_URL, url)).removeprefix("reasoning: ").split("content: ")
+    assert reasoning.strip()
+    assert list(json.loads(content)) == ["city", "continent", "is_capital"]
+
+
+def test_a_server_splits_reasoning_by_an_installed_plugin(default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_example_plugin(tmp_path / "site", tmp_path / "source")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    template = (ROOT / "api" / "templates" / "think.jinja").read_text(encoding="utf-8")
+    opened = tmp_path / "thought.jinja"
+    opened.write_text(template.replace("think>", "thought>"), encoding="utf-8")
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    with (
+        server("--plugin", "thought_tags", "--chat-template", str(opened)) as (_, url),
+        openai.OpenAI(base_url=url, api_key="none") as client,
+    ):
+        answer = client.chat.completions.create(
+            model=client.models.list().data[0].id,
+            messages=messages,
+            max_tokens=30,
+            temperature=0,
+            extra_body={"thinking_token_budget": 4},
+        )
+    message = answer.choices[0].message
+    assert message.content
+    assert message.to_dict()["reasoning_content"]
+    # The model may write the marker once more, which is content then; the one that the server wrote is not.
+    assert not message.content.lstrip().startswith("</thought>")
