@@ -82,6 +82,16 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_mentioned_exist(page: str) -> None:
+    for path in re.findall(r"`((?:\w+/)+[\w-]+\.\w+)`", PAGES[page]):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_page_of_the_docs_is_named_in_the_tree() -> None:
+    assert set(re.findall(r"[\w-]+\.md", TREES[0]["docs/"])) == {path.name for path in (ROOT / "docs").iterdir()}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_is_mentioned_exists(page: str) -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGES[page])) <= FLAGS
 
