@@ -125,10 +125,12 @@ def _prefill(
         query_THD_block = query_THD[start : start + QUERY_BLOCK]
         num_rows = len(query_THD_block)
         last = context_len - num_queries + start + num_rows
-        first = 0 if options.sliding_window is None else max(0, last - num_rows - options.sliding_window + 1)
+        # A window that reaches back to the first key hides nothing, so before that one mask does for all blocks, and after it another.
+        window = None if options.sliding_window is None or last <= options.sliding_window else options.sliding_window
+        first = 0 if window is None else max(0, last - num_rows - window + 1)
         # Without a window only the square that ends at the last query hides anything.
-        num_masked = num_rows if options.sliding_window is None else last - first
-        is_hidden_MS = _hidden(num_rows, num_masked, options.sliding_window, group)
+        num_masked = num_rows if window is None else last - first
+        is_hidden_MS = _hidden(num_rows, num_masked, window, group)
         query_KMD = query_THD_block.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
         sinks = None if sinks_KG1 is None else sinks_KG1.repeat_interleave(num_rows, dim=1)
         out_KMD = attend(query_KMD, keys_KDS[..., first:last], values_KSD[:, first:last], is_hidden_MS, sinks, options)
@@ -136,7 +138,7 @@ def _prefill(
     return out_THD
 
 
-@functools.lru_cache(maxsize=64)  # every layer asks for the same ones
+@functools.lru_cache(maxsize=16)  # every layer asks for the same ones
 def _hidden(num_queries: int, num_keys: int, window: int | None, group: int) -> Tensor:
     """Bool [group * T, S] for queries at the last positions: True where the key lies after the query, or further back than the window."""
     positions_T1 = torch.arange(num_keys - num_queries, num_keys)[:, None]
