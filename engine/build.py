@@ -14,6 +14,7 @@ from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import num_cache_blocks, settle_memory
 from penstock.engine.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
+from penstock.engine.native_library import native_library
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     loaded = load_model(directory, config.dtype, config.device, max_len=config.max_model_len, trust_remote_code=config.trust_remote_code)
     fuse_linears(loaded.model)
     if loaded.device.type == "cpu":
+        native_library()  # built now rather than in the first request
         pack_linears(loaded.model)
         settle_memory(loaded.model)
     return loaded

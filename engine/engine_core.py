@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from penstock.engine.answer import Answer
 from penstock.engine.batch import Batch, build_batch
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.events import Text
 from penstock.engine.grammar_gate import GrammarGate
 from penstock.engine.model_runner import ModelRunner, StepOutput
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
+from penstock.engine.sampler import NO_TOKEN_LEFT
 from penstock.engine.sampling_state import SamplingState
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
@@ -196,7 +199,12 @@ class EngineCore:
         if request.grammar is None:
             return None
         start = answer.start_marker
-        return GrammarGate(request.grammar.matcher(), None if start is None else self.tokenizer.token_id(start))
+        return GrammarGate(
+            request.grammar.matcher(),
+            None if start is None else self.tokenizer.token_id(start),
+            stop_token_ids=self.stop_token_ids,
+            client_stop_ids=frozenset(request.params.stop_token_ids),
+        )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
         if request.params.thinking_token_budget is None or not answer.end_marker:
@@ -236,9 +244,21 @@ class EngineCore:
             if named and sequence.request.params.include_stop_str_in_output:
                 delta.events += sequence.answer.feed(token_id)
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
+        was_reasoning = sequence.answer.phase is Phase.REASONING
         self._append(sequence, token_id, delta)
-        if delta.finish_reason is None and sequence.gate is not None and sequence.gate.is_finished(sequence.answer):
-            self._finish(sequence, delta, FinishReason.STOP)
+        if was_reasoning and sequence.gate is not None and delta.finish_reason is None:
+            self._constrain_rest(sequence, sequence.gate, delta)
+
+    def _constrain_rest(self, sequence: Sequence, gate: GrammarGate, delta: SequenceDelta) -> None:
+        """Holds to the grammar what followed the end of the reasoning in the same token, where the marker is no token of its own.
+
+        White space there belongs to the marker, as far as a constrained answer goes.
+        """
+        rest = "".join(event.text for event in delta.events if isinstance(event, Text))
+        if rest.isspace():
+            delta.events = [event for event in delta.events if not isinstance(event, Text)]
+        elif rest and not all(gate.advance(sequence.answer, token) for token in self.tokenizer.encode(rest, add_special_tokens=False)):
+            self._fail(sequence, delta, "the text in the token that ended the reasoning does not fit the grammar")
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         params = sequence.request.params
@@ -254,6 +274,8 @@ class EngineCore:
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         if sequence.answer.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
+        elif sequence.gate is not None and sequence.gate.is_finished(sequence.answer):
+            self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:
             self._finish(sequence, delta, FinishReason.LENGTH)
 
@@ -270,6 +292,7 @@ class EngineCore:
     def _fail(self, sequence: Sequence, delta: SequenceDelta, reason: str) -> None:
         delta.finish_reason = FinishReason.ERROR
         delta.error = reason
+        delta.is_client_error = reason == NO_TOKEN_LEFT
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         self._retire(sequence)
 

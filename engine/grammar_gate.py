@@ -11,10 +11,20 @@ class GrammarGate:
     """Lets reasoning pass freely and holds everything after it to the grammar.
 
     Where the model may open its reasoning itself, its first token is either what the grammar allows or `start_token_id`, the marker.
+    The backend knows the model's `stop_token_ids`; the request's own are allowed where those are, and nowhere else.
     """
 
-    def __init__(self, matcher: GrammarMatcher, start_token_id: int | None) -> None:
+    def __init__(
+        self,
+        matcher: GrammarMatcher,
+        start_token_id: int | None,
+        *,
+        stop_token_ids: frozenset[int] = frozenset(),
+        client_stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._matcher = matcher
+        self._stop_token_ids = sorted(stop_token_ids)
+        self._client_stop_ids = sorted(client_stop_ids - stop_token_ids)
         self._start_token_id = start_token_id
         self._num_accepted = 0
 
@@ -28,10 +38,13 @@ class GrammarGate:
             row_W.fill_(-1)
             return
         self._matcher.fill_bitmask(row_W)
+        if self._client_stop_ids:
+            may_end = any(_is_set(row_W, token_id) for token_id in self._stop_token_ids)
+            for token_id in self._client_stop_ids:
+                _set(row_W, token_id, may_end)
         if self._may_still_reason(answer):
             assert self._start_token_id is not None
-            word, bit = divmod(self._start_token_id, 32)
-            row_W[word] |= (1 << bit) if bit < 31 else -(1 << 31)
+            _set(row_W, self._start_token_id, True)
 
     def advance(self, answer: Answer, token_id: int) -> bool:
         """Takes a sampled token before the answer reads it; False where the grammar forbids it."""
@@ -46,3 +59,14 @@ class GrammarGate:
 
     def _may_still_reason(self, answer: Answer) -> bool:
         return answer.phase is Phase.UNDECIDED and self._start_token_id is not None and self._num_accepted == 0
+
+
+def _is_set(row_W: Tensor, token_id: int) -> bool:
+    word, bit = divmod(token_id, 32)
+    return word < len(row_W) and bool(int(row_W[word]) >> bit & 1)
+
+
+def _set(row_W: Tensor, token_id: int, allowed: bool) -> None:
+    word, bit = divmod(token_id, 32)
+    mask = (1 << bit) if bit < 31 else -(1 << 31)  # the sign bit of an int32
+    row_W[word] = int(row_W[word]) | mask if allowed else int(row_W[word]) & ~mask

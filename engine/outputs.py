@@ -44,7 +44,8 @@ class SequenceDelta:
     """What one step added to one sequence. `index` is the choice's number. The last delta has `finish_reason`.
 
     `events` may lag behind `token_ids`: text that could yet become a marker, a stop string or a character is held back.
-    `prompt` comes with the first delta. `num_reasoning_tokens` is the count so far.
+    `prompt` comes with the first delta. `num_reasoning_tokens` is the count so far. `is_client_error` says that the sequence ended with an
+    `error` because of what the request asked for.
     """
 
     index: int
@@ -56,3 +57,4 @@ class SequenceDelta:
     prompt: PromptInfo | None = None
     num_reasoning_tokens: int = 0
     error: str | None = None
+    is_client_error: bool = False

@@ -20,6 +20,9 @@ from penstock.engine.sampling_state import SamplingState
 CPU_PASS_ELEMENTS = 2**19
 
 
+NO_TOKEN_LEFT = "no token is left to choose from: together the constraints of this request allow none here"
+
+
 @dataclass(slots=True)
 class SamplerOutput:
     """One entry per row. `failures` maps a row to why it has no token; its token id and log probability then mean nothing."""
@@ -144,7 +147,7 @@ class Sampler:
             return "the model's logits are not finite"
         if work_V.isnan().any() or work_V.isposinf().any():
             return "the logits are not finite after this request's penalties and logits processors"
-        return "no token is left to choose from: together the constraints of this request allow none here"
+        return NO_TOKEN_LEFT
 
     def _logprobs(
         self, logits_BV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int], failures: dict[int, str]

@@ -212,3 +212,17 @@ def test_a_matcher_that_fails_ends_its_own_sequence(matcher: type[Spelling], tex
     ends = {delta.index: delta for delta in said["mixed"] if delta.finish_reason is not None}
     assert [ends[index].finish_reason for index in range(3)] == [FinishReason.STOP, FinishReason.ERROR, FinishReason.STOP]
     assert error in str(ends[1].error)
+
+
+@pytest.mark.parametrize("client_stop", [3, 31, 63, 64])
+def test_a_stop_id_of_the_request_is_allowed_only_where_the_grammar_may_end(client_stop: int) -> None:
+    answer = make_request().make_answer()
+    spelling = Spelling("yes", may_go_on=True)
+    gate = GrammarGate(spelling, None, stop_token_ids=frozenset({EOS}), client_stop_ids=frozenset({client_stop, *ids("e")}))
+    assert allowed(gate, answer) == set(ids("y"))
+    for token_id in ids("y"):
+        gate.advance(answer, token_id)
+    assert allowed(gate, answer) == set()  # what the grammar wants next would end the answer in its middle
+    for token_id in ids("es"):
+        gate.advance(answer, token_id)
+    assert allowed(gate, answer) == {EOS, client_stop, *ids("es")}
