@@ -1,4 +1,4 @@
-"""An OpenAI-compatible inference server for open-weight language models. Public names load on first use: importing this package is cheap."""
+"""An OpenAI-compatible inference server for open-weight language models. Public names load on first use: importing it is cheap."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

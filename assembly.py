@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from penstock.api.chat_template import ChatTemplate, load_chat_template
@@ -96,7 +95,7 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
     ]
     if loaded.device.type == "cpu":
-        parts.append(f"threads: {arguments.engine.num_threads or torch.get_num_threads()}")
+        parts.append(f"threads: {core.runner.num_threads}")
     return "; ".join(parts)
 
 

@@ -3,6 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from penstock.engine import attention
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.compiled_layers import LayerCompilation
@@ -19,10 +21,14 @@ from penstock.engine.packed_linear import pack_linears
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.tokenizer import Tokenizer
 
+NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM_THREADS; what is asked later may be what `load` has set
+
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
     attention.register()
+    # Two OpenMP pools on the same cores put each other's threads to sleep: a step takes twice as long. Only the model's thread has one.
+    torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
         raise ConfigurationError("the attention kernels for CUDA need triton: pip install 'penstock[gpu]'")
     loaded = load_model(directory, config.dtype, config.device, max_len=config.max_model_len, trust_remote_code=config.trust_remote_code)
@@ -66,7 +72,9 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     compilation = compiled_layers(loaded, config)
     vocab_size = min(loaded.vocab_size, tokenizer.vocab_size)
     return EngineCore(
-        runner=ModelRunner(loaded, cache, vocab_size=vocab_size, compilation=compilation, seed=config.seed, num_threads=config.num_threads),
+        runner=ModelRunner(
+            loaded, cache, vocab_size=vocab_size, compilation=compilation, seed=config.seed, num_threads=config.num_threads or NUM_THREADS
+        ),
         scheduler=Scheduler(
             BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching),
             block_size=config.block_size,

@@ -21,10 +21,11 @@ class FusedLinear(nn.Module):
         super().__init__()
         first = linears[0]
         self.sizes = [linear.out_features for linear in linears]
-        self.linear = nn.Linear(first.in_features, sum(self.sizes), bias=first.bias is not None, device="meta")
-        self.linear.weight = _joined([linear.weight for linear in linears])
+        whole = nn.Linear(first.in_features, sum(self.sizes), bias=first.bias is not None, device="meta")
+        whole.weight = _joined([linear.weight for linear in linears])
         if first.bias is not None:
-            self.linear.bias = _joined([linear.bias for linear in linears if linear.bias is not None])
+            whole.bias = _joined([linear.bias for linear in linears if linear.bias is not None])
+        self.linear = whole
         self._input: Tensor | None = None
         self._parts: list[Tensor] = []
 

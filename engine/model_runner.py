@@ -54,13 +54,14 @@ class ModelRunner:
         vocab_size: int,
         compilation: LayerCompilation | None = None,
         seed: int | None = None,
-        num_threads: int | None = None,
+        num_threads: int,
     ) -> None:
         self.loaded = loaded
+        self.num_threads = num_threads
         self._compilation = compilation
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread, initargs=(num_threads,))
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=torch.set_num_threads, initargs=(num_threads,))
 
     def launch(self, batch: Batch) -> StepHandle:
         return StepHandle(self.thread.submit(self.run, batch))
@@ -111,9 +112,3 @@ class ModelRunner:
         targets = sequence.token_ids[rows.first_token : rows.first_token + count]
         num_top = sequence.request.params.prompt_logprobs or 0
         return sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop, : self.sampler.vocab_size], targets, num_top)
-
-    @staticmethod
-    def _prepare_thread(num_threads: int | None) -> None:
-        # OpenMP keeps the number per thread, so it is set where the model runs.
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
