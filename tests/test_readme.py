@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
@@ -120,9 +122,28 @@ def test_programs_that_are_mentioned_exist() -> None:
     assert programs - set(scripts) <= {".venv/bin/penstock", ".venv/bin/python"}
 
 
-def test_the_server_starts_as_the_script_starts_it() -> None:
+def test_the_server_starts_as_the_script_starts_it(tmp_path: Path) -> None:
     (said,) = re.findall(r"`scripts/serve` is `python (.+?)`", README)
-    assert f'"$root/{said} "$@"'.replace("server.py ", 'server.py" ') in (ROOT / "scripts" / "serve").read_text(encoding="utf-8")
+    assert words_of_serve(tmp_path) == f"{tmp_path}/{said}"
+    assert words_of_serve(tmp_path, "--port", "0") == f"{tmp_path}/{said} --port 0"
+
+
+@pytest.mark.parametrize("flags", [("--plugin", "qwen3", "--plugin", "hermes"), ("--port", "0", "--plugin=./mine.py")])
+def test_whoever_names_a_plugin_chooses_all_of_them(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    assert words_of_serve(tmp_path, *flags) == " ".join([f"{tmp_path}/server.py", *flags])
+
+
+def words_of_serve(checkout: Path, *flags: str) -> str:
+    """What a copy of `scripts/serve` hands to Python, in a checkout where everything is installed."""
+    for name in ("constraints.txt", "pyproject.toml", "scripts/environment.sh", "scripts/serve"):
+        (checkout / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    calls = subprocess.run([checkout / "scripts" / "serve", *flags], check=True, capture_output=True, text=True).stdout
+    return calls.splitlines()[-1]  # those before install
 
 
 @pytest.mark.parametrize("number", range(sum(language == "python" for language, _ in BLOCKS)))
