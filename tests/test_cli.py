@@ -156,7 +156,7 @@ def test_the_server_file_runs_by_its_path() -> None:
 
 
 def test_a_configuration_error_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "server.py", "--model", str(tmp_path / "absent.gguf")]
+    command = [sys.executable, "server.py", "--port", "0", "--model", str(tmp_path / "absent.gguf")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert re.fullmatch(r"penstock: error: [^\n]*absent\.gguf[^\n]*\n", done.stderr)
