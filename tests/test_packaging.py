@@ -42,6 +42,17 @@ def test_every_package_is_in_the_distribution() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == on_disk | {"penstock"}
 
 
+def test_every_file_that_the_code_reads_is_in_the_distribution() -> None:
+    packaged = {
+        file
+        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for file in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
+    }
+    on_disk = {path for layer in ("engine", "plugins", "api") for path in (ROOT / layer).rglob("*.*") if "__pycache__" not in path.parts}
+    assert {path for path in on_disk if path.suffix != ".py"} == packaged
+
+
 @pytest.mark.parametrize("script", ["scripts/serve", "scripts/test", ".ci/run"])
 def test_scripts_are_executable_and_posix(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
