@@ -17,6 +17,7 @@ CPU_CACHE = 2**29  # on a CPU the cache is no faster for being large, and the me
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on the device right now; on the CPU what the operating system could make available."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what fusing the weights has left in torch's own cache does not count as free
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as lines:
