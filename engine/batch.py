@@ -77,7 +77,7 @@ def build_batch(step: Step, *, block_size: int, vocab_size: int, min_tokens: int
             samplers += sequences
             kept.append(starts[-1] - 1)
     num_padding = max(0, min_tokens - len(input_ids))
-    bitmask_BW, failures = _bitmask(samplers, vocab_size)
+    bitmask_BW, failures = _bitmask(samplers, vocab_size, pin_memory=device.type == "cuda")
     attention = AttentionMetadata.pack(
         slots + [-1] * num_padding,
         starts,
@@ -100,11 +100,11 @@ def build_batch(step: Step, *, block_size: int, vocab_size: int, min_tokens: int
     )
 
 
-def _bitmask(samplers: list[Sequence], vocab_size: int) -> tuple[Tensor | None, dict[int, str]]:
+def _bitmask(samplers: list[Sequence], vocab_size: int, *, pin_memory: bool) -> tuple[Tensor | None, dict[int, str]]:
     gates = [(row, sequence, sequence.gate) for row, sequence in enumerate(samplers) if sequence.gate is not None]
     if not gates:
         return None, {}
-    bitmask_BW = allocate_bitmask(len(samplers), vocab_size).fill_(-1)
+    bitmask_BW = allocate_bitmask(len(samplers), vocab_size, pin_memory=pin_memory).fill_(-1)
     failures: dict[int, str] = {}
     for row, sequence, gate in gates:
         try:
