@@ -104,9 +104,9 @@ def load_chat_template(name: str) -> str:
     """
     path = Path(name).expanduser()
     if not path.is_file():
+        if name not in shipped_names():
+            raise ConfigurationError(f"no chat template {name!r}: it is neither a file nor one of {', '.join(shipped_names())}")
         path = SHIPPED / f"{name}.jinja"
-    if name not in shipped_names() and path.parent == SHIPPED:
-        raise ConfigurationError(f"no chat template {name!r}: it is neither a file nor one of {', '.join(shipped_names())}")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.api.chat_template import ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
+from penstock.api.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
@@ -246,6 +246,7 @@ def test_templates_are_found_by_path_and_by_name(tmp_path: Path) -> None:
     file.write_text("mine", encoding="utf-8")
     assert load_chat_template(str(file)) == "mine"
     assert "<think>" in load_chat_template("think")
+    assert load_chat_template(str(SHIPPED / "think.jinja")) == load_chat_template("think")
 
 
 def test_an_unknown_template_name_lists_the_shipped_ones() -> None:
