@@ -206,7 +206,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs", type=_integer(1), metavar="N", help="sequences that run at the same time (default: 64 on CPU, 256 on CUDA)"
     )
     group.add_argument(
-        "--max-num-batched-tokens", type=_integer(1), metavar="TOKENS", help="prompt and answer tokens in one step (default: 2048)"
+        "--max-num-batched-tokens",
+        type=_integer(1),
+        default=2048,
+        metavar="TOKENS",
+        help="prompt and answer tokens in one step (default: %(default)s)",
     )
     group.add_argument(
         "--kv-cache-memory",

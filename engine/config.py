@@ -8,7 +8,6 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 MAX_NUM_SEQS_CPU = 64
 MAX_NUM_SEQS_CUDA = 256  # a decode step of 64 rows leaves a GPU idle
-MAX_NUM_BATCHED_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +15,8 @@ class EngineConfig:
     """How much the engine may hold, and how it computes.
 
     None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs` from the device,
-    `max_num_batched_tokens` from `MAX_NUM_BATCHED_TOKENS`, `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores.
+    `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores. `max_num_batched_tokens` is the token budget of one step;
+    the scheduler raises it where it would not hold a token of every running sequence.
     `seed` is for requests that bring none; None makes every start different.
     `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
     """
@@ -26,7 +26,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int = 2048
     kv_cache_memory: int | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -41,8 +41,3 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             return self.max_num_seqs
         return MAX_NUM_SEQS_CUDA if device_type == "cuda" else MAX_NUM_SEQS_CPU
-
-    @property
-    def num_batched_tokens(self) -> int:
-        """The token budget of one step, raised where it must hold a token of every running sequence."""
-        return max(self.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS, self.max_num_seqs or 0)
