@@ -89,13 +89,6 @@ class BlockPool:
             found.append(block)
         return found
 
-    def forget_all(self) -> None:
-        """Empties the prefix cache; blocks in use stay in use."""
-        self._blank.extend(self._evictable)
-        self._evictable.clear()
-        self._hash_of.clear()
-        self._block_of.clear()
-
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Asserts that the counts are what these block tables, all there are, add up to."""
         held = Counter(block for table in tables for block in table)

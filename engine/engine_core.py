@@ -189,7 +189,6 @@ class EngineCore:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             answer=answer,
             sampling=sampling,
-            stop_token_ids=self.stop_token_ids,
             gate=self._make_gate(request, answer),
             thinking=self._make_thinking_budget(request, answer),
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),

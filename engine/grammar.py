@@ -1,7 +1,6 @@
 """Constrained decoding: the contract between the engine and its grammar backends."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,13 +33,13 @@ class Vocabulary:
 
     `token_bytes[i]` is what token i adds to the text, or None where it is an added or special token and may never be matched as text.
     `size` is the width of the logits, which may exceed len(token_bytes). `stop_token_ids` may end a constrained answer.
+    `fingerprint` is the same for equal vocabularies and for no others: the key for what a backend keeps between runs.
     """
 
     token_bytes: tuple[bytes | None, ...]
     size: int
     stop_token_ids: frozenset[int]
     fingerprint: str
-    extra: Mapping[str, object] = field(default_factory=dict)
 
 
 class GrammarMatcher(Protocol):

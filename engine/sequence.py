@@ -33,7 +33,6 @@ class Sequence:
     max_tokens: int
     answer: Answer
     sampling: SamplingState
-    stop_token_ids: frozenset[int]
     gate: GrammarGate | None = None
     thinking: ThinkingBudget | None = None
     forks: list["Sequence"] = field(default_factory=list)

@@ -48,8 +48,8 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special or not _is_plain(self.table.bytes_of(token.content).decode(errors="replace").strip())
         }
-        self.bos_token_id = self._id_of("bos_token")
-        eos_token_id = self._id_of("eos_token")
+        eos_token = self.special_tokens_map.get("eos_token")
+        eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
         self.eos_token_ids = frozenset(eos_token_ids) | ({eos_token_id} if eos_token_id is not None else frozenset())
 
     @classmethod
@@ -125,10 +125,6 @@ class Tokenizer:
         if data and self.table.kind is DecoderKind.OPAQUE and REPLACEMENT.encode() in data:
             return None
         return data or None
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens_map.get(name)
-        return None if token is None else self._backend.token_to_id(token)
 
 
 def _is_plain(text: str) -> bool:

@@ -84,11 +84,6 @@ class Pool(RuleBasedStateMachine):
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         self.pool.free(table)
 
-    @rule()
-    def forget(self) -> None:
-        self.pool.forget_all()
-        self.contents.clear()
-
     @invariant()
     def counts_add_up_and_contents_are_found(self) -> None:
         self.pool.check_integrity(self.tables)
