@@ -144,7 +144,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if all it knows fits."""
         cached: list[int] = []
-        if self.pool.enable_prefix_caching and sequence.prompt_logprobs is None:
+        is_looked_up = self.pool.enable_prefix_caching and sequence.prompt_logprobs is None
+        if is_looked_up:
             chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
             # The last token is always computed: its logits are what the first sample needs.
             usable = (len(sequence.token_ids) - 1) // self.block_size
@@ -152,14 +153,14 @@ class Scheduler:
         needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
         if needed > self.pool.num_free - self.pool.num_unreferenced(cached):
             return False
-        self.num_prefix_queries += len(sequence.token_ids)
-        self.num_prefix_hits += len(cached) * self.block_size
         self.pool.share(cached)
         sequence.block_table = cached
         sequence.num_computed_tokens = len(cached) * self.block_size
         if sequence.queue_seconds is None:  # later, what it finds is what it left behind itself when it was preempted
             sequence.queue_seconds = time.monotonic() - sequence.queued_at
             sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_prefix_queries += len(sequence.token_ids) * is_looked_up
+            self.num_prefix_hits += sequence.num_cached_tokens
         self.waiting.pop(0)
         self._run(sequence)
         return True

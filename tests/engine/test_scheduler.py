@@ -209,6 +209,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     for _ in range(2):
         assert prompt_info(generate(core, make_request(prompt=LETTERS[:10], max_tokens=1))).num_cached_tokens == 0
     assert core.stats().num_prefix_cache_hits == 0
+    assert core.stats().num_prefix_cache_queries == 0
 
 
 def test_a_sequence_that_was_preempted_does_not_count_its_own_blocks_as_found() -> None:
@@ -218,7 +219,8 @@ def test_a_sequence_that_was_preempted_does_not_count_its_own_blocks_as_found() 
     core.add(make_request("prompt", LETTERS[:1] * 36, max_tokens=1, priority=1))
     deltas = drive(core)["prompt"]
     assert core.stats().num_preemptions > 0
-    assert core.stats().num_prefix_cache_hits > 0
+    assert core.stats().num_prefix_cache_hits == 0
+    assert core.stats().num_prefix_cache_queries == 8 + 36
     assert prompt_info(deltas).num_cached_tokens == 0
 
 
