@@ -80,6 +80,7 @@ class SamplingParams:
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises `InvalidRequest` where a token id in one of the fields is not in the vocabulary."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(self, name):
+            token_ids = getattr(self, name)
+            for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
                 if not 0 <= token_id < vocab_size:
                     raise InvalidRequest(f"`{name}` holds token id {token_id}, outside the vocabulary of {vocab_size} tokens", name)
