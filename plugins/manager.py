@@ -24,7 +24,7 @@ BUILT_INS = (
     "penstock.plugins.reasoning.qwen3",
     "penstock.plugins.reasoning.granite",
     "penstock.plugins.tools.hermes",
-    "penstock.plugins.processors.repeat_guard",
+    "penstock.plugins.processors.no_repeat_ngram",
     "penstock.plugins.grammars.outlines_core",
 )
 

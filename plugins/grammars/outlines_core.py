@@ -6,13 +6,12 @@ only stop tokens spell. And it builds a second automaton, for matches that begin
 a NUL before the pattern leaves one place to begin.
 """
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.hooks import GrammarBackendFactory, hookimpl
+from penstock.engine.hooks import Register, hookimpl
 from penstock.plugins.grammars import json_schema
 from penstock.plugins.grammars.index_size import IndexSize, IndexTooLarge, TokenOpenings, measure
 from penstock.plugins.grammars.json_document import parse_document
@@ -36,7 +35,7 @@ _NUL = b"\0"
 
 
 @hookimpl
-def register_grammar_backends(register: Callable[[str, GrammarBackendFactory], None]) -> None:
+def register_grammar_backends(register: Register) -> None:
     register("outlines_core", OutlinesCoreBackend)
 
 

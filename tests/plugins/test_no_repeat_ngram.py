@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from penstock.plugins.processors.repeat_guard import NoRepeatNgram, register_logits_processors
+from penstock.plugins.processors.no_repeat_ngram import NoRepeatNgram, register_logits_processors
 
 
 def generate(size: int, prompt: list[int], logits: torch.Tensor, num_tokens: int) -> list[int]:

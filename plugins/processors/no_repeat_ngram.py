@@ -1,9 +1,8 @@
 """The logits processor `no_repeat_ngram`: no run of `size` tokens comes twice in an answer."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.engine.hooks import LogitsProcessorFactory, hookimpl
+from penstock.engine.hooks import Register, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,7 +11,7 @@ MAX_SIZE = 256
 
 
 @hookimpl
-def register_logits_processors(register: Callable[[str, LogitsProcessorFactory], None]) -> None:
+def register_logits_processors(register: Register) -> None:
     register("no_repeat_ngram", NoRepeatNgram)
 
 
