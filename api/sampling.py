@@ -7,7 +7,6 @@ from penstock.api.errors import ContextLengthExceeded
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling_params import SamplingParams
 
-MAX_BIAS = 100.0
 TAKEN_AS_THEY_ARE = (
     "n",
     "temperature",
@@ -47,7 +46,7 @@ def sampling_params(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        logit_bias=clamped_bias(body.logit_bias),
+        logit_bias=body.logit_bias or {},
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=tuple(body.bad_words or ()),
         thinking_token_budget=thinking_token_budget,
@@ -63,10 +62,6 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def clamped_bias(bias: dict[int, float] | None) -> dict[int, float]:
-    return {token_id: max(-MAX_BIAS, min(MAX_BIAS, value)) for token_id, value in (bias or {}).items()}
 
 
 def token_limit(

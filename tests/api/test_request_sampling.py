@@ -34,8 +34,8 @@ def test_one_stop_string_or_several() -> None:
     assert params_of(stop=[]).stop == ()
 
 
-def test_bias_has_string_keys_and_is_clamped() -> None:
-    assert params_of(logit_bias={"3": 7, "4": -1000, "5": 1e300}).logit_bias == {3: 7, 4: -100, 5: 100}
+def test_bias_has_string_keys() -> None:
+    assert params_of(logit_bias={"3": 7, "4": -1000, "5": 1e300}).logit_bias == {3: 7, 4: -1000, 5: 1e300}
 
 
 @pytest.mark.parametrize(
