@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: a C++ kernel (or grouped torch operations) for decodes, blocks of queries for prefills."""
+"""Paged attention on the CPU: C++ kernels or, without a compiler, grouped torch operations."""
 
 import functools
 import math
@@ -11,6 +11,7 @@ from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.native_library import native_library
 
 QUERY_BLOCK = 64
+MAX_NATIVE_PREFILL_SIZE = 256  # of a head: what a tile has room for on the stack
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -45,14 +46,16 @@ def paged_attention_cpu(
     num_tokens, num_heads, _ = query_THD.shape
     out = query_THD.new_empty(num_tokens, num_heads, value_cache.shape[3])
     decodes = metadata.num_decodes
+    is_native = query_THD.dtype in NATIVE_DTYPES and native_library() is not None
     if decodes:
-        decode = _decode_native if query_THD.dtype in NATIVE_DTYPES and native_library() is not None else _decode_torch
+        decode = _decode_native if is_native else _decode_torch
         decode(out[:decodes], query_THD[:decodes], key_cache, value_cache, metadata, options)
     starts = metadata.query_start_loc.tolist()
     context_lens = metadata.context_lens_B.tolist()
+    prefill = _prefill_native if is_native and _can_prefill_natively(key_cache, value_cache) else _prefill_torch
     for i in range(decodes, metadata.num_sequences):
         rows = slice(starts[i], starts[i + 1])
-        out[rows] = _prefill(query_THD[rows], key_cache, value_cache, metadata.block_table_BN[i], context_lens[i], options)
+        prefill(out[rows], query_THD[rows], key_cache, value_cache, metadata.block_table_BN[i], context_lens[i], options)
     out[starts[-1] :] = 0
     return out
 
@@ -106,9 +109,55 @@ def _decode_torch(
     out_BHD.copy_(out_BKGD.flatten(1, 2))
 
 
-def _prefill(
-    query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, block_table_N: Tensor, context_len: int, options: AttentionOptions
-) -> Tensor:
+def _can_prefill_natively(key_cache: Tensor, value_cache: Tensor) -> bool:
+    library = native_library()
+    is_small = max(key_cache.shape[3], value_cache.shape[3]) <= MAX_NATIVE_PREFILL_SIZE
+    return library is not None and is_small and bool(library.penstock_has_prefill())
+
+
+def _prefill_native(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table_N: Tensor,
+    context_len: int,
+    options: AttentionOptions,
+) -> None:
+    library = native_library()
+    assert library is not None
+    query_THD = query_THD.contiguous()
+    sinks = None if options.sinks_H is None else options.sinks_H.float().contiguous()
+    library.penstock_paged_prefill(
+        out_THD.data_ptr(),
+        query_THD.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_table_N.data_ptr(),
+        query_THD.shape[0],
+        context_len,
+        query_THD.shape[1],
+        key_cache.shape[2],
+        key_cache.shape[3],
+        value_cache.shape[3],
+        key_cache.shape[1],
+        query_THD.dtype == torch.bfloat16,
+        options.scaling,
+        options.sliding_window or 0,
+        options.softcap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
+    )
+
+
+def _prefill_torch(
+    out_THD: Tensor,
+    query_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table_N: Tensor,
+    context_len: int,
+    options: AttentionOptions,
+) -> None:
     """Blocks of queries, so that keys after them are never touched and the scores stay in the processor's cache.
 
     Several times as fast in bfloat16 as `scaled_dot_product_attention`, whose CPU kernel does without the processor's bfloat16 products.
@@ -120,7 +169,6 @@ def _prefill(
     keys_KDS = key_cache[blocks].flatten(0, 1)[:context_len].permute(1, 2, 0).contiguous()
     values_KSD = value_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1).contiguous()
     sinks_KG1 = None if options.sinks_H is None else options.sinks_H.view(num_kv_heads, group, 1)
-    out_THD = query_THD.new_empty(num_queries, num_heads, values_KSD.shape[2])
     for start in range(0, num_queries, QUERY_BLOCK):
         query_THD_block = query_THD[start : start + QUERY_BLOCK]
         num_rows = len(query_THD_block)
@@ -135,7 +183,6 @@ def _prefill(
         sinks = None if sinks_KG1 is None else sinks_KG1.repeat_interleave(num_rows, dim=1)
         out_KMD = attend(query_KMD, keys_KDS[..., first:last], values_KSD[:, first:last], is_hidden_MS, sinks, options)
         out_THD[start : start + num_rows] = out_KMD.unflatten(1, (group, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
-    return out_THD
 
 
 @functools.lru_cache(maxsize=16)  # every layer asks for the same ones

@@ -15,7 +15,7 @@ from penstock.engine.cache_directory import cache_directory
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).parent / "native" / "attention.cpp"
+SOURCE = Path(__file__).parent / "native" / "kernels.cpp"
 # The parts of -ffast-math that vectorising a sum takes. The whole of it would be wrong: the softmax starts from minus infinity, and merely
 # loading a library linked with -ffast-math makes every other computation take subnormal numbers for zero.
 FLAGS = (
@@ -48,14 +48,19 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_write_rows.restype = None
     library.penstock_paged_decode.argtypes = [pointer] * 6 + [integer] * 8 + [number, integer, number, pointer]
     library.penstock_paged_decode.restype = None
+    library.penstock_paged_prefill.argtypes = [pointer] * 5 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_paged_prefill.restype = None
+    library.penstock_has_prefill.argtypes = []
+    library.penstock_has_prefill.restype = integer
     return library
 
 
 def _build(compiler: str) -> Path:
     # -march=native ties the result to this processor, so its name and features are part of the key.
-    parts = [SOURCE.read_bytes(), *map(str.encode, (compiler, *FLAGS, processor_features()))]
+    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*"))]
+    parts = [*sources, *map(str.encode, (compiler, *FLAGS, processor_features()))]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
-    target = cache_directory() / "native" / f"attention-{key}.so"
+    target = cache_directory() / "native" / f"kernels-{key}.so"
     if not _is_whole(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

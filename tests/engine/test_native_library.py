@@ -16,7 +16,8 @@ from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.native_library import find_compiler, native_library
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
-TINY_SOURCE = 'extern "C" { void penstock_write_rows() {} void penstock_paged_decode() {} }\n'
+FUNCTIONS = ("penstock_write_rows", "penstock_paged_decode", "penstock_paged_prefill", "penstock_has_prefill")
+TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 
 
 @pytest.fixture(autouse=True)

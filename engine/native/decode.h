@@ -1,49 +1,20 @@
-// Paged attention for CPUs: writing keys and values into their blocks, and one query token per sequence attending to them.
-//
-// A plain C interface without torch's headers, so that it compiles in a second or two; `engine/native_library.py` builds and loads it.
-// Caches are [num_blocks, block_size, num_kv_heads, head_size]. The query heads of one KV head are handled together, so that every key and
+// One query token per sequence attends to its keys. The query heads of one KV head are handled together, so that every key and
 // value is read from memory once. The softmax is computed online, one block at a time (Milakov and Gimelshein, arXiv:1805.02867).
+
+#pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "common.h"
+
 namespace {
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-
-inline float to_float(BFloat16 x) {
-    uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
-    float result;
-    std::memcpy(&result, &wide, sizeof(result));
-    return result;
-}
-
-inline void store(float* to, float x) { *to = x; }
-
-inline void store(BFloat16* to, float x) {
-    uint32_t wide;
-    std::memcpy(&wide, &x, sizeof(wide));
-    // Round to nearest even; NaN stays NaN because its payload is never all zero after the shift of a quiet NaN.
-    to->bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
-}
 
 struct Shape {
     int64_t num_heads, num_kv_heads, key_size, value_size, block_size, blocks_per_sequence;
-};
-
-struct Options {
-    float scaling;
-    int64_t window;        // keys further back than this many positions are invisible; 0: no limit
-    float softcap;         // 0: none
-    const float* sinks;    // one logit per query head that takes part in the denominator only; null: none
 };
 
 template <typename T, int64_t SIZE>
@@ -161,27 +132,3 @@ void decode_any(void* out, const void* query, const void* key_cache, const void*
 }
 
 }  // namespace
-
-extern "C" {
-
-// Copies row t of `rows` (`row_bytes` long, `row_stride` bytes apart) to slot_mapping[t] of a cache; a negative slot is padding.
-void penstock_write_rows(char* cache, const char* rows, const int64_t* slot_mapping, int64_t num_rows, int64_t row_bytes, int64_t row_stride) {
-    for (int64_t t = 0; t < num_rows; ++t) {
-        if (slot_mapping[t] >= 0) std::memcpy(cache + slot_mapping[t] * row_bytes, rows + t * row_stride, row_bytes);
-    }
-}
-
-// query and out: [num_sequences, num_heads, size], contiguous. block_table: [num_sequences, blocks_per_sequence].
-void penstock_paged_decode(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table,
-                           const int64_t* context_lens, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t key_size,
-                           int64_t value_size, int64_t block_size, int64_t blocks_per_sequence, int64_t is_bfloat16, float scaling, int64_t window,
-                           float softcap, const float* sinks) {
-    const Shape shape{num_heads, num_kv_heads, key_size, value_size, block_size, blocks_per_sequence};
-    const Options options{scaling, window, softcap, sinks};
-    if (is_bfloat16) {
-        decode_any<BFloat16>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
-    } else {
-        decode_any<float>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
-    }
-}
-}

@@ -1,0 +1,41 @@
+// What the kernels share: the element types that caches hold, and what varies from layer to layer.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace penstock {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(BFloat16 x) {
+    uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &wide, sizeof(result));
+    return result;
+}
+
+inline void store(float* to, float x) { *to = x; }
+
+inline void store(BFloat16* to, float x) {
+    uint32_t wide;
+    std::memcpy(&wide, &x, sizeof(wide));
+    // Round to nearest even; NaN stays NaN because its payload is never all zero after the shift of a quiet NaN.
+    to->bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
+struct Options {
+    float scaling;
+    int64_t window;        // keys further back than this many positions are invisible; 0: no limit
+    float softcap;         // 0: none
+    const float* sinks;    // one logit per query head that takes part in the denominator only; null: none
+};
+
+}  // namespace penstock
+
+using namespace penstock;

@@ -1,0 +1,72 @@
+// The C++ kernels for CPUs: writing keys and values into their blocks, and attention over them. Caches are [num_blocks, block_size,
+// num_kv_heads, head_size], contiguous.
+//
+// A plain C interface without torch's headers, and one translation unit, so that it compiles in seconds; `engine/native_library.py` builds
+// and loads it.
+
+#include "decode.h"
+#include "prefill.h"
+
+extern "C" {
+
+// Copies row t of `rows` (`row_bytes` long, `row_stride` bytes apart) to slot_mapping[t] of a cache; a negative slot is padding.
+void penstock_write_rows(char* cache, const char* rows, const int64_t* slot_mapping, int64_t num_rows, int64_t row_bytes, int64_t row_stride) {
+    for (int64_t t = 0; t < num_rows; ++t) {
+        if (slot_mapping[t] >= 0) std::memcpy(cache + slot_mapping[t] * row_bytes, rows + t * row_stride, row_bytes);
+    }
+}
+
+// query and out: [num_sequences, num_heads, size], contiguous. block_table: [num_sequences, blocks_per_sequence].
+void penstock_paged_decode(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table,
+                           const int64_t* context_lens, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t key_size,
+                           int64_t value_size, int64_t block_size, int64_t blocks_per_sequence, int64_t is_bfloat16, float scaling, int64_t window,
+                           float softcap, const float* sinks) {
+    const Shape shape{num_heads, num_kv_heads, key_size, value_size, block_size, blocks_per_sequence};
+    const Options options{scaling, window, softcap, sinks};
+    if (is_bfloat16) {
+        decode_any<BFloat16>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
+    } else {
+        decode_any<float>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
+    }
+}
+
+// Whether this processor has the 64-byte vectors that the prefill kernel is written for. Emulated, they are slower than torch.
+int64_t penstock_has_prefill() {
+#ifdef __AVX512F__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// query and out: [num_queries, num_heads, size], contiguous: the last tokens of one sequence whose keys, theirs included, are in the caches.
+// key_size and value_size may be at most 256.
+void penstock_paged_prefill(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table,
+                            int64_t num_queries, int64_t context_len, int64_t num_heads, int64_t num_kv_heads, int64_t key_size,
+                            int64_t value_size, int64_t block_size, int64_t is_bfloat16, float scaling, int64_t window, float softcap,
+                            const float* sinks) {
+    const Options options{scaling, window, softcap, sinks};
+    auto run = [&](auto* element) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        Prefill<T>{static_cast<T*>(out),
+                   static_cast<const T*>(query),
+                   static_cast<const T*>(key_cache),
+                   static_cast<const T*>(value_cache),
+                   block_table,
+                   num_queries,
+                   context_len,
+                   num_heads,
+                   num_kv_heads,
+                   key_size,
+                   value_size,
+                   block_size,
+                   options}
+            .run();
+    };
+    if (is_bfloat16) {
+        run(static_cast<BFloat16*>(nullptr));
+    } else {
+        run(static_cast<float*>(nullptr));
+    }
+}
+}

@@ -1,0 +1,271 @@
+// Many query tokens of one sequence attend to its keys, causally: tiles of queries times tiles of keys, with the softmax computed online
+// (Dao et al., arXiv:2205.14135; Rabe and Staats, arXiv:2112.05682).
+//
+// Keys and values are first laid out so that a row of 64 numbers is what one step of the inner product multiplies. With AVX-512's bfloat16
+// products that is two rows at once, interleaved; everywhere else the products are float32.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+
+#include "common.h"
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t KEY_TILE = 64;
+constexpr int64_t QUERY_TILE = 48;
+constexpr int64_t ROWS = 6;       // of a register tile: 6 x 64 sums, as many as registers hold
+constexpr int64_t COLUMNS = 64;
+constexpr int64_t MAX_VALUE_SIZE = 256;
+constexpr float LOG2_E = 1.44269504f;
+constexpr float HIDDEN = -1e30f;  // finite, so that a tile with nothing to see makes no NaN; what it adds is wiped out by the first real score
+
+typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t IntVector __attribute__((vector_size(64), aligned(4), may_alias));
+
+#ifdef __AVX512BF16__
+constexpr bool HAS_BFLOAT16_PRODUCTS = true;
+#else
+constexpr bool HAS_BFLOAT16_PRODUCTS = false;
+#endif
+
+// What is multiplied, and how many steps of the inner product lie interleaved in one row.
+template <typename T>
+struct Product {
+    using Element = float;
+    static constexpr int64_t STEP = 1;
+};
+
+template <>
+struct Product<BFloat16> {
+    using Element = std::conditional_t<HAS_BFLOAT16_PRODUCTS, BFloat16, float>;
+    static constexpr int64_t STEP = HAS_BFLOAT16_PRODUCTS ? 2 : 1;
+};
+
+inline void convert(float* to, float x) { *to = x; }
+inline void convert(float* to, BFloat16 x) { *to = to_float(x); }
+inline void convert(BFloat16* to, BFloat16 x) { *to = x; }
+inline void convert(BFloat16* to, float x) { store(to, x); }
+
+// sums[6][64] += a[6][depth] * b[depth][64]; a's rows are `a_stride` apart, b's rows are packed.
+inline void multiply(float* sums, int64_t sums_stride, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth) {
+    Vector tile[ROWS][4];
+    for (int64_t r = 0; r < ROWS; ++r)
+        for (int64_t v = 0; v < 4; ++v) tile[r][v] = *reinterpret_cast<const Vector*>(sums + r * sums_stride + 16 * v);
+    for (int64_t k = 0; k < depth; ++k) {
+        const Vector* row = reinterpret_cast<const Vector*>(b + k * b_stride);
+        const Vector b0 = row[0], b1 = row[1], b2 = row[2], b3 = row[3];
+#pragma GCC unroll 6
+        for (int64_t r = 0; r < ROWS; ++r) {
+            const float x = a[r * a_stride + k];
+            tile[r][0] += x * b0;
+            tile[r][1] += x * b1;
+            tile[r][2] += x * b2;
+            tile[r][3] += x * b3;
+        }
+    }
+    for (int64_t r = 0; r < ROWS; ++r)
+        for (int64_t v = 0; v < 4; ++v) *reinterpret_cast<Vector*>(sums + r * sums_stride + 16 * v) = tile[r][v];
+}
+
+#ifdef __AVX512BF16__
+inline void multiply(float* sums, int64_t sums_stride, const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {
+    __m512 tile[ROWS][4];
+    for (int64_t r = 0; r < ROWS; ++r)
+        for (int64_t v = 0; v < 4; ++v) tile[r][v] = _mm512_loadu_ps(sums + r * sums_stride + 16 * v);
+    for (int64_t k = 0; k < depth; k += 2) {
+        const BFloat16* row = b + (k / 2) * b_stride;
+        __m512bh columns[4];
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < 4; ++v) columns[v] = (__m512bh)_mm512_loadu_si512(row + 32 * v);
+#pragma GCC unroll 6
+        for (int64_t r = 0; r < ROWS; ++r) {
+            int32_t pair;
+            std::memcpy(&pair, a + r * a_stride + k, sizeof(pair));
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+            for (int64_t v = 0; v < 4; ++v) tile[r][v] = _mm512_dpbf16_ps(tile[r][v], x, columns[v]);
+        }
+    }
+    for (int64_t r = 0; r < ROWS; ++r)
+        for (int64_t v = 0; v < 4; ++v) _mm512_storeu_ps(sums + r * sums_stride + 16 * v, tile[r][v]);
+}
+#endif
+
+// 2^x for x <= 0, to about 1e-7 relative; 2^-126 for whatever is less.
+inline Vector power_of_two(Vector x) {
+    x = x > -126.0f ? x : -126.0f - Vector{};
+    const IntVector n = __builtin_convertvector(x - 0.5f, IntVector);  // truncated: the nearest integer, as x is not positive
+    const Vector f = x - __builtin_convertvector(n, Vector);
+    Vector p = 1.5403530e-4f * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    return (Vector)((IntVector)p + (n << 23));
+}
+
+inline float highest_of(Vector x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float highest = x[0];
+    for (int64_t i = 1; i < 16; ++i) highest = std::max(highest, x[i]);
+    return highest;
+#endif
+}
+
+inline void convert(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
+
+inline void convert(BFloat16* to, Vector x) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    for (int64_t i = 0; i < 16; ++i) store(to + i, x[i]);
+#endif
+}
+
+// One sequence: its queries, and where its keys and values lie.
+template <typename T>
+struct Prefill {
+    T* out;          // [num_queries, num_heads, value_size]
+    const T* query;  // [num_queries, num_heads, key_size]
+    const T* key_cache;
+    const T* value_cache;
+    const int64_t* block_table;
+    int64_t num_queries, context_len, num_heads, num_kv_heads, key_size, value_size, block_size;
+    Options options;
+
+    using Element = typename Product<T>::Element;
+    static constexpr int64_t STEP = Product<T>::STEP;
+
+    int64_t num_key_tiles() const { return (context_len + KEY_TILE - 1) / KEY_TILE; }
+    int64_t value_columns() const { return (value_size + COLUMNS - 1) / COLUMNS * COLUMNS; }
+    int64_t key_depth() const { return (key_size + STEP - 1) / STEP * STEP; }
+    int64_t keys_size() const { return num_kv_heads * num_key_tiles() * key_depth() * KEY_TILE; }
+    int64_t values_size() const { return num_kv_heads * num_key_tiles() * KEY_TILE * value_columns(); }
+
+    Element* key_tile(Element* keys, int64_t head, int64_t tile) const { return keys + (head * num_key_tiles() + tile) * key_depth() * KEY_TILE; }
+    Element* value_tile(Element* values, int64_t head, int64_t tile) const {
+        return values + (head * num_key_tiles() + tile) * KEY_TILE * value_columns();
+    }
+
+    // Keys become [depth / STEP][64 keys][STEP], values [64 / STEP][columns][STEP]; what lies past the end is zero.
+    void pack(Element* keys, Element* values, int64_t head, int64_t tile) const {
+        Element* packed_keys = key_tile(keys, head, tile);
+        Element* packed_values = value_tile(values, head, tile);
+        const int64_t first = tile * KEY_TILE, last = std::min(first + KEY_TILE, context_len);
+        std::memset(static_cast<void*>(packed_keys), 0, key_depth() * KEY_TILE * sizeof(Element));
+        std::memset(static_cast<void*>(packed_values), 0, KEY_TILE * value_columns() * sizeof(Element));
+        for (int64_t position = first; position < last; ++position) {
+            const int64_t slot = block_table[position / block_size] * block_size + position % block_size;
+            const T* key = key_cache + (slot * num_kv_heads + head) * key_size;
+            const T* value = value_cache + (slot * num_kv_heads + head) * value_size;
+            const int64_t i = position - first;
+            for (int64_t d = 0; d < key_size; ++d) convert(packed_keys + (d / STEP) * KEY_TILE * STEP + i * STEP + d % STEP, key[d]);
+            Element* row = packed_values + (i / STEP) * value_columns() * STEP + i % STEP;
+            for (int64_t d = 0; d < value_size; ++d) convert(row + d * STEP, value[d]);
+        }
+    }
+
+    // One query head, one tile of queries.
+    void attend(const Element* keys, const Element* values, int64_t head, int64_t first_query) const {
+        const int64_t num_rows = std::min(QUERY_TILE, num_queries - first_query);
+        const int64_t padded_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
+        const int64_t first_position = context_len - num_queries + first_query, last_position = first_position + num_rows - 1;
+        const int64_t kv_head = head / (num_heads / num_kv_heads), columns = value_columns(), depth = key_depth();
+        alignas(64) Element rows[QUERY_TILE * MAX_VALUE_SIZE];
+        alignas(64) Element weights[QUERY_TILE * KEY_TILE];
+        alignas(64) float scores[QUERY_TILE * KEY_TILE];
+        alignas(64) float sums[QUERY_TILE * MAX_VALUE_SIZE];
+        float maxima[QUERY_TILE];
+        Vector totals[QUERY_TILE];  // of each row's weights, added up lane by lane
+        std::memset(static_cast<void*>(rows), 0, padded_rows * depth * sizeof(Element));
+        std::memset(sums, 0, padded_rows * columns * sizeof(float));
+        std::memset(static_cast<void*>(weights), 0, sizeof(weights));
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const T* row = query + ((first_query + r) * num_heads + head) * key_size;
+            for (int64_t d = 0; d < key_size; ++d) convert(rows + r * depth + d, row[d]);
+            maxima[r] = options.sinks ? options.sinks[head] * LOG2_E : HIDDEN;
+            totals[r] = Vector{options.sinks ? 1.0f : 0.0f};
+        }
+        const int64_t first_visible = options.window > 0 ? std::max<int64_t>(0, first_position - options.window + 1) : 0;
+        for (int64_t tile = first_visible / KEY_TILE; tile * KEY_TILE <= last_position; ++tile) {
+            const Element* packed_keys = key_tile(const_cast<Element*>(keys), kv_head, tile);
+            const Element* packed_values = value_tile(const_cast<Element*>(values), kv_head, tile);
+            std::memset(scores, 0, padded_rows * KEY_TILE * sizeof(float));
+            for (int64_t r = 0; r < padded_rows; r += ROWS)
+                multiply(scores + r * KEY_TILE, KEY_TILE, rows + r * depth, depth, packed_keys, KEY_TILE * STEP, depth);
+            for (int64_t r = 0; r < num_rows; ++r)
+                weigh(scores + r * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_position + r, tile);
+            for (int64_t column = 0; column < columns; column += COLUMNS)
+                for (int64_t r = 0; r < padded_rows; r += ROWS)
+                    multiply(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP, columns * STEP,
+                             KEY_TILE);
+        }
+        for (int64_t r = 0; r < num_rows; ++r) {
+            T* row = out + ((first_query + r) * num_heads + head) * value_size;
+            float total = 0.0f;
+            for (int64_t lane = 0; lane < 16; ++lane) total += totals[r][lane];
+            const float scale = 1.0f / total;
+            for (int64_t d = 0; d < value_size; ++d) store(row + d, sums[r * columns + d] * scale);
+        }
+    }
+
+    // Turns one query's scores of a tile into weights, and rescales what it has summed up so far where its maximum rises.
+    void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t position, int64_t tile) const {
+        const int64_t first_key = tile * KEY_TILE;
+        float factor = options.scaling * LOG2_E;  // scores are in powers of two from here on
+        if (options.softcap > 0.0f) {
+            for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = std::tanh(scores[i] * options.scaling / options.softcap);
+            factor = options.softcap * LOG2_E;
+        }
+        Vector* row = reinterpret_cast<Vector*>(scores);
+        for (int64_t v = 0; v < KEY_TILE / 16; ++v) row[v] *= factor;
+        const int64_t end = position - first_key + 1;
+        const int64_t begin = options.window > 0 ? position - options.window + 1 - first_key : 0;
+        if (end < KEY_TILE || begin > 0) {
+            for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = i >= begin && i < end ? scores[i] : HIDDEN;
+        }
+        Vector highest_lanes = row[0];
+        for (int64_t v = 1; v < KEY_TILE / 16; ++v) highest_lanes = row[v] > highest_lanes ? row[v] : highest_lanes;
+        const float highest = std::max(maximum, highest_of(highest_lanes));
+        if (highest > maximum) {
+            const float correction = power_of_two(Vector{} + (maximum - highest))[0];
+            total *= correction;
+            const int64_t columns = value_columns();
+            for (int64_t d = 0; d < columns; d += 16) *reinterpret_cast<Vector*>(sums + d) *= correction;
+            maximum = highest;
+        }
+        for (int64_t v = 0; v < KEY_TILE / 16; ++v) {
+            const Vector weight = power_of_two(row[v] - highest);
+            total += weight;
+            convert(weights + 16 * v, weight);
+        }
+    }
+
+    void run() const {
+        std::unique_ptr<Element[]> keys(new Element[keys_size()]), values(new Element[values_size()]);
+        const int64_t num_pack_tasks = num_kv_heads * num_key_tiles();
+        const int64_t num_query_tiles = (num_queries + QUERY_TILE - 1) / QUERY_TILE;
+#pragma omp parallel
+        {
+#pragma omp for schedule(static)
+            for (int64_t task = 0; task < num_pack_tasks; ++task) pack(keys.get(), values.get(), task / num_key_tiles(), task % num_key_tiles());
+            // The last tiles see the most keys: they go first, so that no thread is left with a long one at the end.
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t task = num_query_tiles * num_heads - 1; task >= 0; --task)
+                attend(keys.get(), values.get(), task % num_heads, task / num_heads * QUERY_TILE);
+        }
+    }
+};
+
+}  // namespace
