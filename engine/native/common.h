@@ -29,6 +29,12 @@ inline void store(BFloat16* to, float x) {
     to->bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
 
+// The same from one type to another.
+inline void convert(float* to, float x) { *to = x; }
+inline void convert(float* to, BFloat16 x) { *to = to_float(x); }
+inline void convert(BFloat16* to, BFloat16 x) { *to = x; }
+inline void convert(BFloat16* to, float x) { store(to, x); }
+
 struct Options {
     float scaling;
     int64_t window;        // keys further back than this many positions are invisible; 0: no limit

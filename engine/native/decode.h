@@ -7,9 +7,11 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
+#include "decode_bfloat16.h"
 
 namespace {
 
@@ -107,8 +109,19 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < num_tasks; ++task) {
             const int64_t sequence = task / shape.num_kv_heads;
-            decode_group<T, SIZE>(out + sequence * shape.num_heads * shape.value_size, query + sequence * shape.num_heads * shape.key_size, key_cache,
-                                  value_cache, block_table + sequence * shape.blocks_per_sequence, context_lens[sequence],
+            T* sequence_out = out + sequence * shape.num_heads * shape.value_size;
+            const T* sequence_query = query + sequence * shape.num_heads * shape.key_size;
+            const int64_t* blocks = block_table + sequence * shape.blocks_per_sequence;
+#ifdef __AVX512BF16__
+            if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
+                if (shape.block_size == BLOCK && group <= MAX_GROUP) {
+                    decode_group_bfloat16<SIZE>(sequence_out, sequence_query, key_cache, value_cache, blocks, context_lens[sequence],
+                                                task % shape.num_kv_heads, group, shape.num_kv_heads, options);
+                    continue;
+                }
+            }
+#endif
+            decode_group<T, SIZE>(sequence_out, sequence_query, key_cache, value_cache, blocks, context_lens[sequence],
                                   task % shape.num_kv_heads, shape, options, scratch.data());
         }
     }

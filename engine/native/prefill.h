@@ -12,10 +12,7 @@
 #include <memory>
 
 #include "common.h"
-
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "vector.h"
 
 namespace {
 
@@ -24,11 +21,7 @@ constexpr int64_t QUERY_TILE = 48;
 constexpr int64_t ROWS = 6;       // of a register tile: 6 x 64 sums, as many as registers hold
 constexpr int64_t COLUMNS = 64;
 constexpr int64_t MAX_VALUE_SIZE = 256;
-constexpr float LOG2_E = 1.44269504f;
-constexpr float HIDDEN = -1e30f;  // finite, so that a tile with nothing to see makes no NaN; what it adds is wiped out by the first real score
 
-typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t IntVector __attribute__((vector_size(64), aligned(4), may_alias));
 
 #ifdef __AVX512BF16__
 constexpr bool HAS_BFLOAT16_PRODUCTS = true;
@@ -48,11 +41,6 @@ struct Product<BFloat16> {
     using Element = std::conditional_t<HAS_BFLOAT16_PRODUCTS, BFloat16, float>;
     static constexpr int64_t STEP = HAS_BFLOAT16_PRODUCTS ? 2 : 1;
 };
-
-inline void convert(float* to, float x) { *to = x; }
-inline void convert(float* to, BFloat16 x) { *to = to_float(x); }
-inline void convert(BFloat16* to, BFloat16 x) { *to = x; }
-inline void convert(BFloat16* to, float x) { store(to, x); }
 
 // sums[6][64] += a[6][depth] * b[depth][64]; a's rows are `a_stride` apart, b's rows are packed.
 inline void multiply(float* sums, int64_t sums_stride, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth) {
@@ -98,40 +86,6 @@ inline void multiply(float* sums, int64_t sums_stride, const BFloat16* a, int64_
         for (int64_t v = 0; v < 4; ++v) _mm512_storeu_ps(sums + r * sums_stride + 16 * v, tile[r][v]);
 }
 #endif
-
-// 2^x for x <= 0, to about 1e-7 relative; 2^-126 for whatever is less.
-inline Vector power_of_two(Vector x) {
-    x = x > -126.0f ? x : -126.0f - Vector{};
-    const IntVector n = __builtin_convertvector(x - 0.5f, IntVector);  // truncated: the nearest integer, as x is not positive
-    const Vector f = x - __builtin_convertvector(n, Vector);
-    Vector p = 1.5403530e-4f * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    return (Vector)((IntVector)p + (n << 23));
-}
-
-inline float highest_of(Vector x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_max_ps((__m512)x);
-#else
-    float highest = x[0];
-    for (int64_t i = 1; i < 16; ++i) highest = std::max(highest, x[i]);
-    return highest;
-#endif
-}
-
-inline void convert(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
-
-inline void convert(BFloat16* to, Vector x) {
-#ifdef __AVX512BF16__
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
-    for (int64_t i = 0; i < 16; ++i) store(to + i, x[i]);
-#endif
-}
 
 // One sequence: its queries, and where its keys and values lie.
 template <typename T>

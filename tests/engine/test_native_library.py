@@ -16,6 +16,7 @@ from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.native_library import find_compiler, native_library
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+KERNELS = module.SOURCE
 FUNCTIONS = ("penstock_write_rows", "penstock_paged_decode", "penstock_paged_prefill", "penstock_has_prefill")
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 
@@ -155,3 +156,9 @@ def test_the_compiler_named_in_the_environment_is_taken(tmp_path: Path, monkeypa
     assert native_library() is not None
     assert mark.exists()
     assert shutil.which(os.environ["CXX"]) == find_compiler()
+
+
+@needs_compiler
+def test_the_kernels_themselves_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SOURCE", KERNELS)
+    assert native_library() is not None
