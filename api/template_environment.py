@@ -93,7 +93,7 @@ class Interruptible:
     """One function call in some thread, which `interrupt` ends from another with `TemplateTimeout`.
 
     The lock makes sure that the exception reaches the call and never what the thread does next: once the call is over it is not sent,
-    and if it was sent but has not arrived it is taken back.
+    and if it was sent but has not arrived it is waited for.
     """
 
     def __init__(self) -> None:
@@ -116,22 +116,29 @@ class Interruptible:
         with self._lock:
             self._is_interrupted = True
             if self._thread_id is not None:
-                _set_async_exception(self._thread_id, TemplateTimeout)
+                _raise_in_thread(self._thread_id, TemplateTimeout)
 
     def _end(self) -> None:
+        """Another exception takes the place of one that may not have arrived, and is waited for.
+
+        Taking it back would cost less here and everywhere else more: Python 3.11 and 3.12 then look for an exception at every step, in
+        every thread, from there on (and 3.11 hangs where such code is traced).
+        """
         while True:
             try:
                 with self._lock:
                     thread_id, self._thread_id = self._thread_id, None
-                    if thread_id is not None:
-                        _set_async_exception(thread_id, None)
-                return
+                    if not self._is_interrupted or thread_id is None:
+                        return
+                    _raise_in_thread(thread_id, TemplateTimeout)
+                    while True:
+                        pass
             except TemplateTimeout:
                 continue
 
 
-def _set_async_exception(thread_id: int, exception: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(exception) if exception else None)
+def _raise_in_thread(thread_id: int, exception: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(exception))
 
 
 def _size(value: Any) -> int:

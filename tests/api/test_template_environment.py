@@ -1,5 +1,7 @@
 """What chat templates may do, and that none of them can hold the server up."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -107,3 +109,18 @@ def test_an_interrupt_after_the_end_reaches_nobody() -> None:
     assert call.run(lambda: 1) == 1
     call.interrupt()
     assert sum(range(10_000)) == 49_995_000
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_nothing_is_left_pending_once_a_call_is_over(is_interrupted: bool) -> None:
+    """Where something were, Python 3.11 would never get past the first step of the traced function."""
+    script = f"""
+import contextlib, sys
+from penstock.api.template_environment import Interruptible, TemplateTimeout
+call = Interruptible()
+with contextlib.suppress(TemplateTimeout):
+    call.run(call.interrupt if {is_interrupted} else list)
+sys.settrace(lambda frame, event, argument: None)
+print((lambda: "through")())
+"""
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout == "through\n"
