@@ -52,7 +52,7 @@ def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
     tokenizer = Tokenizer.load(directory, config.trust_remote_code)
     workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="penstock-worker")
     chat_template = build_chat_template(template, tokenizer, workers)
-    budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer)
+    budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, template)
     loaded = load(directory, config)
     core = build_core(loaded, tokenizer, config)
     context = ServerContext(
@@ -108,17 +108,23 @@ def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: Thr
     )
 
 
-def thinking_budget(asked: int | None, parser: ReasoningParserFactory | None, tokenizer: Tokenizer) -> int | None:
-    """The operator's default budget; where there is none, one of ours for a model that would never close its reasoning by itself."""
+def thinking_budget(asked: int | None, parser: ReasoningParserFactory | None, tokenizer: Tokenizer, template: str | None) -> int | None:
+    """The operator's default budget; where there is none, one of ours for a model that would never close its reasoning by itself.
+
+    `template` is the operator's chat template; with one that writes the parser's markers this is nothing to warn of.
+    """
     if parser is None or knows_marker(parser(Turn()).end_marker, tokenizer):
         return asked
     marker = parser(Turn()).end_marker
     budget = UNLEARNED_THINKING_BUDGET if asked is None else asked
-    log.warning(
-        "neither the model's vocabulary nor its own chat template knows %r, so it never learned to reason in this format. "
-        "With `--chat-template think` the prompt opens its reasoning; the server closes it after %d tokens (--thinking-token-budget).",
+    is_expected = template is not None and marker.strip() in template
+    log.log(
+        logging.INFO if is_expected else logging.WARNING,
+        "the model never learned to reason in this format: neither its vocabulary nor its own chat template knows %r. "
+        "The server ends its reasoning after %d tokens (--thinking-token-budget)%s",
         marker,
         budget,
+        "" if is_expected else "; a --chat-template that opens the reasoning has it begin there",
     )
     return budget
 

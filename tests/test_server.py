@@ -169,21 +169,27 @@ def tokenizer_that_knows(*texts: str, template: str = "{{ messages }}") -> Token
 
 
 def test_a_model_that_knows_the_marker_has_no_budget_of_ours(caplog: pytest.LogCaptureFixture) -> None:
-    assert thinking_budget(None, deepseek_r1, tokenizer_that_knows("</think>")) is None
-    assert thinking_budget(None, deepseek_r1, tokenizer_that_knows(template="{{ x.split('</think>') }}")) is None
-    assert thinking_budget(7, deepseek_r1, tokenizer_that_knows("</think>")) == 7
+    assert thinking_budget(None, deepseek_r1, tokenizer_that_knows("</think>"), None) is None
+    assert thinking_budget(None, deepseek_r1, tokenizer_that_knows(template="{{ x.split('</think>') }}"), None) is None
+    assert thinking_budget(7, deepseek_r1, tokenizer_that_knows("</think>"), None) == 7
     assert caplog.records == []
 
 
 def test_a_model_that_never_learned_the_marker_gets_a_warning_and_a_budget(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert thinking_budget(None, deepseek_r1, tokenizer_that_knows()) == 256
-        assert thinking_budget(9, deepseek_r1, tokenizer_that_knows()) == 9
+        assert thinking_budget(None, deepseek_r1, tokenizer_that_knows(), None) == 256
+        assert thinking_budget(9, deepseek_r1, tokenizer_that_knows(), None) == 9
     assert "'</think>'" in caplog.text
 
 
+def test_an_operator_whose_template_opens_the_reasoning_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert thinking_budget(None, deepseek_r1, tokenizer_that_knows(), "<think></think>") == 256
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
 def test_without_a_reasoning_parser_there_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert thinking_budget(None, None, tokenizer_that_knows()) is None
+    assert thinking_budget(None, None, tokenizer_that_knows(), None) is None
     assert caplog.records == []
 
 
