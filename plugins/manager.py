@@ -16,6 +16,7 @@ import pluggy
 from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.turn import Turn
 from penstock.plugins.registry import Registry
 
 GROUP = "penstock"
@@ -143,11 +144,13 @@ class Plugins:
         return loaded or name
 
     def check(self) -> None:
-        """Raises where `without` names nothing that was found, or a plug-in left open which of its parsers is meant."""
+        """Raises where `without` names nothing that was found, a plug-in left open which of its parsers is meant, or that one is none."""
         for name in sorted(self._without - self._dropped):
             self._raise_unknown("--without", name)
         for registry in self.registries:
             registry.check()
+        self._check_active(self.reasoning_parsers, ("feed", "finish", "start_marker", "end_marker", "phase"))
+        self._check_active(self.tool_parsers, ("feed", "finish"))
 
     def listing(self) -> list[Listing]:
         """What is loaded, by kind and name."""
@@ -157,6 +160,19 @@ class Plugins:
                 source = self._origins[origin]
                 rows.append(Listing(registry.kind, name, origin, source.distribution, source.version, name == registry.active))
         return rows
+
+    def _check_active(self, registry: Registry[Any], promised: Sequence[str]) -> None:
+        """Makes a parser as each answer will, so that the first answer is not where a mistake shows."""
+        if registry.active is None or registry.active_factory is None:
+            return
+        described = f"{registry.kind} {registry.active!r} of plug-in {self._origins[registry.origins[registry.active]]}"
+        try:
+            parser = registry.active_factory(Turn())
+        except Exception as error:
+            raise ConfigurationError(f"{described} cannot be made: {type(error).__name__}: {error}") from error
+        missing = [name for name in promised if not hasattr(parser, name)]
+        if missing:
+            raise ConfigurationError(f"{described} makes a {type(parser).__name__} without {', '.join(f'`{name}`' for name in missing)}")
 
     def _add(self, origin: Origin, load: Callable[[], object]) -> None:
         """Imports a plug-in, checks its hooks and runs them."""

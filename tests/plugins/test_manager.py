@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import textwrap
@@ -186,6 +187,20 @@ def test_a_hook_that_raises_names_its_plugin(write: WriteFile) -> None:
     path = write("raises.py", REASONING.format(name="mine").replace('register("mine", deepseek_r1)', "1 / 0"))
     with pytest.raises(ConfigurationError, match=r"raises\.py.*ZeroDivisionError"):
         Plugins.start([path])
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("lambda turn: {}['marker']", "KeyError: 'marker'"),
+        ("lambda: None", "TypeError"),
+        ("lambda turn: deepseek_r1", "without `feed`, `finish`, `start_marker`, `end_marker`, `phase`"),
+    ],
+)
+def test_a_selected_parser_is_made_once_at_start(write: WriteFile, factory: str, words: str) -> None:
+    source = textwrap.dedent(REASONING).format(name="mine").replace('"mine", deepseek_r1', f'"mine", {factory}')
+    with pytest.raises(ConfigurationError, match=rf"reasoning parser 'mine' of plug-in '.*mine\.py'.*{re.escape(words)}"):
+        Plugins.start([write("mine.py", source)])
 
 
 @pytest.mark.parametrize("call", ["register('', deepseek_r1)", "register('mine', 1)", "register(deepseek_r1, 'mine')"])
