@@ -57,6 +57,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
         gc.collect()
         gc.freeze()
         asyncio.run(run(arguments, assembled, listener, started))
+        gc.unfreeze()  # else extensions such as triton's report what was never collected as leaked, in forty lines
 
 
 async def run(arguments: Arguments, assembled: "Assembled", listener: socket.socket, started: float) -> None:
