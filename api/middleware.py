@@ -99,6 +99,8 @@ async def translate_errors(request: web.Request, handler: Handler) -> web.Stream
             return cut_off(request, started, error)
         if isinstance(error, web.HTTPException):
             return refusal(request, error)
+        if isinstance(error, web.RequestPayloadError):
+            return unreadable(request)
         if not isinstance(error, PenstockError):
             log.exception("request %s failed", request[REQUEST_ID])
             return json_response(error_body(500, f"internal server error; the log has more under {request[REQUEST_ID]}"), status=500)
@@ -117,6 +119,14 @@ def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         message = f"the body is larger than {request.app[CONTEXT].options.max_body_bytes} bytes"
     return json_response(error_body(error.status, message), status=error.status, headers=headers)
+
+
+def unreadable(request: web.Request) -> web.Response:
+    """For a body that is not encoded as its headers say. Where it ends cannot be told, so the connection ends with the answer."""
+    request.content.feed_eof()  # else aiohttp goes on reading, and logs the same mistake as an error of the server's
+    response = json_response(error_body(400, "the body is not encoded as its headers say"), status=400)
+    response.force_close()
+    return response
 
 
 def cut_off(request: web.Request, started: web.StreamResponse, error: Exception) -> web.StreamResponse:
@@ -188,7 +198,8 @@ def allow_origins(origins: tuple[str, ...]) -> Middleware:
 async def set_response_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs when a response is about to start, so that streams get these headers like all others."""
     request[STARTED] = response
-    response.headers["x-request-id"] = request[REQUEST_ID]
+    if REQUEST_ID in request:  # not where aiohttp refuses before any middleware runs, as it does for an `Expect` that it does not know
+        response.headers["x-request-id"] = request[REQUEST_ID]
     origins = request.app[CONTEXT].options.cors_origins
     if origins and _is_allowed(request, origins):
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if "*" in origins else request.headers[hdrs.ORIGIN]

@@ -183,6 +183,27 @@ def test_a_body_beyond_the_limit_is_413(is_announced: bool) -> None:
     serve(scenario, ServerOptions(max_body_bytes=1000))
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_that_is_not_encoded_as_it_says_is_the_clients_mistake(encoding: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Running) -> None:
+        data = json.dumps(CHAT).encode()
+        async with server.http.post("/v1/chat/completions", data=data, headers={"Content-Encoding": encoding}) as response:
+            assert (response.status, response.headers["Connection"]) == (400, "close")
+            assert "encoded" in (await response.json())["error"]["message"]
+        assert (await server.post("/v1/chat/completions", CHAT))[0] == 200
+
+    serve(scenario)
+    assert not caplog.records
+
+
+def test_an_expectation_that_nobody_knows_is_refused_with_a_status() -> None:
+    async def scenario(server: Running) -> None:
+        async with server.http.post("/v1/chat/completions", json=CHAT, headers={"Expect": "tea"}) as response:
+            assert response.status == 417
+
+    serve(scenario)
+
+
 def test_preflights_and_responses_carry_cors_headers_for_allowed_origins_only() -> None:
     async def scenario(server: Running) -> None:
         asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
