@@ -224,7 +224,8 @@ class EngineCore:
         if sequence.max_tokens == 0:
             return self._finish(sequence, delta, FinishReason.LENGTH)
         is_stopping = self._ends(sequence, token_id)
-        if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping):
+        room = sequence.max_tokens - sequence.num_output_tokens
+        if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping, room=room):
             for forced in sequence.thinking.end_token_ids:
                 if delta.finish_reason is None:
                     if sequence.request.params.logprobs is not None:

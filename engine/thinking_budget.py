@@ -7,13 +7,17 @@ from penstock.engine.parsing import Phase
 class ThinkingBudget:
     """At most `budget` tokens of reasoning, then the engine itself writes the end marker.
 
-    A model that would end its answer while it still reasons has its reasoning closed as well: whoever sets a budget wants an answer.
+    A marker that no longer fits into the answer is not begun: half of one would pass for something that the model said. A model that would end its answer while it still reasons has its reasoning closed as well: whoever sets a budget wants an answer.
     """
 
     def __init__(self, budget: int, end_token_ids: list[int]) -> None:
         self.budget = budget
         self.end_token_ids = end_token_ids
 
-    def must_close(self, answer: Answer, *, is_stopping: bool) -> bool:
-        """Whether the end marker takes the place of the token just sampled; `is_stopping` says that it would end the answer."""
-        return answer.phase is Phase.REASONING and (is_stopping or answer.num_reasoning_tokens >= self.budget)
+    def must_close(self, answer: Answer, *, is_stopping: bool, room: int) -> bool:
+        """Whether the end marker takes the place of the token just sampled.
+
+        `is_stopping` says that this token would end the answer, `room` how many tokens the answer may still have, this one included.
+        """
+        is_due = answer.phase is Phase.REASONING and (is_stopping or answer.num_reasoning_tokens >= self.budget)
+        return is_due and room >= len(self.end_token_ids)
