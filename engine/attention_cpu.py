@@ -50,13 +50,10 @@ def paged_attention_cpu(
     if decodes:
         decode = _decode_native if is_native else _decode_torch
         decode(out[:decodes], query_THD[:decodes], key_cache, value_cache, metadata, options)
-    starts = metadata.query_start_loc.tolist()
-    context_lens = metadata.context_lens_B.tolist()
-    prefill = _prefill_native if is_native and _can_prefill_natively(key_cache, value_cache) else _prefill_torch
-    for i in range(decodes, metadata.num_sequences):
-        rows = slice(starts[i], starts[i + 1])
-        prefill(out[rows], query_THD[rows], key_cache, value_cache, metadata.block_table_BN[i], context_lens[i], options)
-    out[starts[-1] :] = 0
+    if decodes < metadata.num_sequences:
+        prefill = _prefill_native if is_native and _can_prefill_natively(key_cache, value_cache) else _prefill_torch
+        prefill(out, query_THD, key_cache, value_cache, metadata, options)
+    out[metadata.num_real_tokens :] = 0
     return out
 
 
@@ -116,31 +113,28 @@ def _can_prefill_natively(key_cache: Tensor, value_cache: Tensor) -> bool:
 
 
 def _prefill_native(
-    out_THD: Tensor,
-    query_THD: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table_N: Tensor,
-    context_len: int,
-    options: AttentionOptions,
+    out_THD: Tensor, query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> None:
     library = native_library()
     assert library is not None
     query_THD = query_THD.contiguous()
     sinks = None if options.sinks_H is None else options.sinks_H.float().contiguous()
+    decodes = metadata.num_decodes
     library.penstock_paged_prefill(
         out_THD.data_ptr(),
         query_THD.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
-        block_table_N.data_ptr(),
-        query_THD.shape[0],
-        context_len,
+        metadata.block_table_BN[decodes:].data_ptr(),
+        metadata.query_start_loc[decodes:].data_ptr(),
+        metadata.context_lens_B[decodes:].data_ptr(),
+        metadata.num_sequences - decodes,
         query_THD.shape[1],
         key_cache.shape[2],
         key_cache.shape[3],
         value_cache.shape[3],
         key_cache.shape[1],
+        metadata.block_table_BN.shape[1],
         query_THD.dtype == torch.bfloat16,
         options.scaling,
         options.sliding_window or 0,
@@ -150,6 +144,16 @@ def _prefill_native(
 
 
 def _prefill_torch(
+    out_THD: Tensor, query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
+) -> None:
+    starts = metadata.query_start_loc.tolist()
+    context_lens = metadata.context_lens_B.tolist()
+    for i in range(metadata.num_decodes, metadata.num_sequences):
+        rows = slice(starts[i], starts[i + 1])
+        _prefill_sequence(out_THD[rows], query_THD[rows], key_cache, value_cache, metadata.block_table_BN[i], context_lens[i], options)
+
+
+def _prefill_sequence(
     out_THD: Tensor,
     query_THD: Tensor,
     key_cache: Tensor,

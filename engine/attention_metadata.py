@@ -32,6 +32,11 @@ class AttentionMetadata:
     def num_sequences(self) -> int:
         return self.context_lens_B.shape[0]
 
+    @property
+    def num_real_tokens(self) -> int:
+        """Those that are not padding. On a device other than the CPU this waits for it."""
+        return int(self.query_start_loc[-1])
+
     @classmethod
     def pack(
         cls,

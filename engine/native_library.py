@@ -48,7 +48,7 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_write_rows.restype = None
     library.penstock_paged_decode.argtypes = [pointer] * 6 + [integer] * 8 + [number, integer, number, pointer]
     library.penstock_paged_decode.restype = None
-    library.penstock_paged_prefill.argtypes = [pointer] * 5 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_paged_prefill.argtypes = [pointer] * 7 + [integer] * 8 + [number, integer, number, pointer]
     library.penstock_paged_prefill.restype = None
     library.penstock_has_prefill.argtypes = []
     library.penstock_has_prefill.restype = integer

@@ -39,29 +39,23 @@ int64_t penstock_has_prefill() {
 #endif
 }
 
-// query and out: [num_queries, num_heads, size], contiguous: the last tokens of one sequence whose keys, theirs included, are in the caches.
-// key_size and value_size may be at most 256.
+// query and out: [num_tokens, num_heads, size], contiguous. Sequence i has the rows from query_starts[i] to query_starts[i + 1], its last
+// tokens, whose keys are in the caches like all before them: context_lens[i] in all. key_size and value_size may be at most 256.
 void penstock_paged_prefill(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table,
-                            int64_t num_queries, int64_t context_len, int64_t num_heads, int64_t num_kv_heads, int64_t key_size,
-                            int64_t value_size, int64_t block_size, int64_t is_bfloat16, float scaling, int64_t window, float softcap,
-                            const float* sinks) {
+                            const int64_t* query_starts, const int64_t* context_lens, int64_t num_sequences, int64_t num_heads,
+                            int64_t num_kv_heads, int64_t key_size, int64_t value_size, int64_t block_size, int64_t blocks_per_sequence,
+                            int64_t is_bfloat16, float scaling, int64_t window, float softcap, const float* sinks) {
     const Options options{scaling, window, softcap, sinks};
     auto run = [&](auto* element) {
         using T = std::remove_pointer_t<decltype(element)>;
-        Prefill<T>{static_cast<T*>(out),
-                   static_cast<const T*>(query),
-                   static_cast<const T*>(key_cache),
-                   static_cast<const T*>(value_cache),
-                   block_table,
-                   num_queries,
-                   context_len,
-                   num_heads,
-                   num_kv_heads,
-                   key_size,
-                   value_size,
-                   block_size,
-                   options}
-            .run();
+        std::vector<Prefill<T>> sequences;
+        for (int64_t i = 0; i < num_sequences; ++i)
+            sequences.push_back({static_cast<T*>(out) + query_starts[i] * num_heads * value_size,
+                                 static_cast<const T*>(query) + query_starts[i] * num_heads * key_size, static_cast<const T*>(key_cache),
+                                 static_cast<const T*>(value_cache), block_table + i * blocks_per_sequence,
+                                 query_starts[i + 1] - query_starts[i], context_lens[i], num_heads, num_kv_heads, key_size, value_size,
+                                 block_size, options});
+        prefill(sequences);
     };
     if (is_bfloat16) {
         run(static_cast<BFloat16*>(nullptr));

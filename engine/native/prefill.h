@@ -9,7 +9,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <type_traits>
+#include <vector>
 
 #include "common.h"
 #include "vector.h"
@@ -100,6 +103,8 @@ struct Prefill {
 
     using Element = typename Product<T>::Element;
     static constexpr int64_t STEP = Product<T>::STEP;
+    Element* keys = nullptr;    // packed: see `pack`
+    Element* values = nullptr;
 
     int64_t num_key_tiles() const { return (context_len + KEY_TILE - 1) / KEY_TILE; }
     int64_t value_columns() const { return (value_size + COLUMNS - 1) / COLUMNS * COLUMNS; }
@@ -107,15 +112,15 @@ struct Prefill {
     int64_t keys_size() const { return num_kv_heads * num_key_tiles() * key_depth() * KEY_TILE; }
     int64_t values_size() const { return num_kv_heads * num_key_tiles() * KEY_TILE * value_columns(); }
 
-    Element* key_tile(Element* keys, int64_t head, int64_t tile) const { return keys + (head * num_key_tiles() + tile) * key_depth() * KEY_TILE; }
-    Element* value_tile(Element* values, int64_t head, int64_t tile) const {
+    Element* key_tile(int64_t head, int64_t tile) const { return keys + (head * num_key_tiles() + tile) * key_depth() * KEY_TILE; }
+    Element* value_tile(int64_t head, int64_t tile) const {
         return values + (head * num_key_tiles() + tile) * KEY_TILE * value_columns();
     }
 
     // Keys become [depth / STEP][64 keys][STEP], values [64 / STEP][columns][STEP]; what lies past the end is zero.
-    void pack(Element* keys, Element* values, int64_t head, int64_t tile) const {
-        Element* packed_keys = key_tile(keys, head, tile);
-        Element* packed_values = value_tile(values, head, tile);
+    void pack(int64_t head, int64_t tile) const {
+        Element* packed_keys = key_tile(head, tile);
+        Element* packed_values = value_tile(head, tile);
         const int64_t first = tile * KEY_TILE, last = std::min(first + KEY_TILE, context_len);
         std::memset(static_cast<void*>(packed_keys), 0, key_depth() * KEY_TILE * sizeof(Element));
         std::memset(static_cast<void*>(packed_values), 0, KEY_TILE * value_columns() * sizeof(Element));
@@ -131,7 +136,7 @@ struct Prefill {
     }
 
     // One query head, one tile of queries.
-    void attend(const Element* keys, const Element* values, int64_t head, int64_t first_query) const {
+    void attend(int64_t head, int64_t first_query) const {
         const int64_t num_rows = std::min(QUERY_TILE, num_queries - first_query);
         const int64_t padded_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
         const int64_t first_position = context_len - num_queries + first_query, last_position = first_position + num_rows - 1;
@@ -153,8 +158,8 @@ struct Prefill {
         }
         const int64_t first_visible = options.window > 0 ? std::max<int64_t>(0, first_position - options.window + 1) : 0;
         for (int64_t tile = first_visible / KEY_TILE; tile * KEY_TILE <= last_position; ++tile) {
-            const Element* packed_keys = key_tile(const_cast<Element*>(keys), kv_head, tile);
-            const Element* packed_values = value_tile(const_cast<Element*>(values), kv_head, tile);
+            const Element* packed_keys = key_tile(kv_head, tile);
+            const Element* packed_values = value_tile(kv_head, tile);
             std::memset(scores, 0, padded_rows * KEY_TILE * sizeof(float));
             for (int64_t r = 0; r < padded_rows; r += ROWS)
                 multiply(scores + r * KEY_TILE, KEY_TILE, rows + r * depth, depth, packed_keys, KEY_TILE * STEP, depth);
@@ -205,21 +210,41 @@ struct Prefill {
             convert(weights + 16 * v, weight);
         }
     }
-
-    void run() const {
-        std::unique_ptr<Element[]> keys(new Element[keys_size()]), values(new Element[values_size()]);
-        const int64_t num_pack_tasks = num_kv_heads * num_key_tiles();
-        const int64_t num_query_tiles = (num_queries + QUERY_TILE - 1) / QUERY_TILE;
-#pragma omp parallel
-        {
-#pragma omp for schedule(static)
-            for (int64_t task = 0; task < num_pack_tasks; ++task) pack(keys.get(), values.get(), task / num_key_tiles(), task % num_key_tiles());
-            // The last tiles see the most keys: they go first, so that no thread is left with a long one at the end.
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t task = num_query_tiles * num_heads - 1; task >= 0; --task)
-                attend(keys.get(), values.get(), task % num_heads, task / num_heads * QUERY_TILE);
-        }
-    }
 };
+
+// All sequences at once: with one pair of parallel loops however many there are, short prompts do not wait for each other's last tile.
+template <typename T>
+void prefill(std::vector<Prefill<T>>& sequences) {
+    using Element = typename Prefill<T>::Element;
+    struct Task {
+        const Prefill<T>* sequence;
+        int64_t head, tile, num_keys;
+    };
+    int64_t size = 0;
+    for (const auto& sequence : sequences) size += sequence.keys_size() + sequence.values_size();
+    const std::unique_ptr<Element[]> packed(new Element[size]);
+    std::vector<Task> pack_tasks, attend_tasks;
+    Element* next = packed.get();
+    for (auto& sequence : sequences) {
+        sequence.keys = next;
+        sequence.values = next + sequence.keys_size();
+        next = sequence.values + sequence.values_size();
+        for (int64_t head = 0; head < sequence.num_kv_heads; ++head)
+            for (int64_t tile = 0; tile < sequence.num_key_tiles(); ++tile) pack_tasks.push_back({&sequence, head, tile, KEY_TILE});
+        for (int64_t first = 0; first < sequence.num_queries; first += QUERY_TILE)
+            for (int64_t head = 0; head < sequence.num_heads; ++head)
+                attend_tasks.push_back({&sequence, head, first, sequence.context_len - sequence.num_queries + first});
+    }
+    // The longest first, so that no thread is left with a long one at the end.
+    std::stable_sort(attend_tasks.begin(), attend_tasks.end(), [](const Task& a, const Task& b) { return a.num_keys > b.num_keys; });
+    const int64_t num_pack_tasks = pack_tasks.size(), num_attend_tasks = attend_tasks.size();
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < num_pack_tasks; ++i) pack_tasks[i].sequence->pack(pack_tasks[i].head, pack_tasks[i].tile);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_attend_tasks; ++i) attend_tasks[i].sequence->attend(attend_tasks[i].head, attend_tasks[i].tile);
+    }
+}
 
 }  // namespace
