@@ -73,11 +73,24 @@ class BlockPool:
         """How many of them `share` would take from the free ones."""
         return sum(self._num_references[block] == 0 for block in blocks)
 
-    def remember(self, block: int, block_hash: bytes) -> None:
-        """The block is full and computed: it can be found from now on, unless an equal one can be already."""
-        if self.enable_prefix_caching and block not in self._hash_of and block_hash not in self._block_of:
-            self._hash_of[block] = block_hash
-            self._block_of[block_hash] = block
+    def remember(self, block: int, block_hash: bytes) -> bool:
+        """The block can be found from now on, unless it or an equal one can be already: then False."""
+        if not self.enable_prefix_caching or block in self._hash_of or block_hash in self._block_of:
+            return False
+        self._hash_of[block] = block_hash
+        self._block_of[block_hash] = block
+        return True
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These can no longer be found. Whoever holds them keeps them."""
+        for block in blocks:
+            block_hash = self._hash_of.pop(block, None)
+            if block_hash is None:
+                continue
+            del self._block_of[block_hash]
+            if block in self._evictable:
+                del self._evictable[block]
+                self._blank.append(block)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest prefix that is there. They are not referenced yet."""

@@ -91,7 +91,7 @@ class EngineCore:
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
         for sequence, num_tokens in step.num_tokens.items():
             if sequence.status is Status.RUNNING:
-                self.scheduler.mark_computed(sequence, num_tokens)
+                sequence.num_computed_tokens += num_tokens
                 if sequence.forks and sequence.num_uncomputed_tokens == 0:
                     self.scheduler.fork(sequence)
         deltas: DeltasByRequest = {}
@@ -111,6 +111,7 @@ class EngineCore:
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
         """A step failed as a whole: every request in it ends with an error, and the others go on."""
         deltas: DeltasByRequest = {}
+        self.scheduler.withdraw(step)
         # By its sequences, not by name alone: a request that was aborted meanwhile may have lent its id to another.
         for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
             for sequence in [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]:

@@ -13,10 +13,15 @@ MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while 
 
 @dataclass(slots=True)
 class Step:
-    """One pass over the model: tokens per sequence (decodes first), and blocks (source, target) to copy before it."""
+    """One pass over the model: tokens per sequence (decodes first), and blocks (source, target) to copy before it.
+
+    `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
+    values of all tokens before any of them attends.
+    """
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    promised: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
@@ -77,15 +82,15 @@ class Scheduler:
             num_prompts -= num_wanted > 1
             num_tokens = budget.take(num_wanted, num_prompts + len(self.waiting))
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
-                step.num_tokens[sequence] = num_tokens
+                self._include(sequence, num_tokens, step)
         # Whoever was just preempted would only be let in again to push out the next one.
         while self.waiting and budget.left and self.num_preemptions == num_preemptions:
             sequence = self.waiting[0]
             if self.num_places_taken + len(sequence.sampling_sequences) > self.max_num_seqs or not self._admit(sequence):
                 break
             num_tokens = budget.take(sequence.num_uncomputed_tokens, len(self.waiting))
-            step.num_tokens[sequence] = num_tokens
             self._extend_blocks(sequence, num_tokens)
+            self._include(sequence, num_tokens, step)
         # A prompt's last token is a decode like any other; attention wants those first.
         step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > 1))
         return step
@@ -102,15 +107,9 @@ class Scheduler:
             self._run(sequence)
         parent.forks = []
 
-    def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The step has run: the sequence's full blocks can be found by others from now on."""
-        first = sequence.num_computed_tokens // self.block_size
-        sequence.num_computed_tokens += num_tokens
-        last = sequence.num_computed_tokens // self.block_size
-        if self.pool.enable_prefix_caching and last > first:
-            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-            for position in range(first, last):
-                self.pool.remember(sequence.block_table[position], sequence.block_hashes[position])
+    def withdraw(self, step: Step) -> None:
+        """The step failed: nobody may find what it was to compute."""
+        self.pool.forget(step.promised)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes the sequence out, wherever it is, and frees its blocks. Forks that still wait on it are finished as well."""
@@ -136,6 +135,21 @@ class Scheduler:
         assert all(sequence.status is Status.WAITING and not sequence.block_table for sequence in self.waiting)
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
         self.pool.check_integrity(sequence.block_table for sequence in sequences)
+
+    def _include(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
+        step.num_tokens[sequence] = num_tokens
+        first = sequence.num_computed_tokens // self.block_size
+        last = (sequence.num_computed_tokens + num_tokens) // self.block_size
+        if self.pool.enable_prefix_caching and last > first:
+            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+            blocks = zip(sequence.block_table[first:last], sequence.block_hashes[first:last], strict=True)
+            step.promised += [block for block, block_hash in blocks if self.pool.remember(block, block_hash)]
+
+    def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
+        budget.left += step.num_tokens.pop(sequence, 0)
+        step.copies = [copy for copy in step.copies if copy[1] not in sequence.block_table]
+        self.pool.forget([block for block in step.promised if block in sequence.block_table])
+        step.promised = [block for block in step.promised if block not in sequence.block_table]
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -169,8 +183,7 @@ class Scheduler:
         """Gives the sequence the blocks that its next tokens need, at the expense of the last in order; False where that is itself."""
         while self._num_needed_blocks(sequence, num_tokens) > self.pool.num_free:
             victim = max(self.running, key=lambda running: running.order)
-            budget.left += step.num_tokens.pop(victim, 0)
-            step.copies = [copy for copy in step.copies if copy[1] not in victim.block_table]
+            self._exclude(victim, step, budget)
             self._preempt(victim)
             if victim is sequence:
                 budget.left += num_tokens
