@@ -7,7 +7,8 @@ from penstock.engine.parsing import Phase
 class ThinkingBudget:
     """At most `budget` tokens of reasoning, then the engine itself writes the end marker.
 
-    A marker that no longer fits into the answer is not begun: half of one would pass for something that the model said. A model that would end its answer while it still reasons has its reasoning closed as well: whoever sets a budget wants an answer.
+    A model that would end its answer while it still reasons has its reasoning closed as well: whoever sets a budget wants an answer.
+    A marker that no longer fits into the answer is not begun: half of one would pass for something that the model said.
     """
 
     def __init__(self, budget: int, end_token_ids: list[int]) -> None:
