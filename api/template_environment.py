@@ -3,29 +3,27 @@
 import ctypes
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, TypeVar
 
 import jinja2
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
-from jinja2.nodes import Node
+from jinja2.filters import make_attrgetter
+from jinja2.nodes import Concat, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_OUTPUT_CHARS = 2**25
-MAX_INT_BITS = 4096
+from penstock.api import template_bounds
+from penstock.api.template_bounds import check_size
 
 Result = TypeVar("Result")
 
 
 class TemplateTimeout(BaseException):
     """A template ran for longer than it may. A BaseException, so that no handler inside the template engine stops it."""
-
-
-class TemplateTooLarge(jinja2.TemplateError):
-    """A template produced more than `MAX_OUTPUT_CHARS`."""
 
 
 class GenerationBlock(Extension):
@@ -38,29 +36,53 @@ class GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class BoundedCodeGenerator(CodeGenerator):
+    """Lets the environment do what `~` does."""
+
+    def visit_Concat(self, node: Concat, frame: Frame) -> None:
+        self.write("environment.concat((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Compiles templates with transformers' settings, filters and globals.
 
-    A thread can be interrupted between bytecodes but not inside one huge multiplication, so the operators that could start one are
-    intercepted and bounded.
+    A thread can be interrupted between bytecodes but not inside one huge multiplication, so what could start one is bounded:
+    operators, methods of texts, and filters.
     """
 
-    intercepted_binops = frozenset(["*", "**", "+"])
+    intercepted_binops = frozenset(["*", "**", "+", "%", "//"])
+    code_generator_class = BoundedCodeGenerator
+    concat = staticmethod(template_bounds.concatenate)
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
-        self.filters["tojson"] = to_json
+        self.filters |= {"tojson": to_json, "join": self.join, "replace": template_bounds.replace, "format": template_bounds.percent_format}
+        for name in template_bounds.WIDTH_FILTERS:
+            self.filters[name] = template_bounds.check_filter_widths(self.filters[name])
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = strftime_now
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            num_bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
-            if num_bits > MAX_INT_BITS:
-                raise TemplateTooLarge(f"the template computes a number of more than {MAX_INT_BITS} bits")
-        elif operator in ("+", "*"):
-            _check_size(_size(left) + _size(right) if operator == "+" else _repeated_size(left, right))
+        template_bounds.check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        template_bounds.check_method(function, (*args, *kwargs.values()))
+        return super().call(context, function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            template_bounds.check_format(value.__self__)
+        return wrapped
+
+    def join(self, values: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
+        """Jinja's filter, bounded."""
+        return template_bounds.join(separator, values if attribute is None else map(make_attrgetter(self, attribute), values))
 
 
 def to_json(
@@ -79,12 +101,12 @@ def strftime_now(pattern: str) -> str:
 
 
 def render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Renders, and stops where the output grows beyond `MAX_OUTPUT_CHARS`."""
+    """Renders, and raises `TemplateTooLarge` where the output grows too long."""
     pieces: list[str] = []
     num_chars = 0
     for piece in template.generate(**variables):
         num_chars += len(piece)
-        _check_size(num_chars)
+        check_size(num_chars)
         pieces.append(piece)
     return "".join(pieces)
 
@@ -139,18 +161,3 @@ class Interruptible:
 
 def _raise_in_thread(thread_id: int, exception: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(exception))
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else 0
-
-
-def _repeated_size(left: Any, right: Any) -> int:
-    if isinstance(left, int):
-        left, right = right, left
-    return _size(left) * max(right, 0) if isinstance(right, int) else 0
-
-
-def _check_size(num_chars: int) -> None:
-    if num_chars > MAX_OUTPUT_CHARS:
-        raise TemplateTooLarge(f"the template produces more than {MAX_OUTPUT_CHARS} characters")

@@ -9,14 +9,8 @@ import jinja2
 import pytest
 from jinja2.exceptions import SecurityError
 
-from penstock.api.template_environment import (
-    MAX_OUTPUT_CHARS,
-    Interruptible,
-    TemplateEnvironment,
-    TemplateTimeout,
-    TemplateTooLarge,
-    render_bounded,
-)
+from penstock.api.template_bounds import MAX_OUTPUT_CHARS, TemplateTooLarge
+from penstock.api.template_environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 
@@ -65,6 +59,28 @@ def test_what_could_reach_beyond_the_template_is_refused(source: str) -> None:
         "{{ 999999999999 * [1, 2] }}",
         "{% set ns = namespace(x='ab') %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(64) %}{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
+        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% for i in range(1) %}{{ twice('x' * 30000000) }}{% endfor %}",
+        "{{ 'a' | center(9999999999) }}",
+        "{{ 'a' | indent(9999999999, true) }}",
+        "{{ [1] | tojson(indent=9999999999) }}",
+        "{{ [1] | batch(9999999999, 'a') | list }}",
+        "{{ 5 | round(-9999999999) }}",
+        "{{ 'a'.ljust(9999999999) }}",
+        "{{ ('\t' * 999999).expandtabs(999999) }}",
+        "{{ (1).to_bytes(9999999999, 'big') }}",
+        "{{ ('a' * 9999999) | replace('a', 'bbbbbbbbbb') }}",
+        "{{ ('a' * 9999999).replace('a', 'bbbbbbbbbb') }}",
+        "{{ (['a' * 9999999] * 9) | join }}",
+        "{{ ''.join(['a' * 9999999] * 9) }}",
+        "{{ ('a' * 9999999).translate({97: 'b' * 99}) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{{ ('%(a)s' * 99999) % {'a': 'b' * 99999} }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 9999999999) }}",
+        "{{ ('f' * 99999) | int(base=16) % 7 }}",
     ],
 )
 def test_what_could_fill_memory_is_refused(source: str) -> None:
@@ -75,6 +91,23 @@ def test_what_could_fill_memory_is_refused(source: str) -> None:
 def test_arithmetic_within_reason_works() -> None:
     assert render("{{ 2 ** 10 + 3 * 4 }}{{ 'ab' * 2 + 'c' }}{{ [1] + [2] }}{{ 2 ** -1 }}{{ 1.5 * 2 }}") == "1036ababc[1, 2]0.53.0"
     assert MAX_OUTPUT_CHARS > 16 * 2**20
+
+
+def test_what_templates_do_with_text_within_reason_works() -> None:
+    assert render("{{ 'a' ~ 1 ~ none }}|{% set x %}b{{ 2 }}{% endset %}{{ x }}|{{ ['a', 1] | join('-') }}") == "a1None|b2|a-1"
+    assert (
+        render("{{ [{'k': 'a'}, {'k': 'b'}] | join(', ', attribute='k') }}|{{ 'aXa' | replace('a', 'bc') | replace('b', '', 1) }}")
+        == "a, b|cXbc"
+    )
+    assert render("{{ '%s is %05.1f' | format('pi', 3.14) }}|{{ '%(a)s' | format(a=1) }}|{{ '%d%%' % 7 }}") == "pi is 003.1|1|7%"
+    assert (
+        render("{{ '{:>4}'.format(1700000000) }}|{{ 'a'.ljust(3) }}|{{ 'a' | center(3) }}|{{ 'a\nb' | indent(2) }}")
+        == "1700000000|a  | a |a\n  b"
+    )
+    assert (
+        render("{{ 'a-b'.replace('-', '+') }}|{{ ', '.join(['a', 'b']) }}|{{ 7 % 4 }}|{{ 7 // 2 }}|{{ 1.25 | round(1) }}")
+        == "a+b|a, b|3|3|1.2"
+    )
 
 
 def test_an_endless_template_can_be_interrupted_and_its_thread_goes_on() -> None:
