@@ -1,6 +1,11 @@
+import os
 from pathlib import Path
 
 import pytest
+
+# The models of most tests are tiny, and threads only wait for one another: minutes of it where the machine has other work.
+# Set before torch is imported, and for servers that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from penstock.engine.model_store import resolve_model
 
