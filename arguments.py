@@ -208,15 +208,14 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-num-batched-tokens",
         type=_integer(1),
-        default=2048,
         metavar="TOKENS",
-        help="prompt and answer tokens in one step (default: %(default)s)",
+        help="prompt and answer tokens in one step (default: 1024 on CPU, 2048 on CUDA)",
     )
     group.add_argument(
         "--kv-cache-memory",
         type=_size,
         metavar="SIZE",
-        help="such as 2GiB (default: from the memory that the model leaves free)",
+        help="such as 2GiB (default: on CUDA what the model leaves free, on CPU 512 MiB or what one sequence of the full length takes)",
     )
     group.add_argument(
         "--prefix-caching", action=argparse.BooleanOptionalAction, help="reuse what earlier prompts began with (default: on)"

@@ -79,7 +79,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching),
             block_size=config.block_size,
             max_num_seqs=config.num_seqs(device_type),
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.num_batched_tokens(device_type),
             max_waiting=config.max_waiting_requests,
         ),
         tokenizer=tokenizer,

@@ -8,15 +8,18 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 MAX_NUM_SEQS_CPU = 64
 MAX_NUM_SEQS_CUDA = 256  # a decode step of 64 rows leaves a GPU idle
+MAX_NUM_BATCHED_TOKENS_CPU = 1024  # a step's length is what a prompt makes other streams wait, and larger matrices are no faster
+MAX_NUM_BATCHED_TOKENS_CUDA = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How much the engine may hold, and how it computes.
 
-    None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs` from the device,
-    `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores. `max_num_batched_tokens` is the token budget of one step;
-    the scheduler raises it where it would not hold a token of every running sequence.
+    None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs` and
+    `max_num_batched_tokens` from the device, `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores.
+    `max_num_batched_tokens` is the token budget of one step; the scheduler raises it where it would not hold a token of every running
+    sequence.
     `seed` is for requests that bring none; None makes every start different.
     `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
     """
@@ -26,7 +29,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     kv_cache_memory: int | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -41,3 +44,9 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             return self.max_num_seqs
         return MAX_NUM_SEQS_CUDA if device_type == "cuda" else MAX_NUM_SEQS_CPU
+
+    def num_batched_tokens(self, device_type: str) -> int:
+        """The token budget of one step, given where the model runs."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return MAX_NUM_BATCHED_TOKENS_CUDA if device_type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU

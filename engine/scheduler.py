@@ -84,13 +84,22 @@ class Scheduler:
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
         # Whoever was just preempted would only be let in again to push out the next one.
-        while self.waiting and budget.left and self.num_preemptions == num_preemptions:
-            sequence = self.waiting[0]
-            if self.num_places_taken + len(sequence.sampling_sequences) > self.max_num_seqs or not self._admit(sequence):
+        underway: set[bytes] = set()
+        for sequence in self.running:
+            underway.update(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
+        for sequence in list(self.waiting):
+            if not budget.left or self.num_preemptions != num_preemptions:
+                break
+            if self.num_places_taken + len(sequence.sampling_sequences) > self.max_num_seqs:
+                break
+            if self._is_next_block_among(underway, sequence):
+                continue  # whoever computes it now will have done so soon
+            if not self._admit(sequence):
                 break
             num_tokens = budget.take(sequence.num_uncomputed_tokens, len(self.waiting))
             self._extend_blocks(sequence, num_tokens)
             self._include(sequence, num_tokens, step)
+            underway.update(self._hashes_to_come(sequence, num_tokens))
         # A prompt's last token is a decode like any other; attention wants those first.
         step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > 1))
         return step
@@ -155,15 +164,31 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self.running.append(sequence)
 
+    def _hashes_to_come(self, sequence: Sequence, num_scheduled: int) -> list[bytes]:
+        """Of the prompt's blocks that the sequence will fill in later steps."""
+        num_computed = sequence.num_computed_tokens + num_scheduled
+        return sequence.block_hashes[num_computed // self.block_size :] if num_computed < sequence.num_prompt_tokens else []
+
+    def _is_next_block_among(self, underway: set[bytes], sequence: Sequence) -> bool:
+        if not underway or not self._may_find(sequence):
+            return False
+        hashes = self._usable_hashes(sequence)
+        num_found = len(self.pool.find(hashes))
+        return num_found < len(hashes) and hashes[num_found] in underway
+
+    def _may_find(self, sequence: Sequence) -> bool:
+        # Whoever wants the prompt's log probabilities has to compute all of it.
+        return self.pool.enable_prefix_caching and sequence.prompt_logprobs is None
+
+    def _usable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the blocks that need not be computed where they are found: never the last token, whose logits the first sample needs."""
+        chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
+
     def _admit(self, sequence: Sequence) -> bool:
         """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if all it knows fits."""
-        cached: list[int] = []
-        is_looked_up = self.pool.enable_prefix_caching and sequence.prompt_logprobs is None
-        if is_looked_up:
-            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-            # The last token is always computed: its logits are what the first sample needs.
-            usable = (len(sequence.token_ids) - 1) // self.block_size
-            cached = self.pool.find(sequence.block_hashes[:usable])
+        is_looked_up = self._may_find(sequence)
+        cached = self.pool.find(self._usable_hashes(sequence)) if is_looked_up else []
         needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
         if needed > self.pool.num_free - self.pool.num_unreferenced(cached):
             return False
@@ -175,7 +200,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_prefix_queries += len(sequence.token_ids) * is_looked_up
             self.num_prefix_hits += sequence.num_cached_tokens
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         self._run(sequence)
         return True
 

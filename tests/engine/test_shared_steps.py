@@ -44,3 +44,18 @@ def test_a_sequence_preempted_in_the_step_it_was_to_be_in_promises_nothing(num_b
     said = drive(core)
     assert core.scheduler.num_preemptions > 0
     assert {name: tokens(said[name]) for name in names} == alone
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 16, 24, 40, 100])
+def test_a_beginning_is_computed_once_however_small_the_steps_are(max_num_batched_tokens: int) -> None:
+    core = make_core(max_num_batched_tokens=max_num_batched_tokens)
+    names = ["first", "second", "third"]
+    for name in names:
+        core.add(make_request(name, f"{PROMPT}{name}", max_tokens=3))
+    said = drive(core)
+    num_rest = sum(len(name) for name in names)
+    assert num_cached(core) == 2 * len(PROMPT)
+    assert sum(runner_of(core).num_tokens_per_step) == len(PROMPT) + num_rest + 3 * (3 - 1)
+    for name in names:
+        alone = generate(make_core(), make_request(name, f"{PROMPT}{name}", max_tokens=3))
+        assert tokens(said[name]) == tokens(alone)
