@@ -250,7 +250,7 @@ def test_fields_reach_the_engine() -> None:
         [request] = scripted.engine.requests
         params = request.params
         assert (params.max_tokens, params.temperature, params.top_k, params.seed, params.top_p) == (7, 0.5, 5, 3, 0.75)
-        assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ({12: 100.0}, (1, 2), ("no",))
+        assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ({12: 500.0}, (1, 2), ("no",))
         assert (params.thinking_token_budget, request.priority, request.cache_salt) == (9, -2, "mine")
         assert [cast(Any, factory())([], 2.0) for factory in request.logits_processors] == [6.0]
         assert request.grammar is not None
