@@ -1,7 +1,6 @@
 """POST /v1/chat/completions."""
 
 import uuid
-from typing import Any
 
 from aiohttp import web
 
@@ -11,10 +10,11 @@ from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.folds import ReasoningView
-from penstock.api.messages import template_kwargs, template_messages
+from penstock.api.messages import template_kwargs
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, compiled_grammar, logits_processors
 from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
+from penstock.api.rendering import check_template_fields, render_conversation
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.tools import offered_tools
 from penstock.api.workers import MANY, run
@@ -64,12 +64,7 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[
 def check(context: ServerContext, body: ChatCompletionRequest) -> None:
     """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
     check_streaming(body)
-    if body.chat_template is not None and not context.options.trust_request_chat_template:
-        raise InvalidRequest(
-            "a chat template in the request is refused: start the server with --trust-request-chat-template", "chat_template"
-        )
-    if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
+    check_template_fields(context, body)
     if body.top_logprobs is not None and body.top_logprobs > 0 and not body.logprobs:
         raise InvalidRequest("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -79,17 +74,9 @@ def check(context: ServerContext, body: ChatCompletionRequest) -> None:
 async def render(context: ServerContext, body: ChatCompletionRequest) -> tuple[Turn, list[int]]:
     """Where the answer starts, and the prompt's token ids."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort)
-    is_long = len(body.messages) + len(body.tools or ()) > MANY
-    messages, tools = await run(context, lambda: conversation(context, body), is_long=is_long)
-    continues = bool(body.continue_final_message)
-    prompt = await context.chat_template.render(
-        messages,
-        tools or None,
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continues,
-        template_kwargs=kwargs,
-        template=body.chat_template,
-    )
+    has_parser = context.tool_parser is not None
+    tools = await run(context, lambda: offered_tools(body, has_parser=has_parser), is_long=len(body.tools or ()) > MANY)
+    prompt = await render_conversation(context, body, body.messages, tools, kwargs)
     await check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.
     prompt_token_ids = await encode_text(context, prompt.text, add_special_tokens=bool(body.add_special_tokens))
@@ -102,14 +89,6 @@ async def render(context: ServerContext, body: ChatCompletionRequest) -> tuple[T
         chat_template_kwargs=kwargs,
     )
     return turn, prompt_token_ids
-
-
-def conversation(context: ServerContext, body: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages and tools as the template takes them."""
-    tools = offered_tools(body, has_parser=context.tool_parser is not None)
-    template = context.chat_template
-    source = body.chat_template or (template.tool_source if tools else None) or template.source or ""
-    return template_messages(body.messages, knows_developer="developer" in source), tools
 
 
 def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, num_prompt_tokens: int) -> SamplingParams:

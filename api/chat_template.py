@@ -17,7 +17,6 @@ from penstock.engine.errors import ConfigurationError, InvalidRequest
 
 SHIPPED = Path(__file__).parent / "templates"
 TIME_LIMIT_SECONDS = 5.0
-RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
 
 
@@ -68,7 +67,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 "the model has no chat template: use /v1/completions, or start the server with --chat-template", "messages"
             )
-        variables = self._variables(tools, template_kwargs)
+        variables = {"tools": list(tools) if tools else None, "documents": None, **self.special_tokens, **(template_kwargs or {})}
         call = Interruptible()
 
         def render() -> RenderedPrompt:
@@ -89,12 +88,6 @@ class ChatTemplate:
     def source_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         """The template that a conversation with these tools is rendered with."""
         return self.tool_source if tools and self.tool_source else self.source
-
-    def _variables(self, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-        kwargs = template_kwargs or {}
-        for name in RESERVED_VARIABLES.intersection(kwargs):
-            raise InvalidRequest(f"`{name}` is a field of the request, not one for the template", f"chat_template_kwargs.{name}")
-        return {"tools": list(tools) if tools else None, "documents": None, **self.special_tokens, **kwargs}
 
 
 def load_chat_template(name: str) -> str:

@@ -6,7 +6,9 @@ from penstock.api.chat_protocol import ChatMessage
 from penstock.engine.errors import InvalidRequest
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-RESERVED_KWARGS = frozenset({"chat_template", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message"})
+RESERVED_KWARGS = frozenset(
+    {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"}
+)
 
 
 def template_messages(messages: list[ChatMessage], *, knows_developer: bool) -> list[dict[str, Any]]:

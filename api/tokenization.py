@@ -1,6 +1,5 @@
 """POST /tokenize and /detokenize, with vLLM's fields: what the model sees of a text or a conversation."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -10,8 +9,10 @@ from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_protocol import ChatMessage
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.errors import json_response
-from penstock.api.messages import template_kwargs, template_messages
-from penstock.api.prompts import encode_text
+from penstock.api.messages import template_kwargs
+from penstock.api.prompts import LONG_TEXT, encode_text
+from penstock.api.rendering import check_template_fields, render_conversation
+from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
 
 
@@ -58,8 +59,12 @@ async def tokenize(request: web.Request) -> web.Response:
     else:
         text, add_special_tokens = await _render(context, body, body.messages), body.add_special_tokens is True
     tokens = await encode_text(context, text, add_special_tokens=add_special_tokens)
-    strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
-    return json_response(TokenizeResponse(tokens, len(tokens), context.max_model_len, strings), headers=headers)
+
+    def write() -> web.Response:
+        strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
+        return json_response(TokenizeResponse(tokens, len(tokens), context.max_model_len, strings), headers=headers)
+
+    return await run(context, write, is_long=len(tokens) > LONG_TEXT)
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -67,27 +72,18 @@ async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     body, headers = await read_body(request, DetokenizeRequest)
     served_model(context, body.model)
-    for index, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < context.vocab_size:
-            raise InvalidRequest(f"token id {token_id} is outside the vocabulary of {context.vocab_size} tokens", f"tokens[{index}]")
-    loop = asyncio.get_running_loop()
-    text = await loop.run_in_executor(context.workers, lambda: context.tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return json_response(DetokenizeResponse(text), headers=headers)
+
+    def write() -> web.Response:
+        for index, token_id in enumerate(body.tokens):
+            if not 0 <= token_id < context.vocab_size:
+                raise InvalidRequest(f"token id {token_id} is outside the vocabulary of {context.vocab_size} tokens", f"tokens[{index}]")
+        return json_response(DetokenizeResponse(context.tokenizer.decode(body.tokens, skip_special_tokens=False)), headers=headers)
+
+    return await run(context, write, is_long=len(body.tokens) > LONG_TEXT)
 
 
 async def _render(context: ServerContext, body: TokenizeRequest, messages: list[ChatMessage]) -> str:
     """The prompt that /v1/chat/completions would make of the same fields."""
-    if body.chat_template is not None and not context.options.trust_request_chat_template:
-        raise InvalidRequest("a chat template in the request is refused: start with --trust-request-chat-template", "chat_template")
-    if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequest("`continue_final_message` needs `add_generation_prompt` to be false", "continue_final_message")
-    source = body.chat_template or context.chat_template.source_for(body.tools)
-    rendered = await context.chat_template.render(
-        template_messages(messages, knows_developer="developer" in (source or "")),
-        body.tools,
-        add_generation_prompt=not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=template_kwargs(body.chat_template_kwargs, None),
-        template=body.chat_template,
-    )
-    return rendered.text
+    check_template_fields(context, body)
+    kwargs = template_kwargs(body.chat_template_kwargs, None)
+    return (await render_conversation(context, body, messages, body.tools or [], kwargs)).text

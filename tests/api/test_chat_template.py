@@ -219,12 +219,6 @@ def test_template_variables_come_from_the_tokenizer_and_the_request() -> None:
     assert asyncio.run(template.render([USER], template_kwargs={"style": "terse"})).text == "<s>terse"
 
 
-def test_template_variables_cannot_replace_the_conversation() -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        shipped("chatml", [USER], template_kwargs={"messages": []})
-    assert refusal.value.param == "chat_template_kwargs.messages"
-
-
 def test_tools_choose_their_own_template_where_there_is_one() -> None:
     template = ChatTemplate("plain", tool_source="with tools")
     assert asyncio.run(template.render([USER])).text == "plain"

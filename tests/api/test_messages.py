@@ -64,7 +64,7 @@ def test_an_effort_reaches_the_template_and_none_turns_thinking_off() -> None:
     assert template_kwargs({"enable_thinking": True}, "none")["enable_thinking"]
 
 
-@pytest.mark.parametrize("name", ["chat_template", "messages", "tools", "tokenize", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt"])
 def test_the_requests_own_fields_cannot_come_in_as_template_arguments(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         template_kwargs({name: "x"}, None)
