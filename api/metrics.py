@@ -64,7 +64,7 @@ class Metrics:
         self._model_name = model_name
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Until a request's first token.", SLOW_BUCKETS)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "From one token to the next.", FAST_BUCKETS)
-        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From a request's arrival to the end of each of its sequences.", SLOW_BUCKETS)
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", SLOW_BUCKETS)
         self.queue_time = self._histogram("request_queue_time_seconds", "Until a request was first scheduled.", SLOW_BUCKETS)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence.", TOKEN_BUCKETS)
