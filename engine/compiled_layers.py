@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.cpu_vec_isa
 import transformers
 from torch import Tensor, nn
 
@@ -88,7 +89,16 @@ class LayerCompilation:
     def compile(self) -> bool:
         """Compiles what is missing at the lowest priority. False, with the reason logged, where the compiler gives up."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        return all(self._package(kind).exists() or self._compile_kind(kind) for kind in self._kinds)
+        if not all(self._package(kind).exists() or self._compile_kind(kind) for kind in self._kinds):
+            return False
+        try:
+            # Loading asks which instructions the processor has. The first answer takes imports and runs of the C++ compiler, which no
+            # stream should wait for.
+            torch._inductor.cpu_vec_isa.pick_vec_isa()
+        except Exception as error:
+            logger.warning("The decoder layers run uncompiled: %s: %s", type(error).__name__, error)
+            return False
+        return True
 
     def cancel(self) -> None:
         """Ends the compiler; `compile` returns False soon."""
@@ -97,7 +107,7 @@ class LayerCompilation:
             self._process.kill()
 
     def install(self) -> None:
-        """From here on the layers run as compiled code."""
+        """From here on the layers run as compiled code. Raises `RuntimeError` where the code does not load."""
         runners = {kind: _load(self._package(kind)) for kind in self._kinds}
         for layer in self._layers:
             layer.forward = CompiledLayer(runners[layer_kind(layer)], layer)
@@ -138,6 +148,9 @@ def _cache_key(loaded: LoadedModel) -> str:
 
 
 def _load(package: Path) -> Runner:
-    model = torch._inductor.aoti_load_package(str(package))
+    try:
+        model = torch._inductor.aoti_load_package(str(package))
+    except Exception as error:
+        raise RuntimeError(f"what was compiled does not load: {type(error).__name__}: {error}") from error
     run: Runner = model.loader.boxed_run
     return run
