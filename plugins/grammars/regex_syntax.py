@@ -128,7 +128,7 @@ class _Parser:
             return Chars(self.dialect.dot)
         if character in ("^", "$"):
             return Anchor(character == "^", start)
-        return Chars(self.single(character, start))
+        return Chars(self.single(ord(character), start))
 
     def group(self, depth: int) -> Node:
         start = self.position
@@ -197,7 +197,13 @@ class _Parser:
         return Chars(self.escaped_set())
 
     def escaped_set(self) -> CharSet:
-        """The characters that a backslash sequence here stands for, inside or outside a class."""
+        """The characters that a backslash sequence outside a class stands for."""
+        start = self.position
+        chars = self.escaped()
+        return self.single(chars, start) if isinstance(chars, int) else chars
+
+    def escaped(self) -> CharSet | int:
+        """What a backslash sequence here stands for, inside or outside a class: one code point, or a set."""
         start = self.position
         self.position += 1
         character = self.next
@@ -209,7 +215,7 @@ class _Parser:
             chars = shorthands[character.lower()]
             return chars if character.islower() else complement(chars)
         if character in _CONTROLS:
-            return of(_CONTROLS[character])
+            return ord(_CONTROLS[character])
         if character in _HEX_DIGITS:
             return self.hexadecimal(_HEX_DIGITS[character], start)
         if character in _REFUSED_ESCAPES:
@@ -218,9 +224,9 @@ class _Parser:
             raise RegexError(f"a back-reference (\\{character}) is not a regular expression: refused", start)
         if character.isascii() and character.isalnum():
             raise RegexError(f"bad escape \\{character}", start)
-        return self.single(character, start)
+        return ord(character)
 
-    def hexadecimal(self, num_digits: int, start: int) -> CharSet:
+    def hexadecimal(self, num_digits: int, start: int) -> int:
         digits = self.pattern[self.position : self.position + num_digits]
         if len(digits) < num_digits or any(digit not in "0123456789abcdefABCDEF" for digit in digits):
             raise RegexError("incomplete hexadecimal escape", start)
@@ -228,10 +234,10 @@ class _Parser:
         point = int(digits, 16)
         if point > 0x10FFFF:
             raise RegexError("no such character", start)
-        return self.single(chr(point), start)
+        return point
 
-    def single(self, character: str, start: int) -> CharSet:
-        chars = of(character)
+    def single(self, point: int, start: int) -> CharSet:
+        chars = charset.charset((point, point))
         if not chars:
             raise RegexError("NUL and lone surrogates cannot be generated: refused", start)
         return chars
@@ -251,23 +257,23 @@ class _Parser:
         return complement(chars) if is_negated else chars
 
     def class_item(self) -> CharSet:
+        """A character, range or shorthand. NUL and surrogates may be named here: mostly to be left out, and they are in no set anyway."""
         start = self.position
         low = self.class_character()
         after_dash = self.pattern[self.position + 1 : self.position + 2]
         if self.next != "-" or after_dash in ("]", ""):
-            return low
+            return charset.charset((low, low)) if isinstance(low, int) else low
         self.position += 1
         high = self.class_character()
-        is_range = all(len(end) == 1 and end[0][0] == end[0][1] for end in (low, high))
-        if not is_range or high[0][0] < low[0][0]:
+        if not isinstance(low, int) or not isinstance(high, int) or high < low:
             raise RegexError(f"bad character range {self.pattern[start : self.position]}", start)
-        return charset.charset((low[0][0], high[0][0]))
+        return charset.charset((low, high))
 
-    def class_character(self) -> CharSet:
+    def class_character(self) -> CharSet | int:
         if self.next == "\\":
             if self.pattern.startswith("\\b", self.position):
                 self.position += 2
-                return of("\b")
-            return self.escaped_set()
+                return ord("\b")
+            return self.escaped()
         self.position += 1
-        return self.single(self.pattern[self.position - 1], self.position - 1)
+        return ord(self.pattern[self.position - 1])

@@ -42,6 +42,21 @@ def test_what_is_not_regular_is_refused_by_name(pattern: str, name: str, positio
     assert caught.value.position == position
 
 
+@pytest.mark.parametrize(
+    ("pattern", "plain"),
+    [
+        (r'[^"\x00-\x1f]', r'[^"\x01-\x1f]'),
+        (r"[\x00-\x7f]", r"[\x01-\x7f]"),
+        (r"[^\x00]", r"[\s\S]"),
+        (r"[\ud800-\uffff]", r"[\ue000-\uffff]"),
+        (r"[^\ud800-\udfff]", r"[\s\S]"),
+        ("[^\0a]", "[^a]"),
+    ],
+)
+def test_a_class_may_name_what_no_text_holds(pattern: str, plain: str) -> None:
+    assert parse(pattern, python_dialect()) == parse(plain, python_dialect())
+
+
 @pytest.mark.parametrize("pattern", ["a^", "$a", "(a$)b", "(^a)+", "a(b|$)c"])
 def test_an_anchor_with_text_beyond_it_is_refused(pattern: str) -> None:
     with pytest.raises(MisplacedAnchor) as caught:
