@@ -7,18 +7,21 @@ from contextlib import aclosing
 from penstock.engine.outputs import SequenceDelta
 
 AT_ONCE = 32
+MAX_OPEN = 256  # enough for any batch; all of a long list at once would overflow the engine's queue, or shut others out of it
 
 
 async def merge(streams: Sequence[AsyncGenerator[SequenceDelta, None]], n: int) -> AsyncGenerator[SequenceDelta, None]:
     """The deltas of several prompts as they come, their choices numbered through: prompt p's sequence s becomes choice p * n + s.
 
-    The first exception of any stream ends all of them and is raised here. Closing this generator closes the streams.
+    At most `MAX_OPEN` streams are open at a time. The first exception of any ends all of them and is raised here. Closing this generator
+    closes the streams.
     """
+    places = asyncio.Semaphore(MAX_OPEN)
     queue: asyncio.Queue[SequenceDelta | Exception | None] = asyncio.Queue()
 
     async def pump(position: int, stream: AsyncGenerator[SequenceDelta, None]) -> None:
         try:
-            async with aclosing(stream):
+            async with places, aclosing(stream):
                 async for delta in stream:
                     delta.index += position * n
                     queue.put_nowait(delta)

@@ -3,7 +3,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from penstock.api.streams import FirstDelta, merge
+from penstock.api.streams import MAX_OPEN, FirstDelta, merge
 from penstock.engine.errors import GenerationFailed, QueueFull
 from penstock.engine.outputs import SequenceDelta
 
@@ -13,8 +13,12 @@ class Source:
 
     def __init__(self) -> None:
         self.closed: list[str] = []
+        self.num_open = 0
+        self.most_open = 0
 
     async def stream(self, name: str, count: int, error: Exception | None = None, n: int = 1) -> AsyncGenerator[SequenceDelta, None]:
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
         try:
             for number in range(count):
                 await asyncio.sleep(0)
@@ -22,6 +26,7 @@ class Source:
             if error is not None:
                 raise error
         finally:
+            self.num_open -= 1
             self.closed.append(name)
 
 
@@ -36,6 +41,18 @@ def test_merged_streams_keep_their_order_and_are_numbered_through() -> None:
             assert numbers == sorted(numbers)
             assert numbers[0] == index % 2
         assert sorted(source.closed) == ["0", "1", "2"]
+
+    asyncio.run(run())
+
+
+def test_a_long_list_is_never_open_as_a_whole() -> None:
+    async def run() -> None:
+        source = Source()
+        num_streams = 3 * MAX_OPEN
+        deltas = [delta async for delta in merge([source.stream(str(position), 20) for position in range(num_streams)], 1)]
+        assert sorted(delta.index for delta in deltas) == sorted([*range(num_streams)] * 20)
+        assert len(source.closed) == num_streams
+        assert source.most_open == MAX_OPEN
 
     asyncio.run(run())
 
