@@ -1,7 +1,8 @@
 """Linear layers whose weights lie as the CPU's matrix multiplication wants them.
 
-oneDNN reorders a plain weight on every call or falls back to slower loops; weights reordered once make the linear layers of the default model
-1.9 times as fast at 1 row, 1.5 times at 8 and 1.3 times at 32 (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same.
+oneDNN reorders a plain weight on every call or falls back to slower loops; weights reordered once make the linear layers of the default
+model 1.9 times as fast at 1 row, 1.5 times at 8 and 1.3 times at 32 (`benchmarks/linear.py`). The plain copy is dropped, so memory stays
+the same.
 """
 
 import functools
