@@ -56,9 +56,8 @@ class SamplingParams:
         require(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
         require(finite(self.presence_penalty) and -2 <= self.presence_penalty <= 2, "presence_penalty", "a number from -2 to 2")
         require(finite(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2, "frequency_penalty", "a number from -2 to 2")
-        require(
-            finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 100, "repetition_penalty", "greater than 0 and at most 100"
-        )
+        # Logits are divided by it: much less would take them out of float32's range.
+        require(finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "from 0.01 to 100")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "a positive integer")
         require(self.min_tokens >= 0, "min_tokens", "0 or a positive integer")

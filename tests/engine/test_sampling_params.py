@@ -19,7 +19,7 @@ HUGE = 10**400
         ("min_p", [-0.1, 1.1, math.nan]),
         ("presence_penalty", [-2.1, 2.1, math.nan, -HUGE]),
         ("frequency_penalty", [-2.1, 2.1, math.inf]),
-        ("repetition_penalty", [0, -1, 101, math.nan, HUGE]),
+        ("repetition_penalty", [0, -1, 1e-300, 101, math.nan, HUGE]),
         ("seed", [2**63, -(2**63) - 1]),
         ("max_tokens", [-1]),
         ("min_tokens", [-1]),
