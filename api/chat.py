@@ -119,12 +119,16 @@ def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, nu
 
 
 def thinking_budget(context: ServerContext, body: ChatCompletionRequest, max_tokens: int) -> int | None:
-    """The request's own budget as it is (-1: none); else the server's, but never more than half of the answer: content must have room."""
+    """The request's own budget as it is (-1: none); else the server's, but content gets as many tokens at least.
+
+    What the end marker takes is set aside first: even a short answer is to show some content.
+    """
     if context.reasoning_parser is None or body.thinking_token_budget == -1:
         return None
     if body.thinking_token_budget is not None or context.default_thinking_budget is None:
         return body.thinking_token_budget
-    return min(context.default_thinking_budget, max_tokens // 2)
+    marker = context.tokenizer.encode(context.reasoning_parser(Turn()).end_marker, add_special_tokens=False)
+    return min(context.default_thinking_budget, max(max_tokens - len(marker), 0) // 2)
 
 
 def reasoning_view(context: ServerContext, body: ChatCompletionRequest, turn: Turn) -> ReasoningView:

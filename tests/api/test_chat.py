@@ -270,6 +270,16 @@ def test_the_servers_thinking_budget_holds_where_the_request_has_none() -> None:
     serve(scenario, thinks=True, default_thinking_budget=4)
 
 
+def test_the_servers_thinking_budget_leaves_room_for_the_end_marker_and_content() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        marker = len(scripted.engine.tokenizer.encode("</think>", add_special_tokens=False))
+        for beside, expected in ((1, 0), (2, 1), (3, 1), (9, 4)):
+            await ask(client, max_tokens=marker + beside)
+            assert scripted.engine.requests[-1].params.thinking_token_budget == expected
+
+    serve(scenario, thinks=True, default_thinking_budget=4)
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
