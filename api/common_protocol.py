@@ -6,8 +6,11 @@ from msgspec import Meta, Struct
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# Every sequence looks for these in all it says: far more than anyone needs, and little enough to prepare at once.
+StopString = Annotated[str, Meta(max_length=1024)]
+BadWord = Annotated[str, Meta(max_length=256)]
 # OpenAI stops at 4; evaluation harnesses written for vLLM send more.
-StopList = Annotated[list[str], Meta(max_length=64)]
+StopList = Annotated[list[StopString], Meta(max_length=64)]
 
 
 class FieldsWithoutEffect(Struct, kw_only=True):
@@ -82,7 +85,7 @@ class GenerationFields(FieldsWithoutEffect, kw_only=True):
     max_tokens: Int64 | None = None
     min_tokens: Int64 | None = None
     ignore_eos: bool | None = None
-    stop: str | StopList | None = None
+    stop: StopString | StopList | None = None
     stop_token_ids: Annotated[list[Int32], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -91,7 +94,7 @@ class GenerationFields(FieldsWithoutEffect, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     logit_bias: dict[Int32, float] | None = None
     allowed_token_ids: Annotated[list[Int32], Meta(max_length=2**18)] | None = None  # as many as the largest vocabularies have
-    bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=1024)] | None = None
     logits_processors: Annotated[list[LogitsProcessorChoice], Meta(max_length=16)] | None = None
     priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None

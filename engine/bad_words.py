@@ -12,12 +12,17 @@ class BadWords:
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self._sequences = [tuple(sequence) for sequence in sequences if sequence]
-        self._tail: deque[int] = deque(maxlen=max((len(sequence) for sequence in self._sequences), default=1) - 1)
+        self._last_ids: dict[tuple[int, ...], list[int]] = {}  # by what comes before them
+        for sequence in sequences:
+            if sequence:
+                self._last_ids.setdefault(tuple(sequence[:-1]), []).append(sequence[-1])
+        self._lengths = sorted({len(beginning) for beginning in self._last_ids})
+        self._tail: deque[int] = deque(maxlen=max(self._lengths, default=0))
 
     def append(self, token_id: int) -> None:
         self._tail.append(token_id)
 
     def completing_ids(self) -> list[int]:
         tail = tuple(self._tail)
-        return [sequence[-1] for sequence in self._sequences if tail[len(tail) - len(sequence) + 1 :] == sequence[:-1]]
+        beginnings = (tail[len(tail) - length :] for length in self._lengths if length <= len(tail))
+        return [token_id for beginning in beginnings for token_id in self._last_ids.get(beginning, ())]

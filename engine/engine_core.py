@@ -50,7 +50,10 @@ class EngineCore:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bound."""
         self._check(request)
         self._num_arrivals += 1
-        sequences = [self._make_sequence(request, index) for index in range(request.params.n)]
+        # Once for all n: there may be many words, and this holds up the loop.
+        words = [spelling for word in request.params.bad_words for spelling in (word, " " + word.lstrip(" "))]
+        bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words]
+        sequences = [self._make_sequence(request, index, bad_words_ids) for index in range(request.params.n)]
         sequences[0].forks = sequences[1:]
         self.scheduler.add(sequences[0])
         self._sequences[request.request_id] = sequences
@@ -165,19 +168,16 @@ class EngineCore:
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 
-    def _make_sequence(self, request: Request, index: int) -> Sequence:
+    def _make_sequence(self, request: Request, index: int, bad_words_ids: list[list[int]]) -> Sequence:
         params = request.params
         answer = request.make_answer()
         room = self.max_model_len - len(request.prompt_token_ids)
-        bad_words = [
-            self.tokenizer.encode(text, add_special_tokens=False) for word in params.bad_words for text in (word, " " + word.lstrip(" "))
-        ]
         sampling = SamplingState(
             params,
             request.prompt_token_ids,
             vocab_size=self.vocab_size,
             stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
-            bad_words_ids=bad_words,
+            bad_words_ids=bad_words_ids,
             processors=[make() for make in request.logits_processors],
             seed_offset=index,
             device=self.runner.loaded.device,

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from penstock.engine.events import SpecialText, Text
 
@@ -32,7 +33,7 @@ class StopStrings:
         """While it is off, a stop string that becomes complete is text like any other."""
         self._include_in_output = include_in_output
         self._skip_special_tokens = skip_special_tokens
-        self._node = self._root = _automaton(stop)
+        self._node = self._root = _automaton(tuple(stop))
         self._held: deque[str] = deque()
         self._num_held = 0  # characters in `_held`, hidden pieces not counted
 
@@ -90,7 +91,8 @@ class StopStrings:
         return self._skip_special_tokens and isinstance(piece, SpecialText) and piece.is_hidden
 
 
-def _automaton(patterns: Sequence[str]) -> _Node:
+@lru_cache(maxsize=16)  # the n sequences of a request share theirs
+def _automaton(patterns: tuple[str, ...]) -> _Node:
     root = _Node(0)
     for pattern in patterns:
         node = root
