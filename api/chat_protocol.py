@@ -23,6 +23,8 @@ class ChatMessage(Struct, kw_only=True):
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's fields, with vLLM's and SGLang's for reasoning and templates; docs/requests.md says what each means."""
+
     messages: list[ChatMessage]
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
