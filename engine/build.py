@@ -47,7 +47,7 @@ def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilati
     """
     if config.compile == "off":
         return None
-    compilation = LayerCompilation(loaded, trust_remote_code=config.trust_remote_code)
+    compilation = LayerCompilation(loaded, block_size=config.block_size, trust_remote_code=config.trust_remote_code)
     if config.compile == "on" and not (compilation.is_possible and (compilation.is_cached or compilation.compile())):
         raise ConfigurationError("--compile on: the decoder layers cannot be compiled here; it takes a CPU model and a C++ compiler")
     if not compilation.is_possible:

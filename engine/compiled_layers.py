@@ -69,8 +69,9 @@ class LayerCompilation:
     any thread.
     """
 
-    def __init__(self, loaded: LoadedModel, *, trust_remote_code: bool = False) -> None:
+    def __init__(self, loaded: LoadedModel, *, block_size: int = 16, trust_remote_code: bool = False) -> None:
         self._loaded = loaded
+        self._block_size = block_size
         self._trust_remote_code = trust_remote_code
         self._layers = decoder_layers(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self._kinds = list(dict.fromkeys(map(layer_kind, self._layers)))
@@ -136,6 +137,7 @@ class LayerCompilation:
         polite = ["nice", "-n", "19"] if shutil.which("nice") else []
         dtype = str(self._loaded.dtype).removeprefix("torch.")
         command = [sys.executable, "-m", "penstock.engine.layer_compiler", str(self._loaded.directory), dtype, kind, str(target)]
+        command += ["--block-size", str(self._block_size)]
         return polite + command + ["--trust-remote-code"] * self._trust_remote_code
 
 

@@ -140,7 +140,17 @@ class Engine:
             self._num_failed_steps += 1
             self._deliver(news)
             fresh = self._core.fail(step, STEP_FAILED)
+            self._end_lost(step, fresh)
         return fresh
+
+    def _end_lost(self, step: Step, fresh: DeltasByRequest) -> None:
+        """Adds a last delta for sequences that had ended in an update which then failed: theirs is gone."""
+        for request_id in {sequence.request.request_id for sequence in step.num_tokens}:
+            stream = self._streams.get(request_id)
+            deltas = fresh.setdefault(request_id, [])
+            lost = set() if stream is None else stream.unfinished - {delta.index for delta in deltas}
+            running = {sequence.index for sequence in step.num_tokens if sequence.request.request_id == request_id}
+            deltas += [SequenceDelta(index, finish_reason=FinishReason.ERROR, error=STEP_FAILED) for index in sorted(lost & running)]
 
     def _deliver(self, news: DeltasByRequest) -> None:
         """Hands the deltas out and leaves none behind."""

@@ -45,7 +45,7 @@ class LayerFunction(nn.Module):
         return output
 
 
-def build_skeleton(model_config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def build_skeleton(model_config: PretrainedConfig, dtype: torch.dtype, block_size: int, trust_remote_code: bool) -> nn.Module:
     """The model as the engine runs it, on the meta device: shapes and types without memory."""
     attention.register()
     layout = check_servable(model_config, trust_remote_code)
@@ -56,7 +56,7 @@ def build_skeleton(model_config: PretrainedConfig, dtype: torch.dtype, trust_rem
     model.train(False).requires_grad_(False)
     fuse_linears(model)
     pack_linears(model)
-    KVCache(layout, 2, 16, dtype, torch.device("meta")).attach(model)
+    KVCache(layout, 2, block_size, dtype, torch.device("meta")).attach(model)
     return model
 
 
@@ -102,10 +102,11 @@ def main() -> None:
     parser.add_argument("dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("kind")
     parser.add_argument("target", type=Path)
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--trust-remote-code", action="store_true")
     arguments = parser.parse_args()
     model_config = read_config(arguments.model, arguments.trust_remote_code)
-    model = build_skeleton(model_config, getattr(torch, arguments.dtype), arguments.trust_remote_code)
+    model = build_skeleton(model_config, getattr(torch, arguments.dtype), arguments.block_size, arguments.trust_remote_code)
     layers = decoder_layers(model, model_config.get_text_config(decoder=True).num_hidden_layers)
     of_kind = [layer for layer in layers if layer_kind(layer) == arguments.kind]
     if not of_kind:

@@ -61,7 +61,12 @@ class ModelRunner:
         self._compilation = compilation
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=torch.set_num_threads, initargs=(num_threads,))
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
+
+    def _prepare_thread(self) -> None:
+        torch.set_num_threads(self.num_threads)  # OpenMP keeps it per thread
+        if self.loaded.device.type == "cuda":
+            torch.cuda.set_device(self.loaded.device)  # Triton launches on the thread's current device
 
     def launch(self, batch: Batch) -> StepHandle:
         return StepHandle(self.thread.submit(self.run, batch))

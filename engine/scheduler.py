@@ -87,7 +87,7 @@ class Scheduler:
         underway: set[bytes] = set()
         for sequence in self.running:
             underway.update(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
-        for sequence in list(self.waiting):
+        for sequence in self.waiting[: self.max_num_seqs]:  # no more can be let in at once
             if not budget.left or self.num_preemptions != num_preemptions:
                 break
             if self.num_places_taken + len(sequence.sampling_sequences) > self.max_num_seqs:

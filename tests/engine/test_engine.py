@@ -369,3 +369,20 @@ def test_an_engine_that_is_not_running_takes_nothing() -> None:
             await collect(engine, make_request())
 
     run(test)
+
+
+def test_a_sequence_that_ended_in_an_update_which_failed_still_gets_its_last_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = EngineCore.update
+
+    def fail_after(*arguments: Any) -> Any:
+        update(*arguments)
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(EngineCore, "update", fail_after)
+
+    async def test() -> None:
+        async with running(make_core()) as engine:
+            said = await collect(engine, make_request("one", max_tokens=1))
+        assert [(delta.finish_reason, delta.error) for delta in said] == [(FinishReason.ERROR, STEP_FAILED)]
+
+    run(test)
