@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from penstock.engine.attention_cpu import AttentionOptions, paged_attention_cpu, write_kv
+from penstock.engine.attention_cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention_metadata import AttentionMetadata
+from penstock.engine.attention_options import AttentionOptions
 
 IMPLEMENTATION = "penstock_paged"
 

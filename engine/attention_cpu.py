@@ -2,27 +2,17 @@
 
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.engine.attention_metadata import AttentionMetadata
+from penstock.engine.attention_options import AttentionOptions
 from penstock.engine.native_library import native_library
 
 QUERY_BLOCK = 64
 MAX_NATIVE_PREFILL_SIZE = 256  # of a head: what a tile has room for on the stack
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What varies from layer to layer. `sinks_H` are logits that take part in the softmax's denominator only (gpt-oss)."""
-
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks_H: Tensor | None = None
 
 
 def write_kv(cache: Tensor, rows_THD: Tensor, slot_mapping_T: Tensor) -> None:

@@ -5,8 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from penstock.engine.attention_cpu import AttentionOptions
 from penstock.engine.attention_metadata import AttentionMetadata
+from penstock.engine.attention_options import AttentionOptions
 from penstock.engine.kernels.kv_write import kv_write
 from penstock.engine.kernels.paged_decode import paged_decode
 from penstock.engine.kernels.tuning import choose_num_splits

@@ -11,8 +11,9 @@ from transformers import AttentionInterface
 
 from penstock.engine import attention
 from penstock.engine.attention import paged_attention
-from penstock.engine.attention_cpu import AttentionOptions, paged_attention_cpu
+from penstock.engine.attention_cpu import paged_attention_cpu
 from penstock.engine.attention_metadata import AttentionMetadata
+from penstock.engine.attention_options import AttentionOptions
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.kv_layout import LayerKV
 

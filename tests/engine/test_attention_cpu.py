@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine import attention_cpu
-from penstock.engine.attention_cpu import QUERY_BLOCK, AttentionOptions, paged_attention_cpu, write_kv
+from penstock.engine.attention_cpu import QUERY_BLOCK, paged_attention_cpu, write_kv
 from penstock.engine.attention_metadata import AttentionMetadata
+from penstock.engine.attention_options import AttentionOptions
 from penstock.engine.batch import slots_of
 from penstock.engine.native_library import native_library
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from penstock.engine import native_library as module
-from penstock.engine.attention_cpu import AttentionOptions, paged_attention_cpu, write_kv
+from penstock.engine.attention_cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention_metadata import AttentionMetadata
+from penstock.engine.attention_options import AttentionOptions
 from penstock.engine.native_library import find_compiler, native_library
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")

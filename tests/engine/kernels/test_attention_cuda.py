@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.attention_cpu import AttentionOptions
 from penstock.engine.attention_cuda import paged_attention_cuda
 from penstock.engine.attention_metadata import AttentionMetadata
+from penstock.engine.attention_options import AttentionOptions
 from penstock.engine.kernels import references
 
 Launch = Callable[..., Any]
