@@ -28,7 +28,12 @@ from tests.plugins.grammar_walks import (
 def test_a_schemas_pattern_is_searched_for_in_the_decoded_string(
     pattern: str, start: str, end: str, texts: list[str], rng: random.Random
 ) -> None:
-    grammar = schema_grammar({"type": "string", "pattern": f"{start}(?:{pattern}){end}"})
+    try:
+        grammar = schema_grammar({"type": "string", "pattern": f"{start}(?:{pattern}){end}"})
+    except UnsupportedGrammar as refusal:  # choices that begin alike are many states where they are searched for
+        if "more states than can be searched" not in str(refusal):
+            raise
+        return
     expected = re.compile(f"{start}(?:{pattern}){end.replace('$', chr(92) + 'Z')}", re.ASCII)
     for text in texts:
         assert accepts(grammar, json.dumps(text, ensure_ascii=False), rng) == bool(expected.search(text)), text
