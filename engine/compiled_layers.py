@@ -121,7 +121,12 @@ class LayerCompilation:
             built = Path(scratch) / self._package(kind).name
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": scratch, "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                self._command(kind, built), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                self._command(kind, built),
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # a Ctrl-C is for the server, which ends this in its own time
             )
             if self._is_cancelled:
                 self._process.kill()

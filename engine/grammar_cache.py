@@ -11,7 +11,7 @@ from typing import Protocol
 from penstock.engine.errors import QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Vocabulary
 
-MAX_BYTES = 2**30
+MAX_BYTES = 2**29
 MAX_REFUSALS = 1024
 MAX_PENDING = 64
 TIME_LIMIT = 10.0
