@@ -13,7 +13,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache, block_bytes
-from penstock.engine.memory import num_cache_blocks, settle_memory
+from penstock.engine.memory import is_memory_plentiful, num_cache_blocks, settle_memory
 from penstock.engine.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native_library import native_library
@@ -35,7 +35,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     fuse_linears(loaded.model)
     if loaded.device.type == "cpu":
         native_library()  # built now rather than in the first request
-        pack_linears(loaded.model)
+        pack_linears(loaded.model, keep_plain=is_memory_plentiful(loaded.model))
         settle_memory(loaded.model)
     return loaded
 

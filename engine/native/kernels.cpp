@@ -6,6 +6,7 @@
 
 #include "decode.h"
 #include "prefill.h"
+#include "small_linear.h"
 
 extern "C" {
 
@@ -28,6 +29,23 @@ void penstock_paged_decode(void* out, const void* query, const void* key_cache, 
     } else {
         decode_any<float>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
     }
+}
+
+// Whether `penstock_small_linear` does anything: it takes bfloat16 products.
+int64_t penstock_has_small_linear() {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// All bfloat16 and contiguous: out [num_rows, outputs], x [num_rows, inputs], weight [outputs, inputs]. inputs is a multiple of 32, outputs
+// of 16.
+void penstock_small_linear(void* out, const void* x, const void* weight, int64_t num_rows, int64_t inputs, int64_t outputs) {
+#ifdef __AVX512BF16__
+    small_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weight), num_rows, inputs, outputs);
+#endif
 }
 
 // Whether this processor has the 64-byte vectors that the prefill kernel is written for. Emulated, they are slower than torch.

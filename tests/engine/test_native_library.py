@@ -18,7 +18,14 @@ from penstock.engine.native_library import find_compiler, native_library
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 KERNELS = module.SOURCE
-FUNCTIONS = ("penstock_write_rows", "penstock_paged_decode", "penstock_paged_prefill", "penstock_has_prefill")
+FUNCTIONS = (
+    "penstock_write_rows",
+    "penstock_paged_decode",
+    "penstock_paged_prefill",
+    "penstock_has_prefill",
+    "penstock_small_linear",
+    "penstock_has_small_linear",
+)
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 
 
