@@ -25,6 +25,7 @@ ENGINE_FAILED = "the engine has failed and serves no more; the error has been lo
 class _Stream:
     """Deltas on their way to one client. `unfinished` are the sequences whose last one has not been put in yet."""
 
+    request: Request
     unfinished: set[int]
     queue: "asyncio.Queue[list[SequenceDelta]]" = field(default_factory=asyncio.Queue)
 
@@ -96,7 +97,7 @@ class Engine:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._core.add(request)
-        stream = self._streams[request.request_id] = _Stream(set(range(request.params.n)))
+        stream = self._streams[request.request_id] = _Stream(request, set(range(request.params.n)))
         self._wake.set()
         num_unfinished = request.params.n
         try:
@@ -144,13 +145,15 @@ class Engine:
         return fresh
 
     def _end_lost(self, step: Step, fresh: DeltasByRequest) -> None:
-        """Adds a last delta for sequences that had ended in an update which then failed: theirs is gone."""
-        for request_id in {sequence.request.request_id for sequence in step.num_tokens}:
-            stream = self._streams.get(request_id)
-            deltas = fresh.setdefault(request_id, [])
-            lost = set() if stream is None else stream.unfinished - {delta.index for delta in deltas}
-            running = {sequence.index for sequence in step.num_tokens if sequence.request.request_id == request_id}
-            deltas += [SequenceDelta(index, finish_reason=FinishReason.ERROR, error=STEP_FAILED) for index in sorted(lost & running)]
+        """Adds a last delta for sequences that had ended in an update which then failed: theirs is gone, so their requests are."""
+        for request in {sequence.request.request_id: sequence.request for sequence in step.num_tokens}.values():
+            stream = self._streams.get(request.request_id)
+            if stream is None or stream.request is not request:  # aborted meanwhile; the id may be another's by now
+                continue
+            self._core.abort(request.request_id)
+            deltas = fresh.setdefault(request.request_id, [])
+            lost = stream.unfinished - {delta.index for delta in deltas}
+            deltas += [SequenceDelta(index, finish_reason=FinishReason.ERROR, error=STEP_FAILED) for index in sorted(lost)]
 
     def _deliver(self, news: DeltasByRequest) -> None:
         """Hands the deltas out and leaves none behind."""

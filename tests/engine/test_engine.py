@@ -371,7 +371,8 @@ def test_an_engine_that_is_not_running_takes_nothing() -> None:
     run(test)
 
 
-def test_a_sequence_that_ended_in_an_update_which_failed_still_gets_its_last_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_sequence_that_ended_in_an_update_which_failed_still_gets_its_last_delta(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     update = EngineCore.update
 
     def fail_after(*arguments: Any) -> Any:
@@ -382,7 +383,7 @@ def test_a_sequence_that_ended_in_an_update_which_failed_still_gets_its_last_del
 
     async def test() -> None:
         async with running(make_core()) as engine:
-            said = await collect(engine, make_request("one", max_tokens=1))
-        assert [(delta.finish_reason, delta.error) for delta in said] == [(FinishReason.ERROR, STEP_FAILED)]
+            said = await collect(engine, make_request("one", n=n, temperature=1.0, max_tokens=1))
+        assert [(delta.finish_reason, delta.error) for delta in said] == [(FinishReason.ERROR, STEP_FAILED)] * n
 
     run(test)
