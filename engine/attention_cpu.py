@@ -47,6 +47,30 @@ def paged_attention_cpu(
     return out
 
 
+def _shape_and_options(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
+    sinks_H: Tensor | None,
+) -> tuple[int | float | None, ...]:
+    """What both kernels are told last. `sinks_H`, float32 and contiguous, has to outlive the call: only its address is passed on."""
+    return (
+        query.shape[1],
+        key_cache.shape[2],
+        key_cache.shape[3],
+        value_cache.shape[3],
+        key_cache.shape[1],
+        metadata.block_table_BN.shape[1],
+        query.dtype == torch.bfloat16,
+        options.scaling,
+        options.sliding_window or 0,
+        options.softcap or 0.0,
+        None if sinks_H is None else sinks_H.data_ptr(),
+    )
+
+
 def _decode_native(
     out_BHD: Tensor, query_BHD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> None:
@@ -61,17 +85,8 @@ def _decode_native(
         value_cache.data_ptr(),
         metadata.block_table_BN.data_ptr(),
         metadata.context_lens_B.data_ptr(),
-        *query_BHD.shape[:2],
-        key_cache.shape[2],
-        key_cache.shape[3],
-        value_cache.shape[3],
-        key_cache.shape[1],
-        metadata.block_table_BN.shape[1],
-        query_BHD.dtype == torch.bfloat16,
-        options.scaling,
-        options.sliding_window or 0,
-        options.softcap or 0.0,
-        None if sinks is None else sinks.data_ptr(),
+        len(query_BHD),
+        *_shape_and_options(query_BHD, key_cache, value_cache, metadata, options, sinks),
     )
 
 
@@ -119,17 +134,7 @@ def _prefill_native(
         metadata.query_start_loc[decodes:].data_ptr(),
         metadata.context_lens_B[decodes:].data_ptr(),
         metadata.num_sequences - decodes,
-        query_THD.shape[1],
-        key_cache.shape[2],
-        key_cache.shape[3],
-        value_cache.shape[3],
-        key_cache.shape[1],
-        metadata.block_table_BN.shape[1],
-        query_THD.dtype == torch.bfloat16,
-        options.scaling,
-        options.sliding_window or 0,
-        options.softcap or 0.0,
-        None if sinks is None else sinks.data_ptr(),
+        *_shape_and_options(query_THD, key_cache, value_cache, metadata, options, sinks),
     )
 
 

@@ -1,4 +1,4 @@
-"""How much of the machine the KV cache may have."""
+"""What of the machine's memory goes where: how much the KV cache may have, and what loading a model need not keep."""
 
 import ctypes
 import os

@@ -25,7 +25,6 @@ constexpr int64_t ROWS = 6;       // of a register tile: 6 x 64 sums, as many as
 constexpr int64_t COLUMNS = 64;
 constexpr int64_t MAX_VALUE_SIZE = 256;
 
-
 #ifdef __AVX512BF16__
 constexpr bool HAS_BFLOAT16_PRODUCTS = true;
 #else
