@@ -8,6 +8,7 @@ from penstock.api.answering import answer
 from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.constraints import grammar_spec
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.folds import ReasoningView
 from penstock.api.messages import template_kwargs
@@ -53,7 +54,7 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[
             tools=context.tool_parser if turn.tools else None,
             turn=turn,
         ),
-        grammar=await compiled_grammar(context, body),
+        grammar=await compiled_grammar(context, body, grammar_spec(body)),
         logits_processors=processors,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",

@@ -8,6 +8,7 @@ from penstock.api.answering import answer
 from penstock.api.bodies import read_body, served_model
 from penstock.api.completion_fold import CompletionFold, Prompt
 from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
+from penstock.api.constraints import grammar_spec
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import answer_reader, check_streaming, compiled_grammar, logits_processors, special_token_ids
@@ -53,7 +54,7 @@ async def prepare(context: ServerContext, body: CompletionRequest, request_id: s
     params = await run(context, lambda: checked_params(context, body, encoded), is_long=is_long)
     prompts = await run(context, lambda: readable_prompts(context, body, given, encoded), is_long=is_long)
     processors = logits_processors(context, body.logits_processors)
-    grammar = await compiled_grammar(context, body)
+    grammar = await compiled_grammar(context, body, grammar_spec(body))
     requests = [
         Request(
             request_id=request_id if len(given) == 1 else f"{request_id}-{position}",

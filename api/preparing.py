@@ -4,12 +4,11 @@ import functools
 from collections.abc import Callable
 
 from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice
-from penstock.api.constraints import grammar_spec
 from penstock.api.context import ServerContext
 from penstock.engine.answer import Answer
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import CompiledGrammar
+from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.hooks import LogitsProcessor, LogitsProcessorFactory, ReasoningParserFactory, ToolParserFactory
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.tokenizer import Tokenizer
@@ -24,7 +23,7 @@ def check_streaming(body: GenerationFields) -> None:
         raise InvalidRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
-async def compiled_grammar(context: ServerContext, body: GenerationFields) -> CompiledGrammar | None:
+async def compiled_grammar(context: ServerContext, body: GenerationFields, spec: GrammarSpec | None) -> CompiledGrammar | None:
     """The request's constraint, compiled by the backend that it names or by the first that takes it. Raises `InvalidRequest`."""
     backend = body.guided_decoding_backend
     if backend == "auto":
@@ -32,7 +31,6 @@ async def compiled_grammar(context: ServerContext, body: GenerationFields) -> Co
     if backend is not None and backend not in context.plugins.grammar_backends:
         known = ", ".join(["auto", *context.plugins.grammar_backends])
         raise InvalidRequest(f"no grammar backend {backend[:100]!r}: there are {known}", "guided_decoding_backend")
-    spec = grammar_spec(body)
     return None if spec is None else await context.compile_grammar.compile(spec, backend)
 
 

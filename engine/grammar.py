@@ -1,8 +1,11 @@
 """Constrained decoding: the contract between the engine and its grammar backends."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
+
+from penstock.engine.structure import Structure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,16 +18,25 @@ class GrammarKind(StrEnum):
     JSON_OBJECT = "json_object"  # no text: any JSON object
     REGEX = "regex"
     CHOICE = "choice"  # a JSON array of strings
+    LARK = "lark"  # a context-free grammar with a rule `start`
+    GBNF = "gbnf"  # one with a rule `root`, as llama.cpp and XGrammar ("EBNF") write them
+    STRUCTURE = "structure"  # no text: `GrammarSpec.structure`
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """One constraint as the client wrote it. `param` is the JSON path of its field, for error messages."""
+    """One constraint as the client wrote it. `param` is the JSON path of its field, for error messages.
+
+    `whitespace_pattern` is a regex for what may stand between the tokens of JSON: None for the default, bounded one, "" for none at all.
+    Where `is_lenient`, keywords of a JSON Schema that a backend cannot enforce may be left out; the compiled grammar then names them.
+    """
 
     kind: GrammarKind
     text: str
     param: str = "guided_json"
     whitespace_pattern: str | None = None
+    is_lenient: bool = False
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +46,16 @@ class Vocabulary:
     `token_bytes[i]` is what token i adds to the text, or None where it is an added or special token and may never be matched as text.
     `size` is the width of the logits, which may exceed len(token_bytes). `stop_token_ids` may end a constrained answer.
     `fingerprint` is the same for equal vocabularies and for no others: the key for what a backend keeps between runs.
+    `added_token_ids` are the added tokens by their text, the special ones among them. `encode` is the tokenizer itself, for ordinary text:
+    what makes a tokenization the canonical one. Without it nothing is ever forced.
     """
 
     token_bytes: tuple[bytes | None, ...]
     size: int
     stop_token_ids: frozenset[int]
     fingerprint: str
+    added_token_ids: Mapping[str, int] = field(default_factory=dict)
+    encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
 
 
 class GrammarMatcher(Protocol):
@@ -58,7 +74,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Token ids that can only come next, in canonical tokenization; empty where there is a choice. Stop tokens are never among them."""
+        """Token ids that can only come next: before each of them the bitmask allows it and nothing else. Stop tokens are never among them."""
         ...
 
     @property
@@ -75,13 +91,19 @@ class CompiledGrammar(Protocol):
         """About how much memory it holds, for the cache's bound."""
         ...
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of a lenient spec is not enforced: each a keyword with its JSON path. Empty where the grammar is exact."""
+        ...
+
     def matcher(self) -> GrammarMatcher: ...
 
 
 class GrammarBackend(Protocol):
     """Compiles specs, off the event loop.
 
-    Raises `UnsupportedGrammar` naming the keyword and its path, or the position in a regex.
+    Raises `UnsupportedGrammar` naming the keyword and its path, or the position in a regex or grammar. A backend may have a class attribute
+    `preferred_kinds`, the `GrammarKind`s for which it is tried before the others where a request names no backend.
     """
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar: ...

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from penstock.engine.events import Event
+from penstock.engine.tool_format import ToolFormat
 
 
 class Parser(Protocol):
@@ -43,3 +44,14 @@ class ReasoningParser(Parser, Protocol):
 
     @property
     def phase(self) -> Phase: ...
+
+
+class ToolParser(Parser, Protocol):
+    """A parser that gives tool calls, and says how they are written.
+
+    A parser without `tool_format` reads calls all the same, but nothing can be promised of them: `tool_choice` `required` and the like
+    are refused by name.
+    """
+
+    @property
+    def tool_format(self) -> ToolFormat | None: ...

@@ -117,7 +117,12 @@ class Tokenizer:
         stop_token_ids = frozenset(stop_token_ids)
         digest = hashlib.sha256(f"{logits_width} {sorted(stop_token_ids)}\n".encode())
         digest.update(b"".join(b"-" if data is None else b"%d:%b" % (len(data), data) for data in token_bytes))
-        return Vocabulary(token_bytes, logits_width, stop_token_ids, digest.hexdigest())
+        added_token_ids = {token.text: token_id for token_id, token in self.added_tokens.items() if token_id < logits_width}
+        digest.update(repr(sorted(added_token_ids.items())).encode())
+        return Vocabulary(token_bytes, logits_width, stop_token_ids, digest.hexdigest(), added_token_ids, self._encode_text)
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
 
     def _matchable_bytes(self, token_id: int) -> bytes | None:
         """None also for a token that adds nothing, since it could be repeated for ever, and for one whose bytes cannot be known."""

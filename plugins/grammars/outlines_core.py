@@ -45,6 +45,8 @@ class OutlinesCoreBackend:
     A process that can be killed would have to send the index back, and unpacking that holds the lock for 10 ms a megabyte.
     """
 
+    preferred_kinds = frozenset({GrammarKind.REGEX, GrammarKind.CHOICE})
+
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
@@ -116,6 +118,8 @@ def _tree(spec: GrammarSpec) -> Node:
             return json_schema.translate(parse_document(spec.text, spec.param), spec.param, whitespace)
         case GrammarKind.JSON_OBJECT:
             raise UnsupportedGrammar("any JSON object is not a regular language: give a JSON schema instead", spec.param)
+        case GrammarKind.LARK | GrammarKind.GBNF | GrammarKind.STRUCTURE:
+            raise UnsupportedGrammar("outlines_core compiles JSON schemas, regexes and choices only", spec.param)
 
 
 def _regex(pattern: str, param: str) -> Node:

@@ -43,6 +43,10 @@ class OutlinesCoreGrammar:
     def num_bytes(self) -> int:
         return self._index_bytes + MAX_CACHED_ROWS * num_words(self._vocab_size) * 4
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return ()
+
     def matcher(self) -> "OutlinesCoreMatcher":
         guide = Guide(self.index, MAX_ROLLBACK)
         guide.advance(min(self.stop_token_ids), return_tokens=False)  # past the NUL in front of the text

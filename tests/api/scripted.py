@@ -149,6 +149,7 @@ class RecordingCompiler:
 
 class NoGrammar:
     num_bytes = 0
+    warnings = ()
 
     def matcher(self) -> GrammarMatcher:
         raise AssertionError("the scripted engine follows no grammar")

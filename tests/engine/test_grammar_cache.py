@@ -20,6 +20,7 @@ class Tokens:
 class Grammar:
     text: str
     num_bytes: int
+    warnings: tuple[str, ...] = ()
 
     def matcher(self) -> GrammarMatcher:
         raise AssertionError("nothing here runs a grammar")

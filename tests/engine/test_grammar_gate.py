@@ -66,6 +66,7 @@ class Grammar:
     """A compiled grammar of whatever `make` makes."""
 
     num_bytes = 0
+    warnings = ()
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.matcher = make
