@@ -74,7 +74,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Token ids that can only come next: before each of them the bitmask allows it and nothing else. Stop tokens are never among them."""
+        """Token ids that can only come next: before each of them the bitmask allows it and nothing else. Never stop tokens."""
         ...
 
     @property
