@@ -14,6 +14,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import is_memory_plentiful, num_cache_blocks, settle_memory
+from penstock.engine.model_config import answer_tokens
 from penstock.engine.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native_library import native_library
@@ -70,10 +71,15 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     cache = KVCache(loaded.kv_layout, num_blocks, config.block_size, loaded.dtype, loaded.device)
     cache.attach(loaded.model)
     compilation = compiled_layers(loaded, config)
-    vocab_size = min(loaded.vocab_size, tokenizer.vocab_size)
+    tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
     return EngineCore(
         runner=ModelRunner(
-            loaded, cache, vocab_size=vocab_size, compilation=compilation, seed=config.seed, num_threads=config.num_threads or NUM_THREADS
+            loaded,
+            cache,
+            vocab_size=tokens.vocab_size,
+            compilation=compilation,
+            seed=config.seed,
+            num_threads=config.num_threads or NUM_THREADS,
         ),
         scheduler=Scheduler(
             BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching),
@@ -83,7 +89,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             max_waiting=config.max_waiting_requests,
         ),
         tokenizer=tokenizer,
-        stop_token_ids=loaded.eos_token_ids | frozenset(tokenizer.eos_token_ids),
+        stop_token_ids=tokens.stop_token_ids,
         max_model_len=loaded.max_model_len,
-        vocab_size=vocab_size,
+        vocab_size=tokens.vocab_size,
     )

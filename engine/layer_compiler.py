@@ -20,8 +20,9 @@ from penstock.engine.attention_metadata import NUM_HEADER_FIELDS, AttentionMetad
 from penstock.engine.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.model_config import read_config
 from penstock.engine.packed_linear import pack_linears
-from penstock.engine.servable import check_servable, read_config
+from penstock.engine.servable import check_servable
 
 # An example length that no model has among its sizes, so that the dimensions which vary with it can be told.
 NUM_EXAMPLE_TOKENS = 37

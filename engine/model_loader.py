@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from penstock.engine.config import Dtype
 from penstock.engine.context_length import max_model_len
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV
-from penstock.engine.servable import check_servable, read_config
+from penstock.engine.model_config import eos_token_ids, read_config
+from penstock.engine.servable import check_servable
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def load_model(
         config=model.config,
         generation_config=model.generation_config,
         kv_layout=layout,
-        eos_token_ids=frozenset(_token_ids(model.generation_config.eos_token_id)) | frozenset(_token_ids(config.eos_token_id)),
+        eos_token_ids=eos_token_ids(config, model.generation_config),
         max_model_len=context,
         dtype=torch_dtype,
         device=torch_device,
@@ -143,9 +143,3 @@ def _check_weight_files(directory: Path) -> None:
     if missing:
         hint = "" if index.is_file() else "; weights in other formats than safetensors are not read"
         raise ConfigurationError(f"{directory} lacks {', '.join(missing)}{hint}")
-
-
-def _token_ids(value: int | Iterable[int] | None) -> Iterable[int]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else value

@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.servable import check_servable, read_config
+from penstock.engine.model_config import read_config
+from penstock.engine.servable import check_servable
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
 
