@@ -33,9 +33,14 @@ class FreeText:
 
 @dataclass(frozen=True, slots=True)
 class TextUntil:
-    """Any text in ordinary tokens, none included, up to and including the first `marker`, which is as in `Marker`."""
+    """Any text in ordinary tokens, none included, up to and including the first `marker`, which is as in `Marker`.
+
+    No `without` marker comes up before its end, in the sense of `FreeText`: what several markers could end is one of these for each,
+    without the others.
+    """
 
     marker: str
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
