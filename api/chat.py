@@ -17,12 +17,15 @@ from penstock.api.preparing import added_token_texts, answer_reader, check_strea
 from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
 from penstock.api.rendering import check_template_fields, render_conversation
 from penstock.api.sampling import sampling_params, token_limit
-from penstock.api.tools import offered_tools
-from penstock.api.workers import MANY, run
+from penstock.api.tool_grammar import answer_grammar
+from penstock.api.tools import ToolUse, tool_use
+from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import GrammarSpec
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 
 
@@ -39,7 +42,8 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
 async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[Request, ReasoningView]:
     """The engine's request, and how its reasoning is to be shown. Raises `InvalidRequest` for all that is wrong with the body."""
     check(context, body)
-    turn, prompt_token_ids = await render(context, body)
+    tools = tool_use(body, has_parser=context.tool_parser is not None)
+    turn, prompt_token_ids = await render(context, body, tools)
     params = chat_sampling_params(context, body, len(prompt_token_ids))
     processors = logits_processors(context, body.logits_processors)
     request = Request(
@@ -54,7 +58,7 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[
             tools=context.tool_parser if turn.tools else None,
             turn=turn,
         ),
-        grammar=await compiled_grammar(context, body, grammar_spec(body)),
+        grammar=await compiled_grammar(context, body, await constraint(context, body, tools, turn)),
         logits_processors=processors,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
@@ -72,12 +76,10 @@ def check(context: ServerContext, body: ChatCompletionRequest) -> None:
         raise InvalidRequest("set `max_completion_tokens` or its older name `max_tokens`, not both", "max_tokens")
 
 
-async def render(context: ServerContext, body: ChatCompletionRequest) -> tuple[Turn, list[int]]:
+async def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
     """Where the answer starts, and the prompt's token ids."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort)
-    has_parser = context.tool_parser is not None
-    tools = await run(context, lambda: offered_tools(body, has_parser=has_parser), is_long=len(body.tools or ()) > MANY)
-    prompt = await render_conversation(context, body, body.messages, tools, kwargs)
+    prompt = await render_conversation(context, body, body.messages, tools.shown, kwargs)
     await check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.
     prompt_token_ids = await encode_text(context, prompt.text, add_special_tokens=bool(body.add_special_tokens))
@@ -85,11 +87,21 @@ async def render(context: ServerContext, body: ChatCompletionRequest) -> tuple[T
     turn = Turn(
         prompt_tail=prompt.tail,
         added_tokens=added_token_texts(context.tokenizer),
-        tools=tools,
-        tool_choice="auto" if tools else "none",
+        tools=tools.shown,
+        tool_choice=tools.choice,
         chat_template_kwargs=kwargs,
     )
     return turn, prompt_token_ids
+
+
+async def constraint(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, turn: Turn) -> GrammarSpec | None:
+    """What the answer is held to, tool calls included. Schemas are written out in a worker: they may be long."""
+    spec = grammar_spec(body)
+    if not tools.shown or context.tool_parser is None:
+        return spec
+    tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
+    parser_name = context.plugins.tool_parsers.active
+    return await run(context, lambda: answer_grammar(tools, spec, tool_format, parser_name), is_long=True)
 
 
 def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, num_prompt_tokens: int) -> SamplingParams:

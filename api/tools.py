@@ -1,11 +1,17 @@
-"""Checks `tools` and `tool_choice`."""
+"""Checks `tools` and `tool_choice`: what the model is told of, and what of it may, or must, be called."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.engine.errors import InvalidRequest
+
+T = TypeVar("T")
+
+MAX_TOOLS = 256
+MAX_NAME_LENGTH = 256
 
 
 class FunctionDefinition(msgspec.Struct):
@@ -20,50 +26,150 @@ class ToolDefinition(msgspec.Struct):
     type: str = "function"
 
 
-def offered_tools(body: ChatCompletionRequest, *, has_parser: bool) -> list[dict[str, Any]]:
-    """The tools that the model is told of, as the client wrote them: none where there are none, or where `tool_choice` is `none`.
+class FunctionName(msgspec.Struct):
+    name: str
 
-    Raises `InvalidRequest` for what is malformed or cannot be guaranteed here.
+
+class NamedTool(msgspec.Struct):
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolChoice(msgspec.Struct):
+    allowed_tools: AllowedTools
+    type: Literal["allowed_tools"] = "allowed_tools"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function as the client described it. `path` is that of its definition; without `parameters` it takes none."""
+
+    name: str
+    parameters: dict[str, Any] | None
+    is_strict: bool
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """`shown` are the tools that the prompt tells of, as the client wrote them; `callable` those of them that may be called.
+
+    Where `is_forced` the answer is a call; where `is_single` there is one at most. `is_restricted` says that `allowed_tools` chose some.
+    `choice` is the word for parsers: as `Turn.tool_choice`.
+    """
+
+    shown: list[dict[str, Any]]
+    callable: tuple[Tool, ...]
+    choice: str
+    is_forced: bool = False
+    is_single: bool = False
+    is_restricted: bool = False
+
+
+NO_TOOLS = ToolUse(shown=[], callable=(), choice="none")
+
+
+def tool_use(body: ChatCompletionRequest, *, has_parser: bool) -> ToolUse:
+    """What the request asks for: `NO_TOOLS` where it has none, or where `tool_choice` is `none`.
+
+    Raises `InvalidRequest` for what is malformed, and for tools on a server that could not read their calls.
     """
     if body.tools is None:
         if body.tool_choice not in (None, "none"):
             raise InvalidRequest("When using `tool_choice`, `tools` must be set.", "tool_choice")
-        return []
+        return NO_TOOLS
     if not body.tools:
         raise InvalidRequest("`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.", "tools")
-    names = [check_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
-    check_choice(body.tool_choice, names)
-    if body.tool_choice == "none":
-        return []
-    if not has_parser:
+    if len(body.tools) > MAX_TOOLS:
+        raise InvalidRequest(f"`tools` may hold {MAX_TOOLS} tools at most, got {len(body.tools)}", "tools")
+    tools: dict[str, Tool] = {}
+    for index, definition in enumerate(body.tools):
+        tool = read_tool(definition, f"tools[{index}]")
+        if tool.name in tools:
+            raise InvalidRequest(f"`tools` holds two functions of one name, {tool.name!r}", f"{tool.path}.function.name")
+        tools[tool.name] = tool
+    use = read_choice(body, tools)
+    if use.shown and not has_parser:
         raise InvalidRequest("this server was started without a tool parser: start it with one, such as --plugin hermes", "tools")
-    return body.tools
+    return use
 
 
-def check_tool(tool: dict[str, Any], path: str) -> str:
-    """The tool's name. Keys that are not OpenAI's are left alone: some templates read them."""
+def read_tool(definition: dict[str, Any], path: str) -> Tool:
+    """Keys that are not OpenAI's are left alone: some templates read them."""
     try:
-        definition = msgspec.convert(tool, ToolDefinition)
+        tool = msgspec.convert(definition, ToolDefinition)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error).replace("`$", f"`$.{path}"), path) from None
-    if definition.type != "function":
-        raise InvalidRequest(f"`{path}.type` must be `function`, got {definition.type[:100]!r}", f"{path}.type")
-    if not definition.function.name:
-        raise InvalidRequest(f"`{path}.function.name` must not be empty", f"{path}.function.name")
-    if definition.function.strict:
-        raise InvalidRequest("`strict` tools are not supported yet", f"{path}.function.strict")
-    return definition.function.name
+    if tool.type != "function":
+        raise InvalidRequest(f"`{path}.type` must be `function`, got {tool.type[:100]!r}", f"{path}.type")
+    function = tool.function
+    check_name(function.name, f"{path}.function.name")
+    if function.parameters is not None:
+        check_parameters(function.parameters, f"{path}.function.parameters")
+    return Tool(function.name, function.parameters, bool(function.strict), path)
 
 
-def check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> None:
-    if choice in (None, "auto", "none"):
-        return
+def check_name(name: str, path: str) -> None:
+    """OpenAI's rule is `[a-zA-Z0-9_-]{1,64}`; tools from elsewhere, MCP servers above all, have dots and slashes in theirs."""
+    if not name or len(name) > MAX_NAME_LENGTH:
+        raise InvalidRequest(f"`{path}` must have 1 to {MAX_NAME_LENGTH} characters, got {len(name)}", path)
+    if not name.isprintable():
+        raise InvalidRequest(f"`{path}` must be made of printable characters, got {name!r}", path)
+
+
+def check_parameters(schema: dict[str, Any], path: str) -> None:
+    """Arguments are an object. A schema that does not say its type is one of objects, as far as a call goes."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(f"`{path}` must be the schema of an object, got type {str(kind)[:100]!r}", f"{path}.type")
+
+
+def read_choice(body: ChatCompletionRequest, tools: dict[str, Tool]) -> ToolUse:
+    """`none`, `auto`, `required`, one function, or `allowed_tools`, which choose among the tools without changing the prompt."""
+    choice = body.tool_choice
+    if choice == "none":
+        return NO_TOOLS
+    shown, every, is_single = body.tools or [], tuple(tools.values()), body.parallel_tool_calls is False
+    if choice is None or choice == "auto":
+        return ToolUse(shown=shown, callable=every, choice="auto", is_single=is_single)
     if choice == "required":
-        raise InvalidRequest("`tool_choice` `required` is not supported yet: use `auto`", "tool_choice")
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise InvalidRequest(f"Invalid value for `tool_choice`: {str(choice)[:100]!r}", "tool_choice")
-    if name not in names:
-        raise InvalidRequest("The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice")
-    raise InvalidRequest("a named tool in `tool_choice` is not supported yet: use `auto`", "tool_choice")
+        return ToolUse(shown=shown, callable=every, choice="required", is_forced=True, is_single=is_single)
+    if isinstance(choice, str):
+        raise InvalidRequest(f"Invalid value for `tool_choice`: {choice[:100]!r}", "tool_choice")
+    if choice.get("type") == "allowed_tools":
+        allowed = convert_choice(choice, AllowedToolChoice).allowed_tools
+        if not allowed.tools:
+            raise InvalidRequest("`tool_choice.allowed_tools.tools` must name at least one tool", "tool_choice.allowed_tools.tools")
+        paths = {named.function.name: f"tool_choice.allowed_tools.tools[{index}]" for index, named in enumerate(allowed.tools)}
+        called = tuple(chosen_tool(name, tools, path) for name, path in paths.items())
+        return ToolUse(
+            shown=shown,
+            callable=called,
+            choice=allowed.mode,
+            is_forced=allowed.mode == "required",
+            is_single=is_single,
+            is_restricted=True,
+        )
+    tool = chosen_tool(convert_choice(choice, NamedTool).function.name, tools, "tool_choice")
+    # A function may have the name of a mode: parsers are told of the mode that is nearest.
+    word = "required" if tool.name in ("auto", "none") else tool.name
+    return ToolUse(shown=shown, callable=(tool,), choice=word, is_forced=True, is_single=True)
+
+
+def convert_choice(choice: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(choice, kind)
+    except msgspec.ValidationError as error:
+        message = str(error).replace("`$", "`$.tool_choice")
+        raise InvalidRequest(f"Invalid value for `tool_choice`: {message}", "tool_choice") from None
+
+
+def chosen_tool(name: str, tools: dict[str, Tool], path: str) -> Tool:
+    if name not in tools:
+        raise InvalidRequest("The tool specified in `tool_choice` does not match any of the specified `tools`", path)
+    return tools[name]
