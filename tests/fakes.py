@@ -80,12 +80,13 @@ class FakeRunner:
 
     min_tokens = 2
 
-    def __init__(self, num_blocks: int, block_size: int, next_token: NextToken) -> None:
+    def __init__(self, num_blocks: int, block_size: int, next_token: NextToken, vocab_size: int = VOCAB_SIZE) -> None:
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
         self.cache = KVCache([LayerKV(1, 1, 1)], num_blocks, block_size, torch.int64, self.loaded.device)
         self.cache.keys[0].fill_(-1)
         self.next_token = next_token
-        self.sampler = Sampler(VOCAB_SIZE, "cpu")
+        self.vocab_size = vocab_size
+        self.sampler = Sampler(vocab_size, "cpu")
         self.failure: Exception | None = None
         self.gate: Event | None = None
         self.num_tokens_per_step: list[int] = []
@@ -145,7 +146,7 @@ class FakeRunner:
         for row, sequence in zip(batch.sample_rows, batch.samplers, strict=True):
             assert kept[row] == sequence.token_ids, "the cache holds another sequence's tokens"
         preferred = torch.tensor([self.next_token(history) for history in kept], dtype=torch.long)
-        return -((torch.arange(VOCAB_SIZE) - preferred[:, None]) % VOCAB_SIZE).float()
+        return -((torch.arange(self.vocab_size) - preferred[:, None]) % self.vocab_size).float()
 
 
 def make_core(
@@ -158,6 +159,8 @@ def make_core(
     max_waiting: int = 1000,
     max_model_len: int = 200,
     enable_prefix_caching: bool = True,
+    tokenizer: Tokenizer = TOKENIZER,
+    stop_token_ids: frozenset[int] = frozenset({EOS}),
 ) -> EngineCore:
     assert num_blocks * block_size >= max_model_len
     scheduler = Scheduler(
@@ -168,12 +171,12 @@ def make_core(
         max_waiting=max_waiting,
     )
     return EngineCore(
-        runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token)),
+        runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size)),
         scheduler=scheduler,
-        tokenizer=TOKENIZER,
-        stop_token_ids=frozenset({EOS}),
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids,
         max_model_len=max_model_len,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=tokenizer.vocab_size,
     )
 
 
