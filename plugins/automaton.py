@@ -22,7 +22,7 @@ class MarkerAutomaton:
         self.depths = [0]
         self.found: list[tuple[str, int] | None] = [None]  # the marker that ends in this state, and its length in symbols
         for marker in markers:
-            self._add(marker, _symbols(marker, added_tokens))
+            self._add(marker, split_symbols(marker, added_tokens))
         self._link()
         firsts = "".join(map(re.escape, self._texts[0]))
         self.first = re.compile(f"[{firsts}]" if firsts else r"(?!)")
@@ -65,7 +65,8 @@ class MarkerAutomaton:
         return table[state][symbol]
 
 
-def _symbols(marker: str, added_tokens: frozenset[str]) -> list[str]:
+def split_symbols(marker: str, added_tokens: frozenset[str]) -> list[str]:
+    """The added tokens in a marker, each as `SpecialText`, and the single characters of what is left."""
     tokens = sorted((token for token in added_tokens if token and token in marker), key=len, reverse=True)
     if not tokens:
         return list(marker)

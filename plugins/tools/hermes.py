@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.structure import Literal, Marker
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.json_call import JsonCall
+from penstock.plugins.json_tool_format import JsonToolFormat
 from penstock.plugins.markers import MarkerBuffer, join_pieces
 
 START = "<tool_call>"
@@ -19,6 +21,10 @@ class Hermes:
     White space between blocks is part of the format. A block that is no call is `Text` as it stood; one that goes wrong after its call has
     started keeps what it said, and the rest is `Text`. With `tool_choice: none`, everything is.
     """
+
+    tool_format = JsonToolFormat(
+        START, before=(Literal("\n"),), after=(Literal("\n"), Marker(END)), separator=(Literal("\n"), Marker(START))
+    )
 
     def __init__(self, turn: Turn, new_id: Callable[[], str] = new_call_id) -> None:
         self._is_off = turn.tool_choice == "none"
