@@ -4,6 +4,7 @@ PenstockError
 ├── ConfigurationError          the operator's mistake: the server refuses to start
 ├── InvalidRequest              the client's mistake: 400, with the field's path
 │   ├── UnsupportedGrammar      a constraint the backend cannot express exactly
+│   │   └── UnsupportedKind     one of a kind that the backend does not know at all
 │   └── NoSuchModel             404
 ├── QueueFull                   429 with Retry-After
 ├── EngineUnavailable           503: stopping, or the engine cannot serve any more
@@ -33,6 +34,10 @@ class InvalidRequest(PenstockError):
 
 class UnsupportedGrammar(InvalidRequest):
     """A constraint that cannot be compiled: names the keyword and its path, or the position in a regex."""
+
+
+class UnsupportedKind(UnsupportedGrammar):
+    """A backend knows no constraints of this kind, whatever they hold: says less than any other refusal."""
 
 
 class NoSuchModel(InvalidRequest):

@@ -102,8 +102,9 @@ class CompiledGrammar(Protocol):
 class GrammarBackend(Protocol):
     """Compiles specs, off the event loop.
 
-    Raises `UnsupportedGrammar` naming the keyword and its path, or the position in a regex or grammar. A backend may have a class attribute
-    `preferred_kinds`, the `GrammarKind`s for which it is tried before the others where a request names no backend.
+    Raises `UnsupportedGrammar` naming the keyword and its path, or the position in a regex or grammar, and `UnsupportedKind` for a kind of
+    constraint that it does not know. What is registered as a backend may have an attribute `preferred_kinds`, the `GrammarKind`s for which
+    it is tried before the others where a request names no backend.
     """
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar: ...

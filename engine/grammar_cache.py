@@ -1,34 +1,38 @@
-"""Compiles constraints off the event loop, each once."""
+"""Compiles constraints off the event loop, each once, and keeps them."""
 
 import asyncio
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from penstock.engine.errors import QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Vocabulary
+from penstock.engine.grammar_choice import GrammarChoice, Refusal, VocabularySource, exact, is_lenient
+from penstock.engine.grammar_limits import check_limits, check_size
+from penstock.engine.grammar_queue import GrammarQueue, Job
 
 MAX_BYTES = 2**29
 MAX_REFUSALS = 1024
-MAX_PENDING = 64
 TIME_LIMIT = 10.0
-NUM_WORKERS = 2
+
+Outcome = CompiledGrammar | Refusal
 
 
-class VocabularySource(Protocol):
-    """A tokenizer, as far as grammars need it."""
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One compilation and how many requests wait for it."""
 
-    def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary: ...
+    job: Job
+    num_waiters: int = 0
 
 
 class GrammarCompiler:
     """Every request's way to its grammar: compiled at most once at a time, kept while memory allows; refusals are kept too.
 
-    `factories` are the backends by name, in the order in which they are tried where a request names none. None is made before the first
-    constraint comes. `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences.
+    `factories` are the backends by name, in the order in which they were registered. None is made before the first constraint comes.
+    `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences.
     """
 
     def __init__(
@@ -41,81 +45,68 @@ class GrammarCompiler:
         max_bytes: int = MAX_BYTES,
         time_limit: float = TIME_LIMIT,
     ) -> None:
-        self._factories = factories
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._choice = GrammarChoice(factories, tokenizer, vocab_size, stop_token_ids)
+        self._queue = GrammarQueue()
         self._max_bytes = max_bytes
         self._time_limit = time_limit
-        self._backends: dict[str, GrammarBackend] = {}
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._refusals: OrderedDict[str, UnsupportedGrammar] = OrderedDict()
-        self._pending: dict[str, asyncio.Task[CompiledGrammar | UnsupportedGrammar]] = {}
-        self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="penstock-grammar")
+        self._refusals: OrderedDict[str, Refusal] = OrderedDict()
+        self._flights: dict[str, _Flight] = {}
         self.num_bytes = 0
 
-    async def compile(self, spec: GrammarSpec, backend_name: str | None = None) -> CompiledGrammar:
-        """The grammar of `spec`, by the named backend or by the first that takes it.
+    async def compile(self, spec: GrammarSpec, backend_name: str | None = None, *, client: str | None = None) -> CompiledGrammar:
+        """The grammar of `spec`, by the named backend or by the first that takes it; exactly, or else as leniently as the spec allows.
 
-        Raises `UnsupportedGrammar` where none does or the time limit passes, and `QueueFull` where too many others wait to be compiled.
+        `client` is whom to hold to account for the work. Raises `UnsupportedGrammar` where the constraint is too large, where no backend
+        takes it or where the time limit passes, and `QueueFull` where too many others, or of this client's, wait to be compiled.
         """
-        assert backend_name is None or backend_name in self._factories
+        assert backend_name is None or backend_name in self._choice.factories
+        check_size(spec)
         key = _key(spec, backend_name)
-        grammar = self._grammars.get(key)
-        if grammar is not None:
-            self._grammars.move_to_end(key)
-            return grammar
-        outcome = self._refusals.get(key) or await self._compiled(key, spec, backend_name)
-        if isinstance(outcome, UnsupportedGrammar):
-            # A fresh exception each time: one that is raised again collects tracebacks. The path is this request's own.
-            raise UnsupportedGrammar(outcome.message, spec.param + (outcome.param or ""))
+        outcome = self._kept(key) or await self._compiled(key, spec, backend_name, client)
+        if isinstance(outcome, Refusal):
+            raise outcome.error(spec.param)
         return outcome
 
-    async def _compiled(self, key: str, spec: GrammarSpec, backend_name: str | None) -> CompiledGrammar | UnsupportedGrammar:
-        task = self._pending.get(key)
-        if task is None:
-            if len(self._pending) >= MAX_PENDING:
-                raise QueueFull("too many constraints are being compiled")
-            task = self._pending[key] = asyncio.create_task(self._run(key, spec, backend_name))
+    def _kept(self, key: str) -> Outcome | None:
+        if key in self._grammars:
+            self._grammars.move_to_end(key)
+            return self._grammars[key]
+        return self._refusals.get(key)
+
+    async def _compiled(self, key: str, spec: GrammarSpec, backend_name: str | None, client: str | None) -> Outcome:
+        flight = self._flights.get(key)
+        if flight is None:
+            job = self._queue.submit(functools.partial(_outcome, self._choice, spec, backend_name), client)
+            flight = self._flights[key] = _Flight(job)
+            job.done.add_done_callback(functools.partial(self._land, key))
+        flight.num_waiters += 1
         try:
             # Shielded: a client that gives up does not take the grammar from others who wait for it.
-            return await asyncio.wait_for(asyncio.shield(task), self._time_limit)
+            outcome: Outcome = await asyncio.wait_for(asyncio.shield(flight.job.done), self._time_limit)
         except TimeoutError:
+            if not flight.job.is_started:
+                raise QueueFull("too many constraints are being compiled") from None
             raise UnsupportedGrammar(f"compiling the constraint took longer than {self._time_limit:g} s", spec.param) from None
-
-    async def _run(self, key: str, spec: GrammarSpec, backend_name: str | None) -> CompiledGrammar | UnsupportedGrammar:
-        try:
-            outcome = await asyncio.get_running_loop().run_in_executor(self._workers, self._compile, spec, backend_name)
         finally:
-            del self._pending[key]
-        if isinstance(outcome, UnsupportedGrammar):
-            self._refusals[key] = outcome
-            if len(self._refusals) > MAX_REFUSALS:
-                self._refusals.popitem(last=False)
-        else:
-            self._keep(key, outcome)
+            flight.num_waiters -= 1
+            if not flight.num_waiters and self._queue.withdraw(flight.job):
+                del self._flights[key]
         return outcome
 
-    def _compile(self, spec: GrammarSpec, backend_name: str | None) -> CompiledGrammar | UnsupportedGrammar:
-        """Runs in a worker. A refusal comes back with its path relative to the spec's own."""
-        refusal: UnsupportedGrammar | None = None
-        for name in self._factories if backend_name is None else (backend_name,):
-            try:
-                return self._backend(name).compile(spec)
-            except UnsupportedGrammar as error:
-                path = (error.param or "").removeprefix(spec.param)
-                refusal = refusal or UnsupportedGrammar(error.message, path)
-        return refusal or UnsupportedGrammar("no grammar backend is loaded", "")
-
-    def _backend(self, name: str) -> GrammarBackend:
-        # Two workers may both get here first; the second backend then replaces an equal one.
-        if name not in self._backends:
-            self._backends[name] = self._factories[name](self._vocabulary)
-        return self._backends[name]
-
-    @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        return self._tokenizer.vocabulary(self._vocab_size, self._stop_token_ids)
+    def _land(self, key: str, done: "asyncio.Future[Outcome]") -> None:
+        if done.cancelled():
+            return
+        del self._flights[key]
+        if done.exception() is not None:
+            return
+        outcome = done.result()
+        if not isinstance(outcome, Refusal):
+            self._keep(key, outcome)
+            return
+        self._refusals[key] = outcome
+        if len(self._refusals) > MAX_REFUSALS:
+            self._refusals.popitem(last=False)
 
     def _keep(self, key: str, grammar: CompiledGrammar) -> None:
         if grammar.num_bytes > self._max_bytes:
@@ -128,15 +119,31 @@ class GrammarCompiler:
     def check_integrity(self) -> None:
         """Asserts that what is kept adds up and that nothing is left waiting. For tests, between requests."""
         assert self.num_bytes == sum(grammar.num_bytes for grammar in self._grammars.values()) <= self._max_bytes
-        assert not self._pending
+        assert not self._flights
         assert len(self._refusals) <= MAX_REFUSALS
+        self._queue.check_integrity()
 
     def close(self) -> None:
         """Compiles nothing more; returns at once."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
+
+
+def _outcome(choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None) -> Outcome:
+    """Runs in a thread. Every backend is asked to be exact before any may be lenient."""
+    try:
+        check_limits(spec)
+    except UnsupportedGrammar as error:
+        return Refusal.of(error, spec.param)
+    outcome = choice.compile(exact(spec), backend_name)
+    if isinstance(outcome, Refusal) and is_lenient(spec):
+        return choice.compile(spec, backend_name)
+    return outcome
 
 
 def _key(spec: GrammarSpec, backend_name: str | None) -> str:
-    """A digest: a cache of refused schemas should not keep megabytes of them. Members' order is part of the text."""
-    fields = (spec.kind, spec.text, spec.whitespace_pattern, backend_name)
-    return hashlib.sha256(repr(fields).encode("utf-8", "surrogatepass")).hexdigest()
+    """A digest: a cache of refused schemas should not keep megabytes of them. Members' order is part of the text.
+
+    The field itself counts only where it is in what comes out: in the warnings of a lenient grammar.
+    """
+    whole = spec if spec.is_lenient else replace(spec, param="")
+    return hashlib.sha256(repr((whole, backend_name)).encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,11 +1,11 @@
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.engine import grammar_cache
+from penstock.engine import grammar_queue
 from penstock.engine.errors import QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammar_cache import GrammarCompiler
@@ -165,19 +165,24 @@ def test_a_grammar_larger_than_the_cache_is_given_but_not_kept() -> None:
 
 def test_a_compilation_that_takes_too_long_is_refused_and_its_result_kept() -> None:
     backend = Backend()
-    grammars = compiler(backend, time_limit=0.01)
+    grammars = compiler(backend, time_limit=0.05)
 
     async def run() -> None:
         with pytest.raises(UnsupportedGrammar, match="took longer") as caught:
             await grammars.compile(regex("a"))
         assert caught.value.param == "guided_regex"
         backend.gate.set()
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        await until(lambda: bool(grammars.num_bytes))
         await grammars.compile(regex("a"))
 
     asyncio.run(run())
     assert backend.compiled == ["a"]
     grammars.check_integrity()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def test_a_failing_backend_fails_its_request_and_nothing_stays_pending() -> None:
@@ -193,7 +198,7 @@ def test_a_failing_backend_fails_its_request_and_nothing_stays_pending() -> None
 
 
 def test_more_constraints_than_can_wait_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_cache, "MAX_PENDING", 3)
+    monkeypatch.setattr(grammar_queue, "MAX_PENDING", 3)
     backend = Backend()
     grammars = compiler(backend)
 

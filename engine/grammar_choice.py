@@ -1,0 +1,120 @@
+"""Which backend compiles a constraint, and what is said where none does."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
+from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.structure import Either, Repeat, Sequence, Structure, Value
+
+
+class VocabularySource(Protocol):
+    """A tokenizer, as far as grammars need it."""
+
+    def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a constraint is not compiled. `path` goes on from the constraint's own, where `is_relative`."""
+
+    message: str
+    path: str
+    is_relative: bool = True
+
+    @classmethod
+    def of(cls, error: UnsupportedGrammar, param: str) -> "Refusal":
+        path = error.param or param
+        return cls(error.message, path.removeprefix(param), path.startswith(param))
+
+    def error(self, param: str) -> UnsupportedGrammar:
+        """A fresh exception: one that is raised again collects tracebacks."""
+        return UnsupportedGrammar(self.message, param + self.path if self.is_relative else self.path)
+
+
+class GrammarChoice:
+    """The backends, each made when it is first needed. `factories` are in the order in which they were registered."""
+
+    def __init__(
+        self,
+        factories: Mapping[str, Callable[[Vocabulary], GrammarBackend]],
+        tokenizer: VocabularySource,
+        vocab_size: int,
+        stop_token_ids: Iterable[int],
+    ) -> None:
+        self.factories = factories
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._backends: dict[str, GrammarBackend] = {}
+        self._making = threading.Lock()
+
+    def order(self, kind: GrammarKind) -> list[str]:
+        """Those that prefer this kind first; otherwise as registered."""
+        return sorted(self.factories, key=lambda name: kind not in getattr(self.factories[name], "preferred_kinds", ()))
+
+    def compile(self, spec: GrammarSpec, backend_name: str | None) -> CompiledGrammar | Refusal:
+        """By the named backend, or by the first that takes the constraint. Slow.
+
+        Of several refusals it is the preferred backend's that is returned; one that says no more than that a backend does not know this
+        kind of constraint, only where there is no other.
+        """
+        refusals: list[UnsupportedGrammar] = []
+        for name in self.order(spec.kind) if backend_name is None else (backend_name,):
+            try:
+                return self._backend(name).compile(spec)
+            except UnsupportedGrammar as error:
+                refusals.append(error)
+            except RecursionError:
+                refusals.append(UnsupportedGrammar("nested too deeply", spec.param))
+        refusals.sort(key=lambda refusal: isinstance(refusal, UnsupportedKind))
+        return Refusal.of(refusals[0], spec.param) if refusals else Refusal("no grammar backend is loaded", "")
+
+    def _backend(self, name: str) -> GrammarBackend:
+        with self._making:
+            if name not in self._backends:
+                self._backends[name] = self.factories[name](self._vocabulary)
+            return self._backends[name]
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return self._tokenizer.vocabulary(self._vocab_size, self._stop_token_ids)
+
+
+def is_lenient(spec: GrammarSpec) -> bool:
+    """Whether anything in it may be left unenforced. The constraint has passed its limits, so it nests only so deeply."""
+    return spec.is_lenient or (spec.structure is not None and _is_lenient_structure(spec.structure))
+
+
+def exact(spec: GrammarSpec) -> GrammarSpec:
+    """The same constraint with nothing left unenforced."""
+    if not is_lenient(spec):
+        return spec
+    return replace(spec, is_lenient=False, structure=None if spec.structure is None else _exact_structure(spec.structure))
+
+
+def _is_lenient_structure(structure: Structure) -> bool:
+    match structure:
+        case Value(spec):
+            return is_lenient(spec)
+        case Sequence(parts) | Either(parts):
+            return any(_is_lenient_structure(part) for part in parts)
+        case Repeat(part):
+            return _is_lenient_structure(part)
+    return False
+
+
+def _exact_structure(structure: Structure) -> Structure:
+    match structure:
+        case Value(spec):
+            return Value(exact(spec))
+        case Sequence(parts):
+            return Sequence(tuple(_exact_structure(part) for part in parts))
+        case Either(parts):
+            return Either(tuple(_exact_structure(part) for part in parts))
+        case Repeat(part, minimum, maximum):
+            return Repeat(_exact_structure(part), minimum, maximum)
+    return structure

@@ -1,0 +1,218 @@
+"""How large a constraint may be, found out before any backend sees it.
+
+Backends have limits of their own for what small texts can blow up to. These here bound the work of reading a constraint at all, and say
+in the client's own terms what is too much. Nothing here recurses: a document may be nested as deeply as its author likes.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
+
+MAX_TEXT = 2**20  # characters, of all texts of a constraint together
+MAX_GRAMMAR = 2**17
+MAX_REGEX = 4096
+MAX_REGEXES = 2**16  # all of a constraint's together
+MAX_DEPTH = 64
+MAX_PROPERTIES = 5_000
+MAX_SCHEMAS = 20_000
+MAX_VALUES = 200_000
+MAX_CHOICES = 10_000  # of `enum` and choices, all together
+MAX_CHOICE_TEXT = 2**18
+MAX_PARTS = 10_000
+MAX_CONSTRAINED_PARTS = 512
+
+_SCHEMA = frozenset(
+    {
+        *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains", "propertyNames"),
+        *("not", "if", "then", "else", "contentSchema"),
+    }
+)
+_SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Where something stands, written out only when it is at fault."""
+
+    parent: "_Path | str"
+    step: str | int
+
+    def __str__(self) -> str:
+        steps: list[str] = []
+        path: _Path | str = self
+        while isinstance(path, _Path):
+            steps.append(f"[{path.step}]" if isinstance(path.step, int) else f".{path.step}")
+            path = path.parent
+        return path + "".join(reversed(steps))
+
+
+def num_characters(spec: GrammarSpec) -> int:
+    """Of all texts in the constraint. Raises `UnsupportedGrammar` where it is made of too many parts to be looked at."""
+    total = 0
+    for own in specs_of(spec):
+        total += len(own.text) + len(own.whitespace_pattern or "")
+        if own.structure is not None:
+            total += sum(_num_literal(part) for part in parts_of(own.structure, own.param))
+    return total
+
+
+def check_size(spec: GrammarSpec) -> None:
+    """The part that is cheap enough for the event loop. Raises `UnsupportedGrammar`."""
+    if num_characters(spec) > MAX_TEXT:
+        _refuse(f"a constraint of more than {MAX_TEXT} characters", spec.param)
+
+
+def check_limits(spec: GrammarSpec) -> None:
+    """Takes milliseconds for what is large. Raises `UnsupportedGrammar`, which names what is too much, the limit and the JSON path."""
+    check_size(spec)
+    budget = _Budget()
+    for own in specs_of(spec):
+        if own.whitespace_pattern is not None:
+            budget.add_regex(own.whitespace_pattern, own.param)
+        match own.kind:
+            case GrammarKind.JSON_SCHEMA:
+                budget.add_schema(_decoded(own), own.param)
+            case GrammarKind.CHOICE:
+                budget.add_choices(_decoded(own), own.param)
+            case GrammarKind.REGEX:
+                budget.add_regex(own.text, own.param)
+            case GrammarKind.LARK | GrammarKind.GBNF:
+                if len(own.text) > MAX_GRAMMAR:
+                    _refuse(f"a grammar of more than {MAX_GRAMMAR} characters", own.param)
+
+
+def specs_of(spec: GrammarSpec) -> Iterator[GrammarSpec]:
+    """The constraint and those within it. Raises `UnsupportedGrammar` where there are too many parts or constraints."""
+    pending = [spec]
+    num_specs = 0
+    while pending:
+        own = pending.pop()
+        if own is not spec and own.structure is not None:
+            _refuse("a structure within a constrained part of another", own.param)
+        yield own
+        num_specs += 1
+        if num_specs > MAX_CONSTRAINED_PARTS:
+            _refuse(f"more than {MAX_CONSTRAINED_PARTS} constrained parts", spec.param)
+        if own.structure is not None:
+            pending += [part.spec for part in parts_of(own.structure, own.param) if isinstance(part, Value)]
+
+
+def parts_of(structure: Structure, param: str) -> Iterator[Structure]:
+    """Every part of a structure, outer ones first. Raises `UnsupportedGrammar` where they are too many or nest too deeply."""
+    pending = [(structure, 1)]
+    num_parts = 0
+    while pending:
+        part, depth = pending.pop()
+        num_parts += 1
+        if num_parts > MAX_PARTS:
+            _refuse(f"a structure of more than {MAX_PARTS} parts", param)
+        if depth > MAX_DEPTH:
+            _refuse(f"a structure nested deeper than {MAX_DEPTH}", param)
+        yield part
+        match part:
+            case Sequence(parts) | Either(parts):
+                pending += [(inner, depth + 1) for inner in reversed(parts)]
+            case Repeat(inner):
+                pending.append((inner, depth + 1))
+
+
+def _num_literal(part: Structure) -> int:
+    match part:
+        case Literal(text) | Marker(text) | TextUntil(text):
+            return len(text)
+    return 0
+
+
+def _decoded(spec: GrammarSpec) -> Any:
+    try:
+        return json.loads(spec.text)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, RecursionError):
+            _refuse(f"a document nested deeper than {MAX_DEPTH}", spec.param)
+        raise UnsupportedGrammar(f"not valid JSON: {error}", spec.param) from None
+
+
+def _refuse(what: str, path: _Path | str) -> NoReturn:
+    raise UnsupportedGrammar(f"{what} is refused", str(path))
+
+
+class _Budget:
+    """What of each limit the texts looked at so far have used up."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, int] = {}
+
+    def _spend(self, noun: str, amount: int, limit: int, path: _Path | str) -> None:
+        used = self._used[noun] = self._used.get(noun, 0) + amount
+        if used > limit:
+            _refuse(f"a constraint with more than {limit} {noun}", path)
+
+    def add_regex(self, pattern: str, path: _Path | str) -> None:
+        if len(pattern) > MAX_REGEX:
+            _refuse(f"a regex of more than {MAX_REGEX} characters", path)
+        self._spend("characters of regexes", len(pattern), MAX_REGEXES, path)
+
+    def add_choices(self, choices: Any, path: _Path | str) -> None:
+        """The values of an `enum` or a choice; what is not a list of them is left to the backends to refuse."""
+        if not isinstance(choices, list):
+            return
+        self._spend("values to choose from", len(choices), MAX_CHOICES, path)
+        self._spend(
+            "characters in values to choose from", sum(len(value) for value in choices if isinstance(value, str)), MAX_CHOICE_TEXT, path
+        )
+        for index, value in enumerate(choices):
+            self.add_data(value, _Path(path, index))
+
+    def add_data(self, data: Any, path: _Path | str) -> None:
+        """A value within a schema that is no schema itself."""
+        pending = [(data, path, 0)]
+        while pending:
+            value, at, depth = pending.pop()
+            self._spend("values", 1, MAX_VALUES, path)
+            if depth > MAX_DEPTH:
+                _refuse(f"a value nested deeper than {MAX_DEPTH}", path)
+            if isinstance(value, dict):
+                pending += [(child, _Path(at, name), depth + 1) for name, child in value.items()]
+            elif isinstance(value, list):
+                pending += [(child, _Path(at, index), depth + 1) for index, child in enumerate(value)]
+
+    def add_schema(self, schema: Any, param: str) -> None:
+        pending: list[tuple[Any, _Path | str, int]] = [(schema, param, 0)]
+        while pending:
+            value, path, depth = pending.pop()
+            if depth > MAX_DEPTH:
+                _refuse(f"a schema nested deeper than {MAX_DEPTH}", path)
+            if not isinstance(value, dict):
+                self.add_data(value, path)
+                continue
+            self._spend("subschemas", 1, MAX_SCHEMAS, path)
+            for keyword, child in value.items():
+                inside = self.add_keyword(keyword, child, _Path(path, keyword))
+                pending += [(inner, at, depth + 1) for inner, at in inside]
+
+    def add_keyword(self, keyword: str, value: Any, path: _Path) -> list[tuple[Any, _Path]]:
+        """Counts what a keyword holds; returns the schemas in it, still to be looked at."""
+        if keyword in ("properties", "patternProperties") and isinstance(value, dict):
+            self._spend("properties", len(value), MAX_PROPERTIES, path)
+        if keyword == "patternProperties" and isinstance(value, dict):
+            for pattern in value:
+                self.add_regex(pattern, path)
+        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            return [(child, _Path(path, name)) for name, child in value.items()]
+        if keyword in _SCHEMAS and isinstance(value, list):
+            return [(child, _Path(path, index)) for index, child in enumerate(value)]
+        if keyword in _SCHEMA and isinstance(value, dict):
+            return [(value, path)]
+        if keyword == "pattern" and isinstance(value, str):
+            self.add_regex(value, path)
+        elif keyword == "enum":
+            self.add_choices(value, path)
+        else:
+            self.add_data(value, path)
+        return []

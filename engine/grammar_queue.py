@@ -1,0 +1,131 @@
+"""Who is compiled when: clients take turns, and what is slow steps aside."""
+
+import asyncio
+import os
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.errors import GenerationFailed, QueueFull
+
+MAX_PENDING = 128
+MAX_PENDING_OF_CLIENT = 32
+NUM_QUICK = 1
+MAX_RUNNING = 4
+SLOW_SECONDS = 0.1
+NICENESS = 19
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Something to compute in a thread. `done` resolves to what it returns; `is_slow` once it has kept its place for too long."""
+
+    work: Callable[[], Any]
+    client: str | None
+    done: asyncio.Future[Any]
+    is_started: bool = False
+    is_slow: bool = False
+
+
+class GrammarQueue:
+    """Runs work in few threads of the lowest priority: a step of the model needs every core there is, and goes first.
+
+    Clients take turns, one job each. One that runs for longer than `SLOW_SECONDS` makes room for the next beside it, until `MAX_RUNNING`
+    run: so the quick ones do not wait behind it. A thread cannot be stopped, so the work itself has to be bounded.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str | None, deque[Job]] = OrderedDict()
+        self._num_of_client: dict[str | None, int] = {}
+        self._running: set[Job] = set()
+        self._threads = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="penstock-grammar", initializer=_step_back)
+
+    def submit(self, work: Callable[[], Any], client: str | None) -> Job:
+        """Raises `QueueFull` where too many jobs, or too many of this client's, are waiting or running."""
+        if self._num_of_client.get(client, 0) >= MAX_PENDING_OF_CLIENT:
+            raise QueueFull("too many constraints of this client are being compiled")
+        if sum(self._num_of_client.values()) >= MAX_PENDING:
+            raise QueueFull("too many constraints are being compiled")
+        job = Job(work, client, asyncio.get_running_loop().create_future())
+        self._num_of_client[client] = self._num_of_client.get(client, 0) + 1
+        self._waiting.setdefault(client, deque()).append(job)
+        self._start_next()
+        return job
+
+    def withdraw(self, job: Job) -> bool:
+        """Forgets a job that has not been started; False where it has."""
+        if job.is_started:
+            return False
+        self._waiting[job.client].remove(job)
+        self._leave(job)
+        job.done.cancel()
+        return True
+
+    def _start_next(self) -> None:
+        while self._waiting and len(self._running) < MAX_RUNNING and sum(not job.is_slow for job in self._running) < NUM_QUICK:
+            client, jobs = self._waiting.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[client] = jobs  # at the end: the other clients' turn comes first
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
+        loop = asyncio.get_running_loop()
+        job.is_started = True
+        self._running.add(job)
+        overdue = loop.call_later(SLOW_SECONDS, self._step_aside, job)
+        result = loop.run_in_executor(self._threads, _contained, job.work)
+        result.add_done_callback(lambda result: self._finish(job, result, overdue))
+
+    def _step_aside(self, job: Job) -> None:
+        job.is_slow = True
+        self._start_next()
+
+    def _finish(self, job: Job, result: "asyncio.Future[Any]", overdue: asyncio.TimerHandle) -> None:
+        overdue.cancel()
+        self._running.discard(job)
+        self._leave(job)
+        if result.cancelled() or job.done.cancelled():
+            job.done.cancel()
+        elif (error := result.exception()) is not None:
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(result.result())
+        self._start_next()
+
+    def _leave(self, job: Job) -> None:
+        self._num_of_client[job.client] -= 1
+        if not self._num_of_client[job.client]:
+            del self._num_of_client[job.client]
+        if not self._waiting.get(job.client, True):
+            del self._waiting[job.client]
+
+    def check_integrity(self) -> None:
+        """Asserts that nothing is left waiting or running. For tests, between requests."""
+        assert not self._waiting
+        assert not self._running
+        assert not self._num_of_client
+
+    def close(self) -> None:
+        """Starts nothing more; returns at once."""
+        self._waiting.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _step_back() -> None:
+    if sys.platform == "linux":  # elsewhere a priority is a whole process's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _contained(work: Callable[[], Any]) -> Any:
+    """A panic in a library written in Rust arrives as a `BaseException`, which would pass by everything that ends a request."""
+    try:
+        return work()
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        raise GenerationFailed(f"a grammar backend broke down: {type(error).__name__}") from error
