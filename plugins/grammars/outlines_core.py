@@ -9,7 +9,7 @@ a NUL before the pattern leaves one place to begin.
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
 from penstock.plugins.grammars import json_schema
@@ -119,7 +119,7 @@ def _tree(spec: GrammarSpec) -> Node:
         case GrammarKind.JSON_OBJECT:
             raise UnsupportedGrammar("any JSON object is not a regular language: give a JSON schema instead", spec.param)
         case GrammarKind.LARK | GrammarKind.GBNF | GrammarKind.STRUCTURE:
-            raise UnsupportedGrammar("outlines_core compiles JSON schemas, regexes and choices only", spec.param)
+            raise UnsupportedKind("outlines_core compiles JSON schemas, regexes and choices only", spec.param)
 
 
 def _regex(pattern: str, param: str) -> Node:
