@@ -14,6 +14,7 @@ from penstock.engine.config import CompileMode, Dtype, EngineConfig
 from penstock.engine.errors import ConfigurationError
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+COMMANDS = ("serve", "plugins", "grammar")  # `grammar` has flags of its own: see `grammar_arguments`
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -42,7 +43,7 @@ class Arguments:
     access_log: bool
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Names the nearest flag where one is unknown: before anything else, since argparse may first trip over the value that follows it."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -56,7 +57,10 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_arguments(argv: list[str] | None = None) -> Arguments:
     """Raises `ConfigurationError` for values that do not go together; argparse itself exits with code 2 for those it cannot read."""
-    given = build_parser().parse_args(argv)
+    parser = build_parser()
+    given = parser.parse_args(argv)
+    if given.command == "grammar":
+        parser.error("`grammar` goes before all flags: penstock grammar check FILE, penstock grammar test FILE")
     environment_keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",")]
     api_keys = tuple(given.api_key or [key for key in environment_keys if key])
     if any(not key.strip() for key in api_keys):
@@ -98,13 +102,14 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="penstock",
         description="Serve a language model over OpenAI's HTTP interface. Without flags: a small default model at http://127.0.0.1:8000/v1.",
-        epilog="`penstock plugins` lists the plug-ins that are loaded, and what each registers.",
+        epilog="`penstock plugins` lists the plug-ins that are loaded, and what each registers. `penstock grammar --help` says how to try "
+        "schemas and grammars without a server.",
         allow_abbrev=False,
     )
-    parser.add_argument("command", nargs="?", choices=("serve", "plugins"), default="serve", help="what to do (default: serve)")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="serve", help="what to do (default: serve)")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     _add_model_flags(parser)
     _add_format_flags(parser)
@@ -117,11 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        metavar="ID|DIR|GGUF",
-        help="a Hugging Face id, a local directory or a .gguf file (default: SmolLM2-135M-Instruct, fetched once)",
-    )
+    add_model_choice(group)
     group.add_argument(
         "--served-model-name",
         action="append",
@@ -131,12 +132,20 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="of weights and activations (default: auto)")
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, CUDA where there is one)")
-    group.add_argument("--max-model-len", type=_integer(1), metavar="TOKENS", help="prompt and answer together (default: the model's)")
+    group.add_argument("--max-model-len", type=integer(1), metavar="TOKENS", help="prompt and answer together (default: the model's)")
+
+
+def add_model_choice(group: argparse._ArgumentGroup) -> None:
+    """What every command takes that needs a model's files."""
+    group.add_argument(
+        "--model",
+        metavar="ID|DIR|GGUF",
+        help="a Hugging Face id, a local directory or a .gguf file (default: SmolLM2-135M-Instruct, fetched once)",
+    )
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model (default: never)")
 
 
-def _add_format_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("formats and plug-ins")
+def add_plugin_choice(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--plugin",
         action="append",
@@ -145,10 +154,15 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         help="load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable",
     )
     group.add_argument("--without", action="append", default=[], metavar="NAME", help="do not load this plug-in; repeatable")
+
+
+def _add_format_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("formats and plug-ins")
+    add_plugin_choice(group)
     group.add_argument("--chat-template", metavar="FILE|NAME", help="a Jinja file, or one of: think, chatml (default: the model's own)")
     group.add_argument(
         "--thinking-token-budget",
-        type=_integer(0),
+        type=integer(0),
         metavar="TOKENS",
         help="reasoning is closed after so many tokens where a request does not say (default: no bound, "
         "or 256 on a model that never learned the parser's markers)",
@@ -164,7 +178,7 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
 def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("HTTP")
     group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    group.add_argument("--port", type=_integer(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
+    group.add_argument("--port", type=integer(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
     group.add_argument(
         "--api-key",
         action="append",
@@ -203,11 +217,11 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument(
-        "--max-num-seqs", type=_integer(1), metavar="N", help="sequences that run at the same time (default: 64 on CPU, 256 on CUDA)"
+        "--max-num-seqs", type=integer(1), metavar="N", help="sequences that run at the same time (default: 64 on CPU, 256 on CUDA)"
     )
     group.add_argument(
         "--max-num-batched-tokens",
-        type=_integer(1),
+        type=integer(1),
         metavar="TOKENS",
         help="prompt and answer tokens in one step (default: 1024 on CPU, 2048 on CUDA)",
     )
@@ -221,7 +235,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--prefix-caching", action=argparse.BooleanOptionalAction, help="reuse what earlier prompts began with (default: on)"
     )
     group.add_argument(
-        "--max-waiting-requests", type=_integer(1), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"
+        "--max-waiting-requests", type=integer(1), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"
     )
     group.add_argument(
         "--compile",
@@ -230,8 +244,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: where there is a C++ compiler, another "
         "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never (default: auto)",
     )
-    group.add_argument("--threads", type=_integer(1), metavar="N", help="CPU threads of the model (default: one per core)")
-    group.add_argument("--seed", type=_integer(0, 2**63 - 1), help="for requests that bring none (default: every start is different)")
+    group.add_argument("--threads", type=integer(1), metavar="N", help="CPU threads of the model (default: one per core)")
+    group.add_argument("--seed", type=integer(0, 2**63 - 1), help="for requests that bring none (default: every start is different)")
 
 
 def parse_size(text: str) -> int:
@@ -252,7 +266,7 @@ def _size(text: str) -> int:
     return size
 
 
-def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     bounds = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
 
     def convert(text: str) -> int:

@@ -26,9 +26,12 @@ log = logging.getLogger("penstock.server")
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 after a shutdown that was asked for, 2 where the server cannot start as asked."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = parse_arguments(argv)
-        set_up_logging(arguments)
+        if words[:1] == ["grammar"]:
+            return try_grammars(words[1:])
+        arguments = parse_arguments(words)
+        set_up_logging(arguments.log_level, access_log=arguments.access_log)
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
         from penstock.plugins.manager import Plugins
 
@@ -43,6 +46,18 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def try_grammars(words: list[str]) -> int:
+    """`penstock grammar`: returns 0 or 1, as its help says."""
+    from penstock.grammar_arguments import parse_grammar_arguments
+
+    arguments = parse_grammar_arguments(words)
+    set_up_logging("warning")
+    from penstock.grammar_command import run_grammar_command
+    from penstock.plugins.manager import Plugins
+
+    return run_grammar_command(arguments, Plugins.start(arguments.plugins, arguments.without))
 
 
 def serve(arguments: Arguments, plugins: "Plugins") -> None:
@@ -134,11 +149,11 @@ def plugin_table(plugins: "Plugins") -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def set_up_logging(arguments: Arguments) -> None:
+def set_up_logging(level: str, *, access_log: bool = False) -> None:
     """Our own loggers at the level asked for; libraries only where something is wrong."""
     logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("penstock").setLevel(arguments.log_level.upper())
-    logging.getLogger("penstock.access").disabled = not arguments.access_log
+    logging.getLogger("penstock").setLevel(level.upper())
+    logging.getLogger("penstock.access").disabled = not access_log
 
 
 if __name__ == "__main__":

@@ -1,0 +1,125 @@
+"""A server's way from a constraint to its grammar, without the server: which backend took it, and how long each attempt was."""
+
+import difflib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.engine.errors import ConfigurationError, GenerationFailed, QueueFull, UnsupportedGrammar
+from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar_cache import GrammarCompiler
+from penstock.engine.tokenizer import Tokenizer
+
+WARM_UP = (GrammarSpec(GrammarKind.CHOICE, '["a"]'), GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "integer"}'))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One backend's answer to one spec."""
+
+    backend: str
+    seconds: float
+    outcome: CompiledGrammar | UnsupportedGrammar
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a request with this constraint would get: the grammar and whose it is, or the refusal.
+
+    `seconds` is what all backends that were tried took, None where the answer was known from before.
+    """
+
+    grammar: CompiledGrammar | None
+    backend: str | None
+    refusal: UnsupportedGrammar | None
+    seconds: float | None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.grammar is not None and not self.grammar.warnings
+
+
+class _Watched:
+    """Stands where a plug-in's factory would, and makes a backend that writes down what it is asked."""
+
+    def __init__(self, name: str, factory: Callable[[Vocabulary], GrammarBackend], attempts: Callable[[], list[Attempt]]) -> None:
+        self.preferred_kinds: frozenset[GrammarKind] = getattr(factory, "preferred_kinds", frozenset())
+        self._name = name
+        self._factory = factory
+        self._attempts = attempts
+        self._backend: GrammarBackend | None = None
+
+    def __call__(self, vocabulary: Vocabulary) -> GrammarBackend:
+        self._backend = self._factory(vocabulary)
+        return self
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        assert self._backend is not None
+        attempts = self._attempts()  # those of now: a compilation beyond its time limit ends while a later one is under way
+        started = time.perf_counter()
+        try:
+            grammar = self._backend.compile(spec)
+        except UnsupportedGrammar as refusal:
+            attempts.append(Attempt(self._name, time.perf_counter() - started, refusal))
+            raise
+        attempts.append(Attempt(self._name, time.perf_counter() - started, grammar))
+        return grammar
+
+
+class GrammarBench:
+    """Compiles as requests are compiled, one at a time, with the same backends, order and limits."""
+
+    def __init__(
+        self,
+        factories: Mapping[str, Callable[[Vocabulary], GrammarBackend]],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        self.vocabulary = tokenizer.vocabulary(vocab_size, stop_token_ids)
+        self.backend_names = tuple(factories)
+        self._attempts: list[Attempt] = []
+        self._owners: dict[tuple[GrammarSpec, str | None], str] = {}
+        self._watched = {name: _Watched(name, factory, lambda: self._attempts) for name, factory in factories.items()}
+        self._compiler = GrammarCompiler(self._watched, tokenizer, vocab_size, stop_token_ids)
+
+    def check_backend(self, name: str | None) -> None:
+        """Raises `ConfigurationError` where no backend has this name."""
+        if name is None or name in self.backend_names:
+            return
+        near = difflib.get_close_matches(name, self.backend_names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are auto, {', '.join(self.backend_names)}"
+        raise ConfigurationError(f"--backend {name}: no grammar backend of that name is loaded; {hint}")
+
+    async def warm_up(self, backend: str | None) -> None:
+        """What backends do once, such as reading the vocabulary, should not count as the first constraint's time."""
+        for name in self.backend_names if backend is None else (backend,):
+            for spec in WARM_UP:
+                await self.compile(spec, name)
+
+    async def compile(self, spec: GrammarSpec, backend: str | None = None) -> Outcome:
+        """As a request that names this backend, or none."""
+        attempts = self._attempts = []
+        try:
+            grammar = await self._compiler.compile(spec, backend)
+        except UnsupportedGrammar as refusal:
+            return Outcome(None, None, refusal, _total(attempts))
+        except (GenerationFailed, QueueFull) as error:
+            return Outcome(None, None, UnsupportedGrammar(str(error), spec.param), _total(attempts))
+        owner = next((attempt.backend for attempt in attempts if attempt.outcome is grammar), None)
+        if owner is not None:
+            self._owners[spec, backend] = owner
+        return Outcome(grammar, self._owners[spec, backend], None, _total(attempts))
+
+    def compile_again(self, spec: GrammarSpec, backend: str) -> float:
+        """Seconds that a backend takes for what it has taken before, past the cache."""
+        started = time.perf_counter()
+        self._watched[backend].compile(spec)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._compiler.close()
+
+
+def _total(attempts: Sequence[Attempt]) -> float | None:
+    return sum(attempt.seconds for attempt in attempts) if attempts else None

@@ -1,0 +1,107 @@
+"""One constraint against every backend: who takes it, what each would leave out or why it refuses."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarSpec
+from penstock.grammar_bench import GrammarBench, Outcome
+
+NUM_COMPILATIONS = 5
+PATIENCE = 1.0  # seconds for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class BackendAnswer:
+    """What one backend makes of the constraint: `outcome` as it would be used; `refusal` why it is not enforced as a whole."""
+
+    backend: str
+    outcome: Outcome
+    refusal: UnsupportedGrammar | None
+    seconds: float | None
+
+    @property
+    def verdict(self) -> str:
+        if self.outcome.grammar is None:
+            return "refused"
+        return "exact" if self.outcome.is_exact and self.refusal is None else "lenient"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`chosen` is what a request that names no backend gets, or one that names the only backend asked about."""
+
+    chosen: Outcome
+    answers: tuple[BackendAnswer, ...]
+
+
+async def check(bench: GrammarBench, spec: GrammarSpec, backend: str | None, *, is_strict: bool) -> Check:
+    """Tries every backend, or the named one, exactly and then, unless `is_strict`, leniently."""
+    await bench.warm_up(backend)
+    names = bench.backend_names if backend is None else (backend,)
+    answers = tuple([await _answer(bench, spec, name, is_strict) for name in names])
+    chosen = await bench.compile(replace(spec, is_lenient=not is_strict), backend)
+    return Check(chosen, answers)
+
+
+async def _answer(bench: GrammarBench, spec: GrammarSpec, backend: str, is_strict: bool) -> BackendAnswer:
+    outcome = await bench.compile(spec, backend)
+    refusal = outcome.refusal
+    if refusal is not None and not is_strict:
+        spec = replace(spec, is_lenient=True)
+        outcome = await bench.compile(spec, backend)
+    seconds = outcome.seconds
+    if outcome.grammar is not None and seconds is not None:
+        num_more = min(NUM_COMPILATIONS, int(PATIENCE / max(seconds, 1e-6)))
+        seconds = statistics.median([bench.compile_again(spec, backend) for _ in range(num_more)] or [seconds])
+    return BackendAnswer(backend, outcome, refusal, seconds)
+
+
+def check_as_json(checked: Check, about: dict[str, Any]) -> dict[str, Any]:
+    """`about` says what was checked: file, kind, model."""
+    return {
+        **about,
+        "is_taken": checked.chosen.grammar is not None,
+        "is_exact": checked.chosen.is_exact,
+        "backend": checked.chosen.backend,
+        "backends": [_as_json(answer) for answer in checked.answers],
+    }
+
+
+def _as_json(answer: BackendAnswer) -> dict[str, Any]:
+    grammar, refusal = answer.outcome.grammar, answer.refusal
+    return {
+        "name": answer.backend,
+        "verdict": answer.verdict,
+        "refusal": None if refusal is None else {"message": refusal.message, "path": refusal.param},
+        "not_enforced": [] if grammar is None else list(grammar.warnings),
+        "compile_ms": None if grammar is None or answer.seconds is None else answer.seconds * 1e3,
+        "num_bytes": None if grammar is None else grammar.num_bytes,
+    }
+
+
+def check_as_text(checked: Check, about: dict[str, Any]) -> Iterator[str]:
+    chosen = checked.chosen
+    if chosen.grammar is None:
+        yield f"{about['file']} ({about['kind']}): no backend takes it"
+    else:
+        how = "as a whole" if chosen.is_exact else "leniently: not all of it is enforced"
+        yield f"{about['file']} ({about['kind']}): taken by {chosen.backend}, {how}"
+    yield ""
+    width = max([len("BACKEND"), *(len(answer.backend) for answer in checked.answers)])
+    yield f"{'BACKEND':{width}}  VERDICT  {'COMPILE':>11}  {'SIZE':>11}"
+    for answer in checked.answers:
+        grammar = answer.outcome.grammar
+        cost = f"{'':>11}  {'':>11}"
+        if grammar is not None:
+            cost = f"{(answer.seconds or 0) * 1e3:8,.2f} ms  {grammar.num_bytes / 2**10:7,.0f} KiB"
+        yield f"{answer.backend:{width}}  {answer.verdict:7}  {cost}".rstrip()
+        if answer.refusal is not None:
+            yield f"  refused: {_sentence(answer.refusal)}"
+        yield from (f"  not enforced: {warning}" for warning in (grammar.warnings if grammar is not None else ()))
+
+
+def _sentence(refusal: UnsupportedGrammar) -> str:
+    return refusal.message + (f", at {refusal.param}" if refusal.param else "")

@@ -1,0 +1,100 @@
+"""`penstock grammar check` and `penstock grammar test`: constraints tried against the backends that a server would have."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import BinaryIO
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.model_config import read_answer_tokens
+from penstock.engine.model_store import model_name, resolve_model
+from penstock.engine.tokenizer import Tokenizer
+from penstock.grammar_arguments import KINDS, GrammarArguments
+from penstock.grammar_bench import GrammarBench
+from penstock.grammar_check import check, check_as_json, check_as_text
+from penstock.grammar_report import trial_as_json, trial_as_text
+from penstock.grammar_trial import PARAM, run_trial
+from penstock.plugins.manager import Plugins
+
+
+def run_grammar_command(arguments: GrammarArguments, plugins: Plugins) -> int:
+    """Prints what was found and returns the exit code, 0 or 1. Raises `ConfigurationError` for what cannot be tried at all."""
+    with opened(arguments.path) as file, grammar_bench(arguments, plugins) as bench:
+        return check_file(bench, file, arguments) if arguments.action == "check" else test_file(bench, file, arguments)
+
+
+def check_file(bench: GrammarBench, file: BinaryIO, arguments: GrammarArguments) -> int:
+    spec = read_spec(file, arguments)
+    checked = asyncio.run(check(bench, spec, arguments.backend, is_strict=arguments.is_strict))
+    about = {"file": arguments.path, "kind": spec.kind.value, "model": model_name(arguments.model)}
+    if arguments.is_json:
+        print(json.dumps(check_as_json(checked, about), ensure_ascii=False))
+    else:
+        print("\n".join(check_as_text(checked, about)))
+    return 0 if checked.chosen.grammar is not None else 1
+
+
+def test_file(bench: GrammarBench, file: BinaryIO, arguments: GrammarArguments) -> int:
+    trial = asyncio.run(run_trial(bench, file, arguments.backend, is_strict=arguments.is_strict, limit=arguments.limit))
+    about = {
+        "file": arguments.path,
+        "model": model_name(arguments.model),
+        "backend": arguments.backend or "auto",
+        "is_strict": arguments.is_strict,
+    }
+    if arguments.is_json:
+        print(json.dumps(trial_as_json(trial, about), ensure_ascii=False))
+    else:
+        print("\n".join(trial_as_text(trial, about)))
+    return 0 if trial.is_passed else 1
+
+
+def read_spec(file: BinaryIO, arguments: GrammarArguments) -> GrammarSpec:
+    """The constraint as a request would bring it. Raises `ConfigurationError` where the file holds none of this kind."""
+    kind = GrammarKind(KINDS[arguments.kind])
+    try:
+        text = file.read().decode("utf-8-sig")
+        content = json.loads(text) if kind in (GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE) else None
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{arguments.path} cannot be read as {arguments.kind}: {error}") from error
+    match kind:
+        case GrammarKind.JSON_SCHEMA if not isinstance(content, dict | bool):
+            raise ConfigurationError(f"{arguments.path} holds no JSON Schema: that is an object, true or false")
+        case GrammarKind.CHOICE if not isinstance(content, list) or not all(isinstance(choice, str) for choice in content):
+            raise ConfigurationError(f"{arguments.path} holds no choices: they are a JSON array of strings")
+        case GrammarKind.JSON_SCHEMA | GrammarKind.CHOICE:
+            return GrammarSpec(kind, json.dumps(content, ensure_ascii=False), PARAM)
+        case GrammarKind.REGEX:
+            return GrammarSpec(kind, text.removesuffix("\n").removesuffix("\r"), "")
+    return GrammarSpec(kind, text, "")
+
+
+@contextmanager
+def grammar_bench(arguments: GrammarArguments, plugins: Plugins) -> Iterator[GrammarBench]:
+    """Over the model's tokenizer; its weights are not read."""
+    directory = resolve_model(arguments.model, arguments.trust_remote_code)
+    tokenizer = Tokenizer.load(directory, arguments.trust_remote_code)
+    tokens = read_answer_tokens(directory, tokenizer, arguments.trust_remote_code)
+    bench = GrammarBench(plugins.grammar_backends, tokenizer, tokens.vocab_size, tokens.stop_token_ids)
+    bench.check_backend(arguments.backend)
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
+@contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """`-` is standard input."""
+    if path == "-":
+        yield sys.stdin.buffer
+        return
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "rb"))
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from error
+        yield file

@@ -1,0 +1,186 @@
+"""Schemas with instances, one schema a line: which compile, and whether their grammars accept and refuse what they should."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, NoReturn
+
+from penstock.engine.errors import PenstockError, UnsupportedGrammar
+from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
+from penstock.grammar_bench import GrammarBench, Outcome
+from penstock.instance_walk import Walk, Walker
+
+PARAM = "$"  # paths in messages begin with it
+SHOWN_CHARACTERS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A document as text, and whether the schema should allow it."""
+
+    text: str
+    is_valid: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the file."""
+
+    line: int
+    name: str
+    schema: str
+    instances: tuple[Instance, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A line that is no case, and why."""
+
+    line: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An instance that the grammar got wrong; `test` is its place in the line, from 1."""
+
+    test: int
+    is_valid: bool
+    why: str
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a case. `refusal` is why it was not compiled exactly; `outcome` what was then used."""
+
+    case: Case
+    outcome: Outcome
+    refusal: UnsupportedGrammar | None = None
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def mode(self) -> str:
+        if self.outcome.grammar is None:
+            return "refused"
+        return "exact" if self.outcome.is_exact and self.refusal is None else "lenient"
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it compiled and every instance was accepted or refused as it should be."""
+        return self.outcome.grammar is not None and not self.failures
+
+
+@dataclass(slots=True)
+class Trial:
+    """All results of a file, in its order, and the seconds of every successful compilation and every mask."""
+
+    results: list[Result] = field(default_factory=list)
+    malformed: list[Malformed] = field(default_factory=list)
+    compile_seconds: list[float] = field(default_factory=list)
+    mask_seconds: list[float] = field(default_factory=list)
+
+    def of_mode(self, mode: str) -> list[Result]:
+        return [result for result in self.results if result.mode == mode]
+
+    @property
+    def is_passed(self) -> bool:
+        """No exact grammar is wrong, no lenient one refuses what is valid, and every line could be read."""
+        exact_failures = any(result.failures for result in self.of_mode("exact"))
+        too_narrow = any(failure.is_valid for result in self.of_mode("lenient") for failure in result.failures)
+        return not (exact_failures or too_narrow or self.malformed)
+
+
+async def run_trial(
+    bench: GrammarBench, lines: Iterable[bytes], backend: str | None, *, is_strict: bool, limit: int | None = None
+) -> Trial:
+    """Compiles each schema exactly, then, unless `is_strict`, leniently where that was refused, and walks its instances."""
+    await bench.warm_up(backend)
+    trial = Trial()
+    walker = Walker(bench.vocabulary)
+    for case in islice(read_cases(lines, trial.malformed), limit):
+        spec = GrammarSpec(GrammarKind.JSON_SCHEMA, case.schema, PARAM)
+        outcome = await bench.compile(spec, backend)
+        refusal = outcome.refusal
+        if refusal is not None and not is_strict:
+            outcome = await bench.compile(replace(spec, is_lenient=True), backend)
+        result = Result(case, outcome, refusal)
+        if outcome.grammar is not None:
+            if outcome.seconds is not None:
+                trial.compile_seconds.append(outcome.seconds)
+            result.failures = list(_failures(walker, outcome.grammar, case.instances, trial.mask_seconds))
+        trial.results.append(result)
+    return trial
+
+
+def read_cases(lines: Iterable[bytes], malformed: list[Malformed]) -> Iterator[Case]:
+    """Lines without anything on them are passed over; those that cannot be used are added to `malformed`."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            case = read_case(number, line)
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            malformed.append(Malformed(number, reason))
+        else:
+            yield case
+
+
+def read_case(number: int, line: bytes) -> Case:
+    """Raises `ValueError` saying what is wrong with the line."""
+    content = json.loads(line, parse_constant=_refuse_constant)
+    if not isinstance(content, dict):
+        raise ValueError('not an object: a line is {"schema": ..., "tests": [...]}')
+    if not isinstance(content.get("schema"), dict | bool):
+        raise ValueError("`schema` must be a JSON Schema: an object, true or false")
+    tests = content.get("tests")
+    if not isinstance(tests, list):
+        raise ValueError("`tests` must be an array")
+    for index, test in enumerate(tests):
+        if not isinstance(test, dict) or not isinstance(test.get("valid"), bool) or "data" not in test:
+            raise ValueError(f'`tests[{index}]` must be an object with "valid", true or false, and "data"')
+    instances = tuple(Instance(_text(test["data"], f"tests[{index}].data"), test["valid"]) for index, test in enumerate(tests))
+    name = content.get("name", content.get("id", ""))
+    return Case(number, str(name), json.dumps(content["schema"], ensure_ascii=False), instances)
+
+
+def _text(data: Any, place: str) -> str:
+    try:
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeError:
+        raise ValueError(f"`{place}` holds a lone surrogate, which no text can hold") from None
+    except ValueError:
+        raise ValueError(f"`{place}` holds a number that is too large") from None
+    return text
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _failures(walker: Walker, grammar: CompiledGrammar, instances: Iterable[Instance], mask_seconds: list[float]) -> Iterator[Failure]:
+    for test, instance in enumerate(instances, start=1):
+        try:
+            token_ids = walker.spell(instance.text)
+            walk = walker.walk(grammar, token_ids)
+        except (PenstockError, ValueError) as error:
+            yield Failure(test, instance.is_valid, f"stopped: {error}")
+            continue
+        mask_seconds += walk.mask_seconds
+        if walk.contradiction is not None:
+            yield Failure(test, instance.is_valid, walk.contradiction)
+        elif walk.is_accepted != instance.is_valid:
+            yield Failure(test, instance.is_valid, _explained(walker, token_ids, walk))
+
+
+def _explained(walker: Walker, token_ids: list[int], walk: Walk) -> str:
+    if walk.refused_at is None:
+        return "invalid, but accepted"
+    before = walker.text(token_ids[: walk.refused_at])
+    shown = repr(before if len(before) <= SHOWN_CHARACTERS else f"…{before[-SHOWN_CHARACTERS:]}")
+    if walk.refused_at == walk.num_tokens:
+        return f"valid, but may not end after {shown}"
+    token = walker.text([token_ids[walk.refused_at]])
+    return f"valid, but {token!r} is refused after {shown}, at token {walk.refused_at} of {walk.num_tokens}"
