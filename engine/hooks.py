@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
+from penstock.engine.format_info import FormatInfo
 from penstock.engine.grammar import GrammarBackend, Vocabulary
 from penstock.engine.parsing import Parser, ReasoningParser
 from penstock.engine.turn import Turn
@@ -26,17 +27,22 @@ ReasoningParserFactory = Callable[[Turn], ReasoningParser]
 ToolParserFactory = Callable[[Turn], Parser]
 LogitsProcessorFactory = Callable[..., LogitsProcessor]
 GrammarBackendFactory = Callable[[Vocabulary], GrammarBackend]
-Register = Callable[[str, Any], None]
+
+
+class Register(Protocol):
+    """What a hook calls for each thing that it offers. Parsers may say what their format is known by."""
+
+    def __call__(self, name: str, factory: Any, info: FormatInfo | None = None) -> None: ...
 
 
 @hookspec
 def register_reasoning_parsers(register: Register) -> None:
-    """register(name, factory): factory(turn) returns a ReasoningParser for one answer."""
+    """register(name, factory, info=None): factory(turn) returns a ReasoningParser for one answer."""
 
 
 @hookspec
 def register_tool_parsers(register: Register) -> None:
-    """register(name, factory): factory(turn) returns a Parser for one answer."""
+    """register(name, factory, info=None): factory(turn) returns a ToolParser for one answer."""
 
 
 @hookspec

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,14 @@ import pluggy
 from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.format_info import FormatInfo
 from penstock.engine.turn import Turn
+from penstock.plugins import reasoning, tools
 from penstock.plugins.registry import Registry
 
 GROUP = "penstock"
+FOLDERS = (reasoning, tools)  # each module in them is a plug-in
 BUILT_INS = (
-    "penstock.plugins.reasoning.deepseek_r1",
-    "penstock.plugins.reasoning.qwen3",
-    "penstock.plugins.reasoning.granite",
-    "penstock.plugins.tools.hermes",
     "penstock.plugins.processors.no_repeat_ngram",
     "penstock.plugins.grammars.outlines_core",
 )
@@ -99,7 +99,8 @@ class Plugins:
 
     def load_builtins(self) -> None:
         """The plug-ins that come with the server."""
-        for module in BUILT_INS:
+        found = [f"{folder.__name__}.{module.name}" for folder in FOLDERS for module in pkgutil.iter_modules(folder.__path__)]
+        for module in (*found, *BUILT_INS):
             self._add(Origin(module, GROUP, __version__), partial(importlib.import_module, module))
 
     def load_entry_points(self) -> None:
@@ -115,10 +116,10 @@ class Plugins:
         """
         if name in self._without:
             raise ConfigurationError(f"`--plugin {name}` and `--without {name}` contradict each other")
-        registries = [registry for registry in self.registries if name in registry]
-        for registry in registries:
-            registry.activate(name)
-        if registries:
+        found = [(registry, known) for registry in self.registries if (known := registry.resolve(name)) is not None]
+        for registry, known in found:
+            registry.activate(known)
+        if found:
             return
         plugin = self._load_new(name)
         for registry in self.registries:
@@ -209,20 +210,23 @@ class Plugins:
             except Exception as error:
                 raise ConfigurationError(f"plug-in {origin} failed in {registry.hook}: {type(error).__name__}: {error}") from error
 
-    def _register(self, registry: Registry[Any], origin: Origin, name: str, factory: Any) -> None:
-        if not isinstance(name, str) or not name or not callable(factory):
-            raise ConfigurationError(f"plug-in {origin} called register({name!r}, {factory!r}): it takes a name and a factory")
+    def _register(self, registry: Registry[Any], origin: Origin, name: str, factory: Any, info: FormatInfo | None = None) -> None:
+        if not isinstance(name, str) or not name or not callable(factory) or not isinstance(info, FormatInfo | None):
+            raise ConfigurationError(
+                f"plug-in {origin} called register({name!r}, {factory!r}): it takes a name and a factory, and perhaps a FormatInfo"
+            )
         if name in self._without:
             self._dropped.add(name)
             return
-        if name in registry:
-            raise ConfigurationError(
-                f"{registry.kind} {name!r} is registered twice: by plug-in {self._origins[registry.origins[name]]} and by plug-in {origin}"
-            )
-        registry.add(name, origin.plugin, factory)
+        for spelling in (name, *(info.aliases if info else ())):
+            taken = registry.resolve(spelling)
+            if taken is not None:
+                first = self._origins[registry.origins[taken]]
+                raise ConfigurationError(f"{registry.kind} {spelling!r} is registered twice: by plug-in {first} and by plug-in {origin}")
+        registry.add(name, origin.plugin, factory, info)
 
     def _names(self) -> list[str]:
-        return sorted({name for registry in self.registries for name in registry})
+        return sorted({name for registry in self.registries for name in (*registry, *registry.aliases)})
 
     def _raise_unknown(self, option: str, name: str) -> NoReturn:
         near = difflib.get_close_matches(name, [*self._names(), *self._origins], n=3, cutoff=0.5)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.format_info import FormatInfo
 
 Factory = TypeVar("Factory")
 
@@ -11,7 +12,8 @@ Factory = TypeVar("Factory")
 class Registry(Mapping[str, Factory]):
     """Factories by name, in the order in which they were registered.
 
-    `origins` has the plug-in that registered each name. Where `is_choice`, an answer is read by one of them, `active`.
+    `origins` has the plug-in that registered each name, `infos` what its format is known by where it said so, and `aliases` the names that
+    stand for others. Where `is_choice`, an answer is read by one of them, `active`.
     """
 
     def __init__(self, kind: str, hook: str, *, is_choice: bool = False) -> None:
@@ -19,6 +21,8 @@ class Registry(Mapping[str, Factory]):
         self.hook = hook
         self.is_choice = is_choice
         self.origins: dict[str, str] = {}
+        self.infos: dict[str, FormatInfo] = {}
+        self.aliases: dict[str, str] = {}
         self.active: str | None = None
         self._factories: dict[str, Factory] = {}
         self._undecided: dict[str, list[str]] = {}  # plug-ins that were activated and offer several
@@ -36,10 +40,17 @@ class Registry(Mapping[str, Factory]):
     def active_factory(self) -> Factory | None:
         return None if self.active is None else self._factories[self.active]
 
-    def add(self, name: str, plugin: str, factory: Factory) -> None:
-        assert name not in self._factories
+    def add(self, name: str, plugin: str, factory: Factory, info: FormatInfo | None = None) -> None:
+        assert self.resolve(name) is None
         self._factories[name] = factory
         self.origins[name] = plugin
+        if info is not None:
+            self.infos[name] = info
+            self.aliases.update(dict.fromkeys(info.aliases, name))
+
+    def resolve(self, name: str) -> str | None:
+        """The name that was registered, for itself or for one of its aliases."""
+        return name if name in self._factories else self.aliases.get(name)
 
     def activate(self, name: str) -> None:
         """Selects a name. Raises `ConfigurationError` where another is selected already."""

@@ -210,6 +210,23 @@ def test_a_wrong_registration_names_its_plugin(write: WriteFile, call: str) -> N
         Plugins.start([path])
 
 
+def test_a_parser_is_selected_by_an_alias_and_known_by_its_name(write: WriteFile) -> None:
+    info = "FormatInfo(models='Mine', markers=('<mine>',), aliases=('my-r1',))"
+    text = REASONING.format(name="mine").replace('"mine", deepseek_r1', f'"mine", deepseek_r1, {info}')
+    path = write("mine.py", "    from penstock.engine.format_info import FormatInfo\n" + text)
+    plugins = Plugins.start([path])
+    plugins.load("my-r1")
+    assert plugins.reasoning_parsers.active == "mine"
+    assert plugins.reasoning_parsers.infos["mine"].models == "Mine"
+
+
+def test_an_alias_that_is_taken_is_refused(write: WriteFile) -> None:
+    info = "FormatInfo(models='Mine', markers=(), aliases=('qwen3',))"
+    text = REASONING.format(name="mine").replace('"mine", deepseek_r1', f'"mine", deepseek_r1, {info}')
+    with pytest.raises(ConfigurationError, match=r"'qwen3' is registered twice.*mine\.py"):
+        Plugins.start([write("mine.py", "    from penstock.engine.format_info import FormatInfo\n" + text)])
+
+
 def test_an_installed_plugin_is_there_but_not_selected(install: Callable[[str, str, str], None]) -> None:
     install("their-plugin", "theirs", REASONING.format(name="their_parser"))
     plugins = Plugins.start()

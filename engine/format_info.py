@@ -1,0 +1,23 @@
+"""What a wire format is known by: to people, to clients of other servers, and to `--plugin auto`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatInfo:
+    """Comes with a parser when it is registered; docs/parsers.md is made of these.
+
+    `models` are the families that write the format, `markers` what they write, `quirks` what else a reader should know, in a sentence.
+    `aliases` are the names by which other servers' users know the parser.
+
+    `signs` are texts that a model's own chat template or added tokens hold, all of them, where it writes this format; none of the
+    `counter_signs` may be there. Of several parsers that fit, `--plugin auto` takes the one with the most signs, and of these the one
+    whose signs are longest. Without signs it is never chosen automatically.
+    """
+
+    models: str
+    markers: tuple[str, ...]
+    quirks: str = ""
+    aliases: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
+    counter_signs: tuple[str, ...] = ()
