@@ -1,0 +1,344 @@
+"""`penstock grammar`: what it reports of backends that are right, lenient, mistaken or broken, and what of the real ones."""
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.tokenizer import Tokenizer
+from penstock.grammar_bench import GrammarBench
+from penstock.grammar_check import Check, check, check_as_json, check_as_text
+from penstock.grammar_report import percentile, trial_as_json, trial_as_text
+from penstock.grammar_trial import Case, Malformed, Trial, read_cases, run_trial
+from penstock.instance_walk import Walker
+from penstock.server import main
+from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
+
+ABOUT = {"file": "f", "model": "m", "backend": "auto", "is_strict": False, "kind": "json_schema"}
+VOCABULARY = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
+
+
+@dataclass
+class ListMatcher:
+    """Allows what some of the texts begin with. `is_deaf` allows tokens that it then does not take."""
+
+    texts: Sequence[bytes]
+    is_deaf: bool
+    said: bytes = b""
+
+    def fill_bitmask(self, row: Tensor) -> None:
+        row.zero_()
+        for token_id in range(VOCAB_SIZE):
+            data = VOCABULARY.token_bytes[token_id]
+            is_allowed = self.said in self.texts if token_id == EOS else data and any(t.startswith(self.said + data) for t in self.texts)
+            if is_allowed:
+                row[token_id // 32] |= (1 << token_id % 32) if token_id % 32 < 31 else -(1 << 31)
+
+    def advance(self, token_id: int) -> bool:
+        self.said += VOCABULARY.token_bytes[token_id] or b""
+        return not self.is_deaf
+
+    def rollback(self, num_tokens: int) -> None:
+        raise AssertionError("nothing here goes back")
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+    @property
+    def finished(self) -> bool:
+        return False
+
+
+@dataclass
+class ListGrammar:
+    texts: Sequence[bytes]
+    is_deaf: bool = False
+    warnings: tuple[str, ...] = ()
+    num_bytes: int = 2048
+
+    def matcher(self) -> ListMatcher:
+        return ListMatcher(self.texts, self.is_deaf)
+
+
+class ListBackend:
+    """Takes schemas such as {"accepts": [texts]}, with {"soft": ...} leniently only, with {"hard": ...} not at all."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        assert vocabulary.stop_token_ids == {EOS}
+
+    def compile(self, spec: GrammarSpec) -> ListGrammar:
+        if spec.kind is not GrammarKind.JSON_SCHEMA:
+            raise UnsupportedGrammar("only JSON schemas are supported", spec.param)
+        schema = json.loads(spec.text)
+        if "hard" in schema:
+            raise UnsupportedGrammar("`hard` is not supported", f"{spec.param}.hard")
+        if "soft" in schema and not spec.is_lenient:
+            raise UnsupportedGrammar("`soft` is not supported", f"{spec.param}.soft")
+        texts = [text.encode() for text in schema.get("accepts", [])]
+        return ListGrammar(texts, "deaf" in schema, ("soft at $.soft",) if "soft" in schema else ())
+
+
+class HardBackend(ListBackend):
+    """Is asked first for JSON schemas, and takes none but what is hard."""
+
+    preferred_kinds = frozenset({GrammarKind.JSON_SCHEMA})
+
+    def compile(self, spec: GrammarSpec) -> ListGrammar:
+        if "hard" not in json.loads(spec.text):
+            raise UnsupportedGrammar("too easy", spec.param)
+        return ListGrammar([b"1"])
+
+
+def bench(**factories: Any) -> GrammarBench:
+    return GrammarBench(factories or {"lists": ListBackend}, TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+
+
+def line(schema: Any, **tests: Sequence[Any]) -> bytes:
+    instances = [{"valid": is_valid == "valid", "data": data} for is_valid, values in tests.items() for data in values]
+    return json.dumps({"schema": schema, "tests": instances, "comment": "passed over"}).encode()
+
+
+def tried(*lines: bytes, backend: str | None = None, is_strict: bool = False, limit: int | None = None, **factories: Any) -> Trial:
+    return asyncio.run(run_trial(bench(**factories), lines, backend, is_strict=is_strict, limit=limit))
+
+
+def checked(schema: Any, backend: str | None = None, is_strict: bool = False, **factories: Any) -> Check:
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "$")
+    return asyncio.run(check(bench(**factories), spec, backend, is_strict=is_strict))
+
+
+RIGHT = line({"accepts": ['{"a": [1, "字"]}', "2"]}, valid=[{"a": [1, "字"]}, 2], invalid=[3, {}])
+
+
+def test_a_schema_that_accepts_and_refuses_as_it_should_is_right() -> None:
+    trial = tried(RIGHT)
+    (result,) = trial.results
+    assert (result.mode, result.is_right, result.outcome.backend) == ("exact", True, "lists")
+    assert len(trial.compile_seconds) == 1
+    assert len(trial.mask_seconds) > 4
+    assert trial.is_passed
+
+
+@pytest.mark.parametrize(
+    ("schema", "tests", "why"),
+    [
+        ({"accepts": ["1"]}, {"valid": [12]}, "valid, but '2' is refused after '1', at token 1 of 2"),
+        ({"accepts": ["12"]}, {"valid": [1]}, "valid, but may not end after '1'"),
+        ({"accepts": ["1"]}, {"invalid": [1]}, "invalid, but accepted"),
+        ({"accepts": ["1"], "deaf": 0}, {"valid": [1]}, "the mask allows token 0, but the matcher does not take it"),
+        ({"accepts": ["1"], "deaf": 0}, {"invalid": [1]}, "the mask allows token 0, but the matcher does not take it"),
+    ],
+)
+def test_what_an_exact_grammar_gets_wrong_is_listed_and_fails_the_trial(schema: Any, tests: Any, why: str) -> None:
+    trial = tried(RIGHT, line(schema, **tests))
+    assert [failure.why for failure in trial.results[1].failures] == [why]
+    assert not trial.is_passed
+    report = trial_as_json(trial, ABOUT)
+    assert report["right"]["strictly"] == {"schemas": 1, "share": 0.5}
+    assert [(entry["line"], entry["failures"][0]["why"]) for entry in report["not_right"]] == [(2, why)]
+    assert f"test 1: {why}" in "\n".join(trial_as_text(trial, ABOUT))
+
+
+def test_leniently_compiled_schemas_are_counted_apart_and_may_accept_what_is_invalid() -> None:
+    soft = {"accepts": ["1", "2"], "soft": 0}
+    trial = tried(RIGHT, line(soft, valid=[1], invalid=[2]), line(soft, valid=[1]), line({"hard": 0}, valid=[1]))
+    report = trial_as_json(trial, ABOUT)
+    assert report["compiled"] == {"exact": 1, "lenient": 2, "refused": 1}
+    assert report["right"]["strictly"]["schemas"] == 1
+    assert report["right"]["with_lenient_fallback"] == {"schemas": 2, "share": 0.5}
+    assert report["instances"]["lenient"] == {"valid": 2, "valid_accepted": 2, "invalid": 1, "invalid_refused": 0}
+    assert {entry["reason"]: entry["schemas"] for entry in report["refused_exactly"]} == {
+        "`soft` is not supported": 2,
+        "`hard` is not supported": 1,
+    }
+    assert report["not_right"][0]["not_enforced"] == ["soft at $.soft"]
+    assert report["not_right"][1]["refusal"] == {"message": "`hard` is not supported", "path": "$.hard"}
+    assert trial.is_passed
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_a_lenient_grammar_that_refuses_what_is_valid_fails_the_trial() -> None:
+    assert not tried(line({"accepts": [], "soft": 0}, valid=[1])).is_passed
+
+
+def test_strictly_nothing_is_compiled_leniently() -> None:
+    trial = tried(line({"accepts": ["1"], "soft": 0}, valid=[1]), is_strict=True)
+    assert [result.mode for result in trial.results] == ["refused"]
+
+
+def test_malformed_lines_are_named_and_the_rest_goes_on() -> None:
+    nested = b'{"schema": {}, "tests": ' + b"[" * 100_000
+    lines = [
+        b"\n",
+        b"{",
+        b"[]",
+        b'{"tests": []}',
+        b'{"schema": {}}',
+        b'{"schema": {}, "tests": [{"data": 1}]}',
+        b'{"schema": {}, "tests": [{"valid": true, "data": "\\ud800"}]}',
+        b'{"schema": {}, "tests": [{"valid": true, "data": NaN}]}',
+        b'{"schema": {}, "tests": [{"valid": true, "data": 1e999}]}',
+        b"\xff",
+        nested,
+        RIGHT,
+    ]
+    trial = tried(*lines)
+    assert [result.case.line for result in trial.results] == [12]
+    assert [malformed.line for malformed in trial.malformed] == list(range(2, 12))
+    said = {malformed.line: malformed.message for malformed in trial.malformed}
+    assert [
+        word in said[number] for number, word in ((4, "`schema`"), (5, "`tests`"), (6, "`tests[0]`"), (7, "surrogate"), (8, "NaN"))
+    ] == [True] * 5
+    assert not trial.is_passed
+    assert "line 5: `tests` must be an array" in "\n".join(trial_as_text(trial, ABOUT))
+
+
+def test_the_limit_counts_schemas() -> None:
+    assert len(tried(RIGHT, b"\n", RIGHT, RIGHT, limit=2).results) == 2
+
+
+def test_the_same_schema_again_is_answered_from_the_cache() -> None:
+    trial = tried(RIGHT, RIGHT)
+    assert [result.outcome.backend for result in trial.results] == ["lists", "lists"]
+    assert len(trial.compile_seconds) == 1
+
+
+def test_a_schema_keeps_the_order_of_its_members() -> None:
+    malformed: list[Malformed] = []
+    (case,) = read_cases([b'{"schema": {"b": 1, "a": 2}, "tests": [], "id": 7}'], malformed)
+    assert case == Case(1, "7", '{"b": 1, "a": 2}', ())
+
+
+def test_a_trial_without_any_schema_has_a_report() -> None:
+    report = trial_as_json(tried(), ABOUT)
+    assert (report["right"]["strictly"]["share"], report["compile_ms"], report["is_passed"]) == (None, None, True)
+    assert list(trial_as_text(tried(), ABOUT))
+
+
+def test_auto_asks_in_the_order_of_a_server() -> None:
+    factories = {"lists": ListBackend, "hard": HardBackend}
+    assert checked({"accepts": []}, **factories).chosen.backend == "lists"
+    assert checked({"hard": 0}, **factories).chosen.backend == "hard"
+
+
+def test_a_check_says_of_every_backend_why_and_what() -> None:
+    found = checked({"accepts": ["1"], "soft": 0}, lists=ListBackend, hard=HardBackend)
+    report = check_as_json(found, ABOUT)
+    assert (report["is_taken"], report["is_exact"], report["backend"]) == (True, False, "lists")
+    assert [(entry["name"], entry["verdict"]) for entry in report["backends"]] == [("lists", "lenient"), ("hard", "refused")]
+    lists, hard = report["backends"]
+    assert (lists["not_enforced"], lists["num_bytes"]) == (["soft at $.soft"], 2048)
+    assert lists["refusal"] == {"message": "`soft` is not supported", "path": "$.soft"}
+    assert hard["refusal"] == {"message": "too easy", "path": "$"}
+    text = "\n".join(check_as_text(found, ABOUT))
+    assert "taken by lists, leniently" in text
+    assert "not enforced: soft at $.soft" in text
+    assert "refused: too easy, at $" in text
+
+
+def test_a_strict_check_takes_nothing_leniently() -> None:
+    assert checked({"soft": 0}, is_strict=True).chosen.grammar is None
+    assert "no backend takes it" in next(iter(check_as_text(checked({"hard": 0}), ABOUT)))
+
+
+def test_a_named_backend_is_the_only_one_asked() -> None:
+    found = checked({"accepts": []}, "hard", lists=ListBackend, hard=HardBackend)
+    assert [answer.backend for answer in found.answers] == ["hard"]
+    assert found.chosen.grammar is None
+
+
+def test_an_unknown_backend_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean lists"):
+        bench().check_backend("list")
+    bench().check_backend(None)
+
+
+def test_a_backend_that_breaks_down_is_a_refusal() -> None:
+    class Broken(ListBackend):
+        def compile(self, spec: GrammarSpec) -> ListGrammar:
+            raise RecursionError
+
+    assert checked({}, broken=Broken).answers[0].verdict == "refused"
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_a_text_is_spelled_in_tokens_that_are_no_markers(text: str) -> None:
+    for spelled in (text, f"{text}<think>{text}<|end|>"):
+        token_ids = Walker(VOCABULARY).spell(spelled)
+        assert b"".join(VOCABULARY.token_bytes[token_id] or b"" for token_id in token_ids) == spelled.encode()
+
+
+def test_the_tokenizers_own_tokens_are_taken_where_they_spell_the_text(default_model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(default_model_dir)
+    vocabulary = tokenizer.vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids)
+    text = '{"city": "Paris", "note": "字 é"}'
+    assert Walker(vocabulary).spell(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.integers(1, 100))
+def test_a_percentile_is_not_exceeded_by_so_many(values: list[float], percent: int) -> None:
+    limit = percentile(values, percent)
+    assert limit in values
+    assert sum(value <= limit for value in values) * 100 >= percent * len(values)
+    assert sum(value < limit for value in values) * 100 < percent * len(values)
+
+
+def test_check_runs_over_the_default_models_tokenizer(
+    default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["ü", 2]}}, "required": ["a"], "additionalProperties": False}
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    assert main(["grammar", "check", str(file), "--backend", "outlines_core"]) == 0
+    assert "taken by outlines_core, as a whole" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a(?=b)\n")))
+    assert main(["grammar", "check", "-", "--kind", "regex", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["kind"], report["is_taken"]) == ("regex", False)
+    assert all("position 1" in entry["refusal"]["message"] for entry in report["backends"] if entry["name"] == "outlines_core")
+
+
+def test_test_runs_over_the_default_models_tokenizer(default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cases.jsonl"
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    file.write_bytes(line(schema, valid=[{"a": -12}], invalid=[{"a": "1"}, {}, {"a": 1.5}, {"a": 1, "b": 2}]) + b"\n")
+    assert main(["grammar", "test", str(file), "--backend", "outlines_core", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["right"]["strictly"] == {"schemas": 1, "share": 1.0}
+    assert report["mask_us"]["max"] >= report["mask_us"]["p99"] >= report["mask_us"]["p50"] > 0
+    file.write_bytes(line(schema, invalid=[{"a": 1}]) + b"\n")
+    assert main(["grammar", "test", str(file), "--backend", "outlines_core"]) == 1
+    assert capsys.readouterr().out.endswith("NOT passed\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", "{", "cannot be read as json"),
+        ("a.json", '"x"', "no JSON Schema"),
+        ("a.json", "\x00", "cannot be read as json"),
+        ("b.choice", "[1]", "no choices"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_one_line_and_exit_code_2(
+    default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, words: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert main(["grammar", "check", str(tmp_path / name), *(["--kind", "choice"] if name == "b.choice" else [])]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grammar", "test", "absent.jsonl"]) == 2
+    assert "absent.jsonl cannot be read: No such file" in capsys.readouterr().err
