@@ -37,6 +37,7 @@ def build_app(context: ServerContext) -> web.Application:
     app[GATE] = Gate()
     app[METRICS] = Metrics(context.engine.stats, context.model_names[0])
     app.on_response_prepare.append(set_response_headers)
+    app.on_cleanup.append(stop_checking)
     app.add_routes(
         [
             web.get("/health", show_health),
@@ -53,6 +54,10 @@ def build_app(context: ServerContext) -> web.Application:
         ]
     )
     return app
+
+
+async def stop_checking(app: web.Application) -> None:
+    await app[CONTEXT].conformance.close()
 
 
 def build_runner(app: web.Application, shutdown_seconds: float = 0) -> web.AppRunner:

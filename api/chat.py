@@ -4,24 +4,25 @@ import uuid
 
 from aiohttp import web
 
+from penstock.api.answer_check import AnswerCheck, warning_header
 from penstock.api.answering import answer
 from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.constraints import grammar_spec
+from penstock.api.constraints import grammar_spec, open_schema
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.folds import ReasoningView
 from penstock.api.messages import template_kwargs
 from penstock.api.metrics import begin_timer
-from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, compiled_grammar, logits_processors
+from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, client_of, compiled_grammar, logits_processors
 from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
 from penstock.api.rendering import check_template_fields, render_conversation
 from penstock.api.sampling import sampling_params, token_limit
-from penstock.api.tool_grammar import answer_grammar
+from penstock.api.tool_grammar import answer_grammar, callable_tool
 from penstock.api.tools import ToolUse, tool_use
 from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import GrammarSpec
+from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling_params import SamplingParams
@@ -34,13 +35,18 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, headers = await read_body(http, ChatCompletionRequest)
     model = served_model(context, body.model)
-    request, view = await prepare(context, body)
-    fold = ChatFold(context, body, request, view, model)
-    return await answer(http, timer.watch(context.engine.generate(request)), fold, stream=bool(body.stream), headers=headers)
+    request, view = await prepare(context, body, client_of(http))
+    check = await answer_check(context, body, request.grammar)
+    fold = ChatFold(context, body, request, view, model, check.found)
+    deltas = check.watch(timer.watch(context.engine.generate(request)))
+    return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers | warning_header(request.grammar))
 
 
-async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[Request, ReasoningView]:
-    """The engine's request, and how its reasoning is to be shown. Raises `InvalidRequest` for all that is wrong with the body."""
+async def prepare(context: ServerContext, body: ChatCompletionRequest, client: str | None = None) -> tuple[Request, ReasoningView]:
+    """The engine's request, and how its reasoning is to be shown. `client` is whom its work is held to.
+
+    Raises `InvalidRequest` for all that is wrong with the body.
+    """
     check(context, body)
     tools = tool_use(body, has_parser=context.tool_parser is not None)
     turn, prompt_token_ids = await render(context, body, tools)
@@ -58,7 +64,7 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest) -> tuple[
             tools=context.tool_parser if turn.tools else None,
             turn=turn,
         ),
-        grammar=await compiled_grammar(context, body, await constraint(context, body, tools, turn)),
+        grammar=await compiled_grammar(context, body, await constraint(context, body, tools, turn), client),
         logits_processors=processors,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
@@ -102,6 +108,19 @@ async def constraint(context: ServerContext, body: ChatCompletionRequest, tools:
     tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
     parser_name = context.plugins.tool_parsers.active
     return await run(context, lambda: answer_grammar(tools, spec, tool_format, parser_name), is_long=True)
+
+
+async def answer_check(context: ServerContext, body: ChatCompletionRequest, grammar: CompiledGrammar | None) -> AnswerCheck:
+    """Where the grammar is lenient: checks the content against its schema, and calls against those of their tools."""
+    if grammar is None or not grammar.warnings:
+        return AnswerCheck(context.conformance)
+
+    def schemas() -> tuple[str | None, dict[str, str]]:
+        tools = tool_use(body, has_parser=context.tool_parser is not None).callable
+        arguments = {tool.name: callable_tool(tool).arguments.text for tool in tools if not tool.is_strict}
+        return open_schema(body, grammar), arguments
+
+    return AnswerCheck(context.conformance, *await run(context, schemas, is_long=True))
 
 
 def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, num_prompt_tokens: int) -> SamplingParams:

@@ -1,11 +1,12 @@
 """One chat request's deltas as its chunks, and as the body that the same chunks add up to."""
 
 import time
+from collections.abc import Mapping
 
 from msgspec import UNSET, UnsetType
 
 from penstock.api.chat_protocol import ChatChunkChoice, ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
-from penstock.api.common_protocol import PromptLogprobs, StreamOptions, Usage
+from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOptions, Usage
 from penstock.api.context import ServerContext
 from penstock.api.folds import ChoiceFold, MessageFold, ReasoningView, UsageFold
 from penstock.api.logprobs import TokenWriter
@@ -16,7 +17,15 @@ from penstock.engine.request import Request
 class ChatFold:
     """One request's deltas as chunks, and as the body that the same chunks add up to."""
 
-    def __init__(self, context: ServerContext, body: ChatCompletionRequest, request: Request, view: ReasoningView, model: str) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatCompletionRequest,
+        request: Request,
+        view: ReasoningView,
+        model: str,
+        found: Mapping[int, Conformance],
+    ) -> None:
         self._id, self._created, self._model = request.request_id, int(time.time()), model
         self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._num_prompt_top = body.prompt_logprobs
@@ -25,7 +34,7 @@ class ChatFold:
         num_top = request.params.logprobs
         write = (lambda token: self._tokens.chat(token, num_top)) if num_top is not None else None
         max_tool_calls = 1 if body.parallel_tool_calls is False else None
-        self._choices = [ChoiceFold(index, view, write, max_tool_calls) for index in range(request.params.n)]
+        self._choices = [ChoiceFold(index, view, write, max_tool_calls, found) for index in range(request.params.n)]
         self._messages = [MessageFold(index) for index in range(request.params.n)]
         self._usage = UsageFold(request.params.n)
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from penstock.api.common_protocol import GenerationFields, Int32, Int64, PromptLogprobs, Usage
+from penstock.api.common_protocol import Conformance, GenerationFields, Int32, Int64, PromptLogprobs, Usage
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -90,6 +90,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
+    structured_output: Conformance | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -126,6 +127,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
+    structured_output: Conformance | UnsetType = UNSET
 
 
 class ChatCompletion(Struct):

@@ -1,8 +1,8 @@
 """What requests and responses of several endpoints share."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -37,26 +37,47 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # without effect: padding against traffic analysis, only useful behind OpenAI's own edge
 
 
+class GrammarDefinition(Struct, forbid_unknown_fields=True):
+    """A grammar whose dialect is stated. `ebnf` is another name of `gbnf`."""
+
+    definition: str
+    syntax: Literal["lark", "gbnf", "ebnf"]
+
+
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """vLLM's spelling of a constraint: exactly one of json, regex, choice and json_object."""
+    """vLLM's spelling of a constraint: one of the first six; the others say how."""
 
     json: Any = None
     regex: str | None = None
     choice: list[str] | None = None
+    grammar: str | GrammarDefinition | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+    backend: str | None = None
     whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
-class JsonSchemaFormat(Struct):
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
     name: str | None = None
     description: str | None = None
     schema: Any = None
     strict: bool | None = None
 
 
-class ResponseFormat(Struct):
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """Which of the other fields may be there, `type` says."""
+
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: Any = None
+    grammar: str | GrammarDefinition | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class LogitsProcessorChoice(Struct, forbid_unknown_fields=True):
@@ -104,8 +125,24 @@ class GenerationFields(FieldsWithoutEffect, kw_only=True):
     guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | GrammarDefinition | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class Conformance(Struct, omit_defaults=True):
+    """Whether an answer keeps to a schema that its grammar enforced only in part; `valid` is null where that could not be decided.
+
+    `path` is where in the answer the first mistake is, as JSONPath.
+    """
+
+    valid: bool | None
+    error: str | UnsetType = UNSET
+    path: str | UnsetType = UNSET
 
 
 class PromptTokensDetails(Struct):

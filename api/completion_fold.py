@@ -1,12 +1,12 @@
 """One completions request's deltas as its chunks, and as the body that the same chunks add up to."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
-from penstock.api.common_protocol import PromptLogprobs, StreamOptions, Usage
+from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOptions, Usage
 from penstock.api.completion_protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from penstock.api.folds import UsageFold, check_delta
 from penstock.api.logprobs import CompletionLogprobsWriter, TokenWriter
@@ -40,8 +40,9 @@ class CompletionView:
 class TextFold:
     """One sequence's steps as completion choices: what a step added, or nothing where its text is held back."""
 
-    def __init__(self, index: int, prompt: Prompt, view: CompletionView) -> None:
+    def __init__(self, index: int, prompt: Prompt, view: CompletionView, found: Mapping[int, Conformance]) -> None:
         self._index = index
+        self._found = found
         self._prompt = prompt
         self._view = view
         self._logprobs = CompletionLogprobsWriter(view.tokens, view.hidden)
@@ -59,7 +60,8 @@ class TextFold:
         if not text and delta.finish_reason is None and prompt_logprobs is UNSET:
             return None
         reason = None if delta.finish_reason is None else str(delta.finish_reason)
-        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, prompt_logprobs)
+        found = UNSET if reason is None else self._found.get(self._index, UNSET)
+        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, prompt_logprobs, found)
 
     def _echo(self, prompt: PromptInfo | None) -> str:
         if not self._view.echo:
@@ -85,6 +87,7 @@ def join(whole: CompletionChoice, part: CompletionChoice) -> None:
     whole.text += part.text
     whole.finish_reason = part.finish_reason
     whole.stop_reason = part.stop_reason
+    whole.structured_output = part.structured_output
     if whole.logprobs is not None and part.logprobs is not None:
         for name in CompletionLogprobs.__struct_fields__:
             getattr(whole.logprobs, name).extend(getattr(part.logprobs, name))
@@ -102,6 +105,7 @@ class CompletionFold:
         n: int,
         tokenizer: Tokenizer,
         hidden: frozenset[int],
+        found: Mapping[int, Conformance],
     ) -> None:
         self._id, self._created, self._model = request_id, int(time.time()), model
         self._options = body.stream_options or StreamOptions()
@@ -114,7 +118,7 @@ class CompletionFold:
         )
         self.is_long = body.prompt_logprobs is not None or (bool(body.echo) and body.logprobs is not None)
         self._n = n
-        self._texts = [TextFold(index, prompts[index // n], view) for index in range(len(prompts) * n)]
+        self._texts = [TextFold(index, prompts[index // n], view, found) for index in range(len(prompts) * n)]
         self._choices: dict[int, CompletionChoice] = {}
         self._usage = UsageFold(n)
 

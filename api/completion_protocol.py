@@ -2,7 +2,7 @@
 
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.common_protocol import GenerationFields, Int32, PromptLogprobs, Usage
+from penstock.api.common_protocol import Conformance, GenerationFields, Int32, PromptLogprobs, Usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -31,6 +31,7 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    structured_output: Conformance | UnsetType = UNSET
 
 
 class Completion(Struct):

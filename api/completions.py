@@ -4,14 +4,15 @@ import uuid
 
 from aiohttp import web
 
+from penstock.api.answer_check import AnswerCheck, warning_header
 from penstock.api.answering import answer
 from penstock.api.bodies import read_body, served_model
 from penstock.api.completion_fold import CompletionFold, Prompt
 from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
-from penstock.api.constraints import grammar_spec
+from penstock.api.constraints import grammar_spec, open_schema
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics import begin_timer
-from penstock.api.preparing import answer_reader, check_streaming, compiled_grammar, logits_processors, special_token_ids
+from penstock.api.preparing import answer_reader, check_streaming, client_of, compiled_grammar, logits_processors, special_token_ids
 from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.streams import merge
@@ -30,17 +31,21 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     body, headers = await read_body(http, CompletionRequest)
     model = served_model(context, body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    prompts, requests = await prepare(context, body, request_id)
+    prompts, requests = await prepare(context, body, request_id, client_of(http))
     n = requests[0].params.n
     hidden = special_token_ids(context.tokenizer) if requests[0].params.skip_special_tokens else frozenset()
-    fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden)
+    check = AnswerCheck(context.conformance, open_schema(body, requests[0].grammar))
+    fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden, check.found)
     streams = [timer.watch(context.engine.generate(request)) for request in requests]
     deltas = streams[0] if len(streams) == 1 else merge(streams, n)
-    return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers)
+    headers |= warning_header(requests[0].grammar)
+    return await answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers)
 
 
-async def prepare(context: ServerContext, body: CompletionRequest, request_id: str) -> tuple[list[Prompt], list[Request]]:
-    """One engine request per prompt. Raises `InvalidRequest` for all that is wrong with the body."""
+async def prepare(
+    context: ServerContext, body: CompletionRequest, request_id: str, client: str | None = None
+) -> tuple[list[Prompt], list[Request]]:
+    """One engine request per prompt. `client` is whom its work is held to. Raises `InvalidRequest` for all that is wrong with the body."""
     check_streaming(body)
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
@@ -54,7 +59,7 @@ async def prepare(context: ServerContext, body: CompletionRequest, request_id: s
     params = await run(context, lambda: checked_params(context, body, encoded), is_long=is_long)
     prompts = await run(context, lambda: readable_prompts(context, body, given, encoded), is_long=is_long)
     processors = logits_processors(context, body.logits_processors)
-    grammar = await compiled_grammar(context, body, grammar_spec(body))
+    grammar = await compiled_grammar(context, body, grammar_spec(body), client)
     requests = [
         Request(
             request_id=request_id if len(given) == 1 else f"{request_id}-{position}",

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from penstock.api.conformance_checker import ConformanceChecker
+
 if TYPE_CHECKING:
     from penstock.api.chat_template import ChatTemplate
     from penstock.engine.engine import Engine
@@ -49,6 +51,7 @@ class ServerContext:
     default_thinking_budget: int | None
     default_sampling: dict[str, Any]
     workers: ThreadPoolExecutor
+    conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
     options: ServerOptions = field(default_factory=ServerOptions)
 
 

@@ -1,9 +1,9 @@
 """What the engine brings, step by step, as wire deltas; and whole answers as folds of those same deltas."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from penstock.api.chat_protocol import (
     AssistantMessage,
@@ -17,7 +17,7 @@ from penstock.api.chat_protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from penstock.api.common_protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from penstock.api.common_protocol import CompletionTokensDetails, Conformance, PromptTokensDetails, Usage
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest
 from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
@@ -75,7 +75,10 @@ class ReasoningView:
 
 
 class ChoiceFold:
-    """One sequence's steps as wire deltas. Each delta holds one kind of thing: clients look at one field and skip the others."""
+    """One sequence's steps as wire deltas. Each delta holds one kind of thing: clients look at one field and skip the others.
+
+    `found` is what checking complete choices has found, by their index: it is in there before a choice's last step comes.
+    """
 
     def __init__(
         self,
@@ -83,11 +86,13 @@ class ChoiceFold:
         view: ReasoningView,
         write_logprobs: Callable[[TokenLogprobs], TokenLogprob] | None = None,
         max_tool_calls: int | None = None,
+        found: Mapping[int, Conformance] | None = None,
     ) -> None:
         self._index = index
         self._view = view
         self._write_logprobs = write_logprobs
         self._max_tool_calls = max_tool_calls
+        self._found = {} if found is None else found
         self._pending_logprobs: list[TokenLogprob] = []
         self._held_reasoning: list[str] = []
         self._is_reasoning_inline = False
@@ -164,7 +169,8 @@ class ChoiceFold:
         has_called = self._num_tool_calls > 0 and reason is FinishReason.STOP
         finish_reason = "tool_calls" if has_called else str(reason)
         stop = UNSET if stop_reason is None else stop_reason
-        return ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), finish_reason, stop)
+        found = self._found.get(self._index, UNSET)
+        return ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), finish_reason, stop, found)
 
 
 def add_content(deltas: list[ChatDelta], text: str) -> None:
@@ -201,6 +207,7 @@ class MessageFold:
         self._logprobs: list[TokenLogprob] = []
         self._finish_reason = ""
         self._stop_reason: int | str | None = None
+        self._structured_output: Conformance | UnsetType = UNSET
 
     def feed(self, choices: Iterable[ChatChunkChoice]) -> None:
         for choice in choices:
@@ -218,6 +225,7 @@ class MessageFold:
             if choice.finish_reason is not None:
                 self._finish_reason = choice.finish_reason
                 self._stop_reason = None if choice.stop_reason is UNSET else choice.stop_reason
+                self._structured_output = choice.structured_output
 
     def choice(self, *, has_reasoning_parser: bool) -> ChatChoice:
         """`reasoning_content` is there, if only as null, wherever the server tells reasoning apart."""
@@ -233,4 +241,4 @@ class MessageFold:
             tool_calls=calls or UNSET,
         )
         logprobs = ChatLogprobs(self._logprobs) if self._logprobs else None
-        return ChatChoice(self._index, message, logprobs, self._finish_reason, self._stop_reason)
+        return ChatChoice(self._index, message, logprobs, self._finish_reason, self._stop_reason, self._structured_output)

@@ -1,10 +1,14 @@
 """What chat and completions do alike on the way from a body to an engine `Request`."""
 
 import functools
+import hashlib
 from collections.abc import Callable
 
+from aiohttp import hdrs, web
+
+from penstock.api.backend_choice import chosen_backend
 from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice
-from penstock.api.context import ServerContext
+from penstock.api.context import CONTEXT, ServerContext
 from penstock.engine.answer import Answer
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.errors import InvalidRequest
@@ -23,15 +27,19 @@ def check_streaming(body: GenerationFields) -> None:
         raise InvalidRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
-async def compiled_grammar(context: ServerContext, body: GenerationFields, spec: GrammarSpec | None) -> CompiledGrammar | None:
+def client_of(http: web.Request) -> str | None:
+    """Whom work is held to: the API key, as a digest, where the server asks for keys, else the address."""
+    if not http.app[CONTEXT].options.api_keys:
+        return http.remote
+    return hashlib.sha256(http.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")).hexdigest()
+
+
+async def compiled_grammar(
+    context: ServerContext, body: GenerationFields, spec: GrammarSpec | None, client: str | None = None
+) -> CompiledGrammar | None:
     """The request's constraint, compiled by the backend that it names or by the first that takes it. Raises `InvalidRequest`."""
-    backend = body.guided_decoding_backend
-    if backend == "auto":
-        backend = None
-    if backend is not None and backend not in context.plugins.grammar_backends:
-        known = ", ".join(["auto", *context.plugins.grammar_backends])
-        raise InvalidRequest(f"no grammar backend {backend[:100]!r}: there are {known}", "guided_decoding_backend")
-    return None if spec is None else await context.compile_grammar.compile(spec, backend)
+    backend = chosen_backend(body, context.plugins.grammar_backends)
+    return None if spec is None else await context.compile_grammar.compile(spec, backend, client=client)
 
 
 def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[Callable[[], LogitsProcessor]]:

@@ -12,7 +12,7 @@ _DATE = rf"(?:\d{{4}}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _HEX = "[0-9a-fA-F]"
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_PATTERNS = {
+PATTERNS = {
     "date": _DATE,  # RFC 3339
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
@@ -23,11 +23,11 @@ _PATTERNS = {
 
 def string_format(name: object, param: str) -> Node:
     """The strings of a format. Raises `UnsupportedGrammar` for others than dates, times, UUIDs and IPv4 addresses."""
-    if not isinstance(name, str) or name not in _PATTERNS:
-        raise UnsupportedGrammar(f"`format` is supported as one of {', '.join(_PATTERNS)}", param)
+    if not isinstance(name, str) or name not in PATTERNS:
+        raise UnsupportedGrammar(f"`format` is supported as one of {', '.join(PATTERNS)}", param)
     return _tree(name)
 
 
 @cache
 def _tree(name: str) -> Node:
-    return parse(_PATTERNS[name], ecma_dialect())
+    return parse(PATTERNS[name], ecma_dialect())

@@ -17,6 +17,7 @@ from penstock.api.chat_template import ChatTemplate
 from penstock.api.context import ServerContext, ServerOptions
 from penstock.engine.errors import InvalidRequest, PenstockError
 from penstock.engine.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
+from penstock.engine.grammar_choice import is_lenient
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer
@@ -136,20 +137,24 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 
 @dataclass
 class RecordingCompiler:
-    """Compiles nothing: keeps what it was given. A regex `[` is refused."""
+    """Compiles nothing: keeps what it was given. A regex `[` is refused. `warnings` are those of every lenient grammar."""
 
     specs: list[tuple[GrammarSpec, str | None]] = field(default_factory=list)
+    clients: list[str | None] = field(default_factory=list)
+    warnings: tuple[str, ...] = ()
 
-    async def compile(self, spec: GrammarSpec, backend: str | None) -> CompiledGrammar:
+    async def compile(self, spec: GrammarSpec, backend: str | None, *, client: str | None = None) -> CompiledGrammar:
         self.specs.append((spec, backend))
+        self.clients.append(client)
         if spec.text == "[":
             raise InvalidRequest("unclosed set at 0", spec.param)
-        return NoGrammar()
+        return NoGrammar(self.warnings if is_lenient(spec) else ())
 
 
+@dataclass(frozen=True)
 class NoGrammar:
+    warnings: tuple[str, ...] = ()
     num_bytes = 0
-    warnings = ()
 
     def matcher(self) -> GrammarMatcher:
         raise AssertionError("the scripted engine follows no grammar")

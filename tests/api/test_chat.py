@@ -333,7 +333,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
     ({"guided_regex": "["}, "guided_regex"),
     ({"guided_regex": "a", "guided_decoding_backend": "none such"}, "guided_decoding_backend"),
-    ({"guided_grammar": "root ::= x"}, "guided_grammar"),
+    ({"guided_grammar": "expression ::= x"}, "guided_grammar"),
     ({"logits_processors": [{"name": "triple"}]}, "logits_processors[0].name"),
     ({"logits_processors": [{"name": "double", "arguments": {"factor": -1}}]}, "logits_processors[0].arguments"),
     ({"logits_processors": [{"name": "double", "arguments": {"by": 1}}]}, "logits_processors[0].arguments"),
