@@ -36,6 +36,7 @@ class EngineCollector(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_cache_hits)
         yield self._counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
+        yield self._counter("forced_tokens", "Generated tokens that a grammar left no choice in: not sampled.", stats.num_forced_tokens)
         yield self._counter("num_preemptions", "Sequences preempted for want of KV cache.", stats.num_preemptions)
 
     def describe(self) -> list[Metric]:

@@ -9,6 +9,20 @@ from penstock.engine.parsing import Parser, Phase, ReasoningParser
 from penstock.engine.stop_strings import StopStrings
 
 
+class _Tap:
+    """Lets content pass, and keeps what came with the last token."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def feed(self, text: str) -> list[Text]:
+        self.text += text
+        return [Text(text)]
+
+    def finish(self) -> list[Text]:
+        return []
+
+
 class Answer:
     """What one sequence says, token by token.
 
@@ -33,7 +47,8 @@ class Answer:
         self._num_tokens = 0
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
-        self._chain = ParserChain([parser for parser in (reasoning, self._stop_strings, tool_parser) if parser is not None])
+        self._tap = None if reasoning is None else _Tap()
+        self._chain = ParserChain([parser for parser in (reasoning, self._tap, self._stop_strings, tool_parser) if parser is not None])
         self.num_reasoning_tokens = 0
         """Tokens at whose start or end the model was reasoning: those of both markers count, as far as a marker is told from text."""
 
@@ -56,12 +71,19 @@ class Answer:
         """What ends reasoning, where there is any."""
         return None if self._reasoning is None else self._reasoning.end_marker
 
+    @property
+    def new_content(self) -> str:
+        """What followed the reasoning in the token fed last, before stop strings and tool calls are looked for."""
+        return "" if self._tap is None else self._tap.text
+
     def feed(self, token_id: int) -> list[Event]:
         """What is certain now that `token_id` is known."""
         assert self.stop_match is None, "the answer ended at a stop string"
         self._num_tokens += 1
         if self._stop_strings is not None:
             self._stop_strings.is_armed = self._num_tokens >= self._min_tokens
+        if self._tap is not None:
+            self._tap.text = ""
         before = self.phase
         events = self._read(self._detokenizer.feed(token_id))
         if Phase.REASONING in (before, self.phase):

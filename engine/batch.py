@@ -1,17 +1,15 @@
 """A step as tensors."""
 
-import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.engine.attention_metadata import AttentionMetadata
-from penstock.engine.bitmask import allocate_bitmask
+from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.scheduler import Step
 from penstock.engine.sequence import Sequence
-
-logger = logging.getLogger(__name__)
+from penstock.engine.step_masks import StepMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +27,7 @@ class Batch:
     """What crosses to the device for one step: T flat tokens, and which of their rows are turned into logits.
 
     `kept_T` are the flat rows whose logits are computed. Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the
-    sampler may share one where sequences fork. `bitmask_BW` is None where no grammar is open. `failures` maps a row of the sampler to why
-    its grammar could not say what comes next.
+    sampler may share one where sequences fork. `masks` is None where no grammar has a say; it is still being filled.
     """
 
     input_ids_1T: Tensor
@@ -40,9 +37,8 @@ class Batch:
     sample_rows: list[int]
     samplers: list[Sequence]
     prompts: list[PromptRows]
-    bitmask_BW: Tensor | None
+    masks: StepMasks | None
     copies: list[tuple[int, int]]
-    failures: dict[int, str] = field(default_factory=dict)
 
 
 def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> list[int]:
@@ -50,8 +46,8 @@ def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> 
     return [block_table[position // block_size] * block_size + position % block_size for position in range(start, stop)]
 
 
-def build_batch(step: Step, *, block_size: int, vocab_size: int, min_tokens: int, device: torch.device) -> Batch:
-    """Pads to `min_tokens` with tokens that belong to no sequence."""
+def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: int, min_tokens: int, device: torch.device) -> Batch:
+    """Pads to `min_tokens` with tokens that belong to no sequence. `masks` begins to fill those of the step."""
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -77,7 +73,6 @@ def build_batch(step: Step, *, block_size: int, vocab_size: int, min_tokens: int
             samplers += sequences
             kept.append(starts[-1] - 1)
     num_padding = max(0, min_tokens - len(input_ids))
-    bitmask_BW, failures = _bitmask(samplers, vocab_size, pin_memory=device.type == "cuda")
     attention = AttentionMetadata.pack(
         slots + [-1] * num_padding,
         starts,
@@ -94,24 +89,6 @@ def build_batch(step: Step, *, block_size: int, vocab_size: int, min_tokens: int
         sample_rows=sample_rows,
         samplers=samplers,
         prompts=prompts,
-        bitmask_BW=bitmask_BW,
+        masks=masks.begin(samplers, vocab_size, pin_memory=device.type == "cuda"),
         copies=step.copies,
-        failures=failures,
     )
-
-
-def _bitmask(samplers: list[Sequence], vocab_size: int, *, pin_memory: bool) -> tuple[Tensor | None, dict[int, str]]:
-    gates = [(row, sequence, sequence.gate) for row, sequence in enumerate(samplers) if sequence.gate is not None]
-    if not gates:
-        return None, {}
-    bitmask_BW = allocate_bitmask(len(samplers), vocab_size, pin_memory=pin_memory).fill_(-1)
-    failures: dict[int, str] = {}
-    for row, sequence, gate in gates:
-        try:
-            gate.fill_bitmask(sequence.answer, bitmask_BW[row])
-            sequence.sampling.is_constrained = gate.is_open(sequence.answer)
-        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
-            logger.exception("A grammar failed")
-            failures[row] = f"the grammar raised {type(error).__name__}: {error}"
-            bitmask_BW[row] = -1
-    return bitmask_BW, failures

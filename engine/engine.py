@@ -1,13 +1,16 @@
 """The engine as the server sees it: an asyncio task that turns requests into streams of deltas."""
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.engine.engine_core import DeltasByRequest, EngineCore
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.mask_filler import PATIENCE
 from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request
@@ -49,6 +52,8 @@ class Engine:
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
         assert self._task is None, "the engine was started before"
+        loop = asyncio.get_running_loop()
+        self._core.masks.wake = functools.partial(_set_from_elsewhere, loop, self._wake)
         self._task = asyncio.create_task(self._run(), name="engine")
         threading.Thread(target=self._core.runner.compile_layers, name="compile", daemon=True).start()
         self._is_accepting = True
@@ -68,6 +73,7 @@ class Engine:
         self._end_all(FinishReason.ABORT)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._core.masks.close()
         await asyncio.to_thread(self._core.runner.shutdown)
 
     @property
@@ -108,6 +114,7 @@ class Engine:
         finally:
             del self._streams[request.request_id]
             self._core.abort(request.request_id)
+            self._wake.set()
             if not self._streams:
                 self._idle.set()
 
@@ -119,13 +126,21 @@ class Engine:
                 if step is None:
                     self._deliver(news)
                     self._wake.clear()
-                    await self._wake.wait()
+                    await self._awake()
                 else:
                     news = await self._compute(step, news)
         except Exception:  # a defect of the scheduler's: there is no going on, and no client may be left waiting
             logger.exception("The engine has failed")
             self._deliver(news)
             self._end_all(FinishReason.ERROR, ENGINE_FAILED)
+
+    async def _awake(self) -> None:
+        """Waits until a request comes or goes; where a mask is late, until that is there or may be overdue."""
+        if not self._core.has_work:
+            await self._wake.wait()
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), PATIENCE)
 
     async def _compute(self, step: Step, news: DeltasByRequest) -> DeltasByRequest:
         """Runs a step and gives its news. Clients are told those of the last one meanwhile."""
@@ -176,3 +191,8 @@ async def _done(handle: StepHandle) -> None:
     done = asyncio.Event()
     handle.future.add_done_callback(lambda future: loop.call_soon_threadsafe(done.set))
     await done.wait()
+
+
+def _set_from_elsewhere(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(event.set)

@@ -1,6 +1,7 @@
 """The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.engine.answer import Answer
@@ -8,11 +9,13 @@ from penstock.engine.batch import Batch, build_batch
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Text
 from penstock.engine.grammar_gate import GrammarGate
+from penstock.engine.mask_fill import TOO_SLOW, MaskFill
+from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepOutput
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampler import NO_TOKEN_LEFT
+from penstock.engine.sampler import NO_TOKEN_LEFT, SamplerOutput
 from penstock.engine.sampling_state import SamplingState
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
@@ -29,12 +32,13 @@ DeltasByRequest = dict[str, list[SequenceDelta]]
 class _Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    forced_tokens: int = 0
     steps: int = 0
 
 
 @dataclass(slots=True)
 class EngineCore:
-    """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` works in another."""
+    """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others."""
 
     runner: ModelRunner
     scheduler: Scheduler
@@ -42,6 +46,7 @@ class EngineCore:
     stop_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
+    masks: MaskFiller = field(default_factory=MaskFiller)
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _counters: _Counters = field(default_factory=_Counters)
@@ -62,24 +67,28 @@ class EngineCore:
         """Forgets a request and frees its blocks at once; unknown or finished ones are none of its business."""
         for sequence in self._sequences.pop(request_id, []):
             if sequence.status is not Status.FINISHED:
-                self.scheduler.finish(sequence)
+                self._release(sequence)
 
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def schedule(self) -> Step | None:
-        """What to compute next; None where there is nothing. Each step must come back, to `update` or to `fail`."""
+        """What to compute next; None where there is nothing, or all of it waits for late masks.
+
+        Each step must come back, to `update` or to `fail`.
+        """
         step = self.scheduler.schedule()
         if not step:
-            assert not self.has_work, "there is work, and none of it can be done"
+            assert step.num_held_up or not self.has_work, "there is work, and none of it can be done"
             return None
         return step
 
     def build(self, step: Step) -> Batch:
-        """The step as the runner takes it."""
+        """The step as the runner takes it. Its masks begin to be filled."""
         return build_batch(
             step,
+            self.masks,
             block_size=self.scheduler.block_size,
             vocab_size=self.vocab_size,
             min_tokens=self.runner.min_tokens,
@@ -89,6 +98,7 @@ class EngineCore:
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
         """Takes in what a step computed. Requests that were aborted meanwhile are passed over; whoever fails, fails alone."""
         self._counters.steps += 1
+        self.masks.end()
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
@@ -98,22 +108,25 @@ class EngineCore:
                 if sequence.forks and sequence.num_uncomputed_tokens == 0:
                     self.scheduler.fork(sequence)
         deltas: DeltasByRequest = {}
-        samples = output.samples
+        samples = {row: position for position, row in enumerate(output.rows)}
         for row, sequence in enumerate(batch.samplers):
             if sequence.status is not Status.RUNNING:
                 continue
             delta = SequenceDelta(sequence.index)
-            failure = batch.failures.get(row) or samples.failures.get(row)
-            if failure is not None:
-                self._fail(sequence, delta, failure)
+            if row in samples:
+                self._take_sample(sequence, delta, output.samples, samples[row])
+            elif sequence.mask is not None and sequence.mask.needs_no_sample:
+                self._take_mask(sequence, delta, sequence.mask)
             else:
-                self._accept_or_fail(sequence, delta, samples.token_ids[row], samples.logprobs[row])
+                self.scheduler.take_back(sequence)
+                continue
             deltas.setdefault(sequence.request.request_id, []).append(delta)
         return deltas
 
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
         """A step failed as a whole: every request in it ends with an error, and the others go on."""
         deltas: DeltasByRequest = {}
+        self.masks.end()
         self.scheduler.withdraw(step)
         # By its sequences, not by name alone: a request that was aborted meanwhile may have lent its id to another.
         for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
@@ -124,10 +137,11 @@ class EngineCore:
         return deltas
 
     def step(self) -> DeltasByRequest:
-        """One whole step in this thread: schedule, launch, collect, update."""
-        step = self.schedule()
-        if step is None:
-            return {}
+        """One whole step in this thread: schedule, launch, collect, update. Waits where all there is to do waits for late masks."""
+        while (step := self.schedule()) is None:
+            if not self.has_work:
+                return {}
+            self.masks.wait()
         batch = self.build(step)
         return self.update(step, batch, self.runner.launch(batch).collect())
 
@@ -141,6 +155,7 @@ class EngineCore:
             num_prefix_cache_hits=scheduler.num_prefix_hits,
             num_prompt_tokens=self._counters.prompt_tokens,
             num_generation_tokens=self._counters.generation_tokens,
+            num_forced_tokens=self._counters.forced_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._counters.steps,
         )
@@ -204,6 +219,7 @@ class EngineCore:
             None if start is None else self.tokenizer.token_id(start),
             stop_token_ids=self.stop_token_ids,
             client_stop_ids=frozenset(request.params.stop_token_ids),
+            may_force=_is_free_of_other_rules(request),
         )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
@@ -211,19 +227,46 @@ class EngineCore:
             return None
         return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
 
-    def _accept_or_fail(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _take_sample(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, row: int) -> None:
+        sequence.mask = None
+        if row in samples.failures:
+            self._fail(sequence, delta, samples.failures[row])
+        else:
+            self._read_or_fail(sequence, delta, lambda: self._accept(sequence, delta, samples.token_ids[row], samples.logprobs[row]))
+
+    def _take_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
+        if mask.error is not None:
+            self._fail(sequence, delta, mask.error)
+        else:
+            sequence.mask = None
+            self._read_or_fail(sequence, delta, lambda: self._accept_forced(sequence, delta, mask.forced))
+
+    def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
+        """Has what comes next accepted, unless there was to be nothing but the prompt."""
         try:
-            self._accept(sequence, delta, token_id, logprobs)
+            if sequence.num_output_tokens == 0:
+                delta.prompt = self._prompt_info(sequence)
+            if sequence.max_tokens == 0:
+                self._finish(sequence, delta, FinishReason.LENGTH)
+            else:
+                accept()
         except Exception as error:  # a plug-in's parser or grammar: whatever it raises ends its own sequence
             logger.exception("An answer could not be read")
             self._fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
 
+    def _accept_forced(self, sequence: Sequence, delta: SequenceDelta, token_ids: list[int]) -> None:
+        """Appends what the grammar leaves no choice in, as if it had been sampled."""
+        assert sequence.gate is not None
+        for token_id in token_ids:
+            if not sequence.gate.advance(sequence.answer, token_id):
+                return self._fail(sequence, delta, "the grammar does not allow the token that it forced")
+            self._counters.forced_tokens += 1
+            self._append(sequence, token_id, delta)
+            if delta.finish_reason is not None:
+                return
+
     def _accept(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Appends a sampled token, or what the engine puts in its place, and notes in `delta` what came of it."""
-        if sequence.num_output_tokens == 0:
-            delta.prompt = self._prompt_info(sequence)
-        if sequence.max_tokens == 0:
-            return self._finish(sequence, delta, FinishReason.LENGTH)
         is_stopping = self._ends(sequence, token_id)
         room = sequence.max_tokens - sequence.num_output_tokens
         if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping, room=room):
@@ -247,19 +290,23 @@ class EngineCore:
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         was_reasoning = sequence.answer.phase is Phase.REASONING
         self._append(sequence, token_id, delta)
-        if was_reasoning and sequence.gate is not None and delta.finish_reason is None:
-            self._constrain_rest(sequence, sequence.gate, delta)
+        if was_reasoning and sequence.gate is not None and sequence.answer.phase is Phase.CONTENT and delta.finish_reason is None:
+            self._begin_grammar(sequence, sequence.gate, delta)
 
-    def _constrain_rest(self, sequence: Sequence, gate: GrammarGate, delta: SequenceDelta) -> None:
-        """Holds to the grammar what followed the end of the reasoning in the same token, where the marker is no token of its own.
+    def _begin_grammar(self, sequence: Sequence, gate: GrammarGate, delta: SequenceDelta) -> None:
+        """Holds to the grammar what followed the end of the reasoning in the same token: a tag that ended it, or text after the marker.
 
-        White space there belongs to the marker, as far as a constrained answer goes.
+        White space there belongs to the marker, as far as a constrained answer goes. The next token is no end.
         """
-        rest = "".join(event.text for event in delta.events if isinstance(event, Text))
+        rest = sequence.answer.new_content
         if rest.isspace():
             delta.events = [event for event in delta.events if not isinstance(event, Text)]
-        elif rest and not all(gate.advance(sequence.answer, token) for token in self.tokenizer.encode(rest, add_special_tokens=False)):
-            self._fail(sequence, delta, "the text in the token that ended the reasoning does not fit the grammar")
+        elif rest and not gate.advance_rest(self.tokenizer.encode(rest, add_special_tokens=False)):
+            return self._fail(sequence, delta, "the text in the token that ended the reasoning does not fit the grammar")
+        if gate.is_finished(sequence.answer):
+            self._finish(sequence, delta, FinishReason.STOP)
+        elif not gate.has_begun:
+            sequence.sampling.block_stop = True
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         params = sequence.request.params
@@ -293,12 +340,16 @@ class EngineCore:
     def _fail(self, sequence: Sequence, delta: SequenceDelta, reason: str) -> None:
         delta.finish_reason = FinishReason.ERROR
         delta.error = reason
-        delta.is_client_error = reason == NO_TOKEN_LEFT
+        delta.is_client_error = reason in (NO_TOKEN_LEFT, TOO_SLOW)
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         self._retire(sequence)
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
+        self.masks.abandon(sequence)
         self.scheduler.finish(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._release(sequence)
         siblings = self._sequences.get(sequence.request.request_id, [])
         if all(sibling.status is Status.FINISHED for sibling in siblings):
             self._sequences.pop(sequence.request.request_id, None)
@@ -313,3 +364,10 @@ class EngineCore:
             None if logprobs is None else tuple(logprobs),
             sequence.queue_seconds or 0.0,
         )
+
+
+def _is_free_of_other_rules(request: Request) -> bool:
+    """Whether nothing but the grammar can forbid a token, and nobody wants to see what else could have come in its place."""
+    params = request.params
+    rules = (params.bad_words, params.allowed_token_ids, params.logit_bias, request.logits_processors)
+    return params.logprobs is None and not any(rules)

@@ -6,12 +6,15 @@ from penstock.engine.answer import Answer
 from penstock.engine.grammar import GrammarMatcher
 from penstock.engine.parsing import Phase
 
+MAX_FORCED_TOKENS = 64  # at once: the loop reads them all before it turns to anybody else
+
 
 class GrammarGate:
-    """Lets reasoning pass freely and holds everything after it to the grammar.
+    """Lets reasoning pass freely and holds everything after it to the grammar, to the end.
 
     Where the model may open its reasoning itself, its first token is either what the grammar allows or `start_token_id`, the marker.
     The backend knows the model's `stop_token_ids`; the request's own are allowed where those are, and nowhere else.
+    `may_force` says that what the grammar forces needs no sampling: nothing else in the request has a say in it.
     """
 
     def __init__(
@@ -21,16 +24,25 @@ class GrammarGate:
         *,
         stop_token_ids: frozenset[int] = frozenset(),
         client_stop_ids: frozenset[int] = frozenset(),
+        may_force: bool = False,
     ) -> None:
         self._matcher = matcher
+        self._all_stop_ids = stop_token_ids | client_stop_ids
         self._stop_token_ids = sorted(stop_token_ids)
         self._client_stop_ids = sorted(client_stop_ids - stop_token_ids)
         self._start_token_id = start_token_id
+        self._may_force = may_force
+        self._taken: list[int] = []  # for each token that was let pass, how many the matcher took for it
         self._num_accepted = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the grammar has taken anything."""
+        return self._num_accepted > 0
 
     def is_open(self, answer: Answer) -> bool:
         """Whether the next token is the grammar's to decide."""
-        return answer.phase is not Phase.REASONING
+        return self.has_begun or answer.phase is not Phase.REASONING
 
     def fill_bitmask(self, answer: Answer, row_W: Tensor) -> None:
         """int32 [ceil(V / 32)]: what may come next."""
@@ -46,19 +58,53 @@ class GrammarGate:
             assert self._start_token_id is not None
             _set(row_W, self._start_token_id, True)
 
+    def forced_tokens(self, answer: Answer) -> list[int]:
+        """What is certain to come next, as far as nothing but the grammar decides it. May take as long as a mask does."""
+        if not self._may_force or not self.is_open(answer) or self._may_still_reason(answer):
+            return []
+        forced: list[int] = []
+        for token_id in self._matcher.forced_tokens()[:MAX_FORCED_TOKENS]:
+            if token_id in self._all_stop_ids:
+                break  # it would end the answer in its middle: a dead end, found where it is sampled
+            forced.append(token_id)
+        return forced
+
     def advance(self, answer: Answer, token_id: int) -> bool:
-        """Takes a sampled token before the answer reads it; False where the grammar forbids it."""
+        """Takes a token before the answer reads it; False, with nothing changed, where the grammar forbids it."""
         if not self.is_open(answer) or (token_id == self._start_token_id and self._may_still_reason(answer)):
+            self._taken.append(0)
             return True
+        if not self._matcher.advance(token_id):
+            return False
+        self._taken.append(1)
         self._num_accepted += 1
-        return self._matcher.advance(token_id)
+        return True
+
+    def advance_rest(self, token_ids: list[int]) -> bool:
+        """Takes what the last token held beyond the end of the reasoning, as tokens of its own; False where the grammar forbids it."""
+        for token_id in token_ids:
+            if not self._matcher.advance(token_id):
+                return False
+            self._taken[-1] += 1
+            self._num_accepted += 1
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens that `advance` let pass. The answer must not have read them."""
+        if num_tokens == 0:
+            return
+        num_taken = sum(self._taken[-num_tokens:])
+        del self._taken[-num_tokens:]
+        self._num_accepted -= num_taken
+        if num_taken:
+            self._matcher.rollback(num_taken)
 
     def is_finished(self, answer: Answer) -> bool:
         """Whether nothing but the end can follow."""
         return self.is_open(answer) and self._matcher.finished
 
     def _may_still_reason(self, answer: Answer) -> bool:
-        return answer.phase is Phase.UNDECIDED and self._start_token_id is not None and self._num_accepted == 0
+        return answer.phase is Phase.UNDECIDED and self._start_token_id is not None and not self.has_begun
 
 
 def _is_set(row_W: Tensor, token_id: int) -> bool:

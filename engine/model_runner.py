@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StepOutput:
-    """Sampled tokens, a row per `Batch.samplers`, and the log probabilities of prompt tokens that this step computed."""
+    """Sampled tokens, an entry for each of `rows` of `Batch.samplers`, and the log probabilities of the prompt tokens computed."""
 
     samples: SamplerOutput
+    rows: list[int]
     prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
 
 
@@ -36,6 +37,23 @@ class StepHandle:
     def collect(self) -> StepOutput:
         """Waits for the step. Raises whatever the model raised."""
         return self.future.result()
+
+
+def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> tuple[SamplerOutput, list[int]]:
+    """Samples what can be sampled in this step, once its masks are there, and says which of `batch.samplers` that are."""
+    rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
+    kept_rows = [batch.sample_rows[row] for row in rows]
+    logits_BV = logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[_index(kept_rows, logits_KV.device)]
+    bitmask_BW = None
+    if batch.masks is not None:
+        bitmask_BW = batch.masks.bitmask_BW
+        bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[_index(rows, bitmask_BW.device)]
+        bitmask_BW = bitmask_BW.to(logits_BV.device, non_blocking=True)
+    return sampler.sample(logits_BV, [batch.samplers[row].sampling for row in rows], bitmask_BW), rows
+
+
+def _index(rows: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.long, device=device)
 
 
 class ModelRunner:
@@ -92,13 +110,8 @@ class ModelRunner:
     def run(self, batch: Batch) -> StepOutput:
         self.cache.copy_blocks(batch.copies)
         logits_KV = self._forward(batch)
-        if batch.sample_rows == list(range(len(logits_KV))):
-            logits_BV = logits_KV
-        else:
-            logits_BV = logits_KV[torch.tensor(batch.sample_rows, dtype=torch.long, device=logits_KV.device)]
-        bitmask_BW = None if batch.bitmask_BW is None else batch.bitmask_BW.to(logits_BV.device, non_blocking=True)
-        samples = self.sampler.sample(logits_BV, [sequence.sampling for sequence in batch.samplers], bitmask_BW)
-        return StepOutput(samples, [self._score(logits_KV, rows) for rows in batch.prompts])
+        samples, rows = sample_rows(batch, logits_KV, self.sampler)
+        return StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts])
 
     def _forward(self, batch: Batch) -> Tensor:
         output = self.loaded.model(

@@ -16,12 +16,13 @@ class Step:
     """One pass over the model: tokens per sequence (decodes first), and blocks (source, target) to copy before it.
 
     `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
-    values of all tokens before any of them attends.
+    values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask is not there yet.
     """
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
     promised: list[int] = field(default_factory=list)
+    num_held_up: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
@@ -78,6 +79,9 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda running: (running.num_uncomputed_tokens > 1, running.order)):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
+            if sequence.is_held_up:
+                step.num_held_up += 1
+                continue
             num_wanted = sequence.num_uncomputed_tokens
             num_prompts -= num_wanted > 1
             num_tokens = budget.take(num_wanted, num_prompts + len(self.waiting))
@@ -92,6 +96,9 @@ class Scheduler:
                 break
             if self.num_places_taken + len(sequence.sampling_sequences) > self.max_num_seqs:
                 break
+            if sequence.is_held_up:
+                step.num_held_up += 1
+                continue
             if self._is_next_block_among(underway, sequence):
                 continue  # whoever computes it now will have done so soon
             if not self._admit(sequence):
@@ -115,6 +122,10 @@ class Scheduler:
             self.pool.share(sequence.block_table)
             self._run(sequence)
         parent.forks = []
+
+    def take_back(self, sequence: Sequence) -> None:
+        """The sequence could not sample from its last token, whose logits are gone: it is computed again, over itself."""
+        sequence.num_computed_tokens -= 1
 
     def withdraw(self, step: Step) -> None:
         """The step failed: nobody may find what it was to compute."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.answer import Answer
 from penstock.engine.grammar_gate import GrammarGate
+from penstock.engine.mask_fill import MaskFill
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.request import Request
 from penstock.engine.sampling_state import SamplingState
@@ -23,7 +24,8 @@ class Sequence:
     """Tokens known, tokens computed, and the blocks that hold their keys and values.
 
     `forks` are the request's other sequences. They have no blocks of their own until the prompt has been computed once, by this one.
-    `queue_seconds` is None until the sequence is first scheduled.
+    `queue_seconds` is None until the sequence is first scheduled. `mask` is what the grammar allows next, from when that is asked for until
+    it has been used; the next `num_masks_apart` masks hold up no step.
     """
 
     request: Request
@@ -34,6 +36,8 @@ class Sequence:
     answer: Answer
     sampling: SamplingState
     gate: GrammarGate | None = None
+    mask: MaskFill | None = None
+    num_masks_apart: int = 0
     thinking: ThinkingBudget | None = None
     forks: list["Sequence"] = field(default_factory=list)
     status: Status = Status.WAITING
@@ -61,6 +65,11 @@ class Sequence:
     def order(self) -> tuple[int, int, int]:
         """Who goes first: lower priority, then earlier arrival."""
         return (self.request.priority, self.arrival, self.index)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether its mask was late and is not there yet: until then there is nothing to compute."""
+        return self.mask is not None and self.mask.is_pending
 
     @property
     def sampling_sequences(self) -> list["Sequence"]:

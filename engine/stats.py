@@ -14,5 +14,6 @@ class EngineStats:
     num_prefix_cache_hits: int
     num_prompt_tokens: int
     num_generation_tokens: int
+    num_forced_tokens: int
     num_preemptions: int
     num_steps: int

@@ -23,7 +23,8 @@ from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.kv_layout import LayerKV
 from penstock.engine.logprobs import prompt_logprobs
-from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput
+from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampler
@@ -32,7 +33,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 
-NextToken = Callable[[Sequence[int]], int]
+NextToken = Callable[[Sequence[int]], int | Tensor]
 
 
 @cache
@@ -74,8 +75,8 @@ def saying(text: str, prompt: str = "?") -> NextToken:
 class FakeRunner:
     """Keeps tokens and their positions where a model keeps keys and values, and reads every history from there, through the block tables.
 
-    The next token in order of preference is `next_token(history)`, then the ids after it. `failure` is raised by the steps to come,
-    `gate` holds them up.
+    The next token in order of preference is `next_token(history)`, then the ids after it; or it gives logits, [V]. `failure` is raised by
+    the steps to come, `gate` holds them up.
     """
 
     min_tokens = 2
@@ -110,13 +111,13 @@ class FakeRunner:
             raise self.failure
         self.cache.copy_blocks(batch.copies)
         logits_KV = self._forward(batch)
-        samples = self.sampler.sample(logits_KV[batch.sample_rows], [sequence.sampling for sequence in batch.samplers], batch.bitmask_BW)
+        samples, sampled = sample_rows(batch, logits_KV, self.sampler)
         scores = []
         for rows in batch.prompts:
             targets = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.stop - rows.start]
             num_top = rows.sequence.request.params.prompt_logprobs or 0
             scores.append((rows.sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop], targets, num_top)))
-        return StepOutput(samples, scores)
+        return StepOutput(samples, sampled, scores)
 
     def _forward(self, batch: Batch) -> Tensor:
         """The logits of the kept rows. Asserts that each history is whole and, where one is sampled from, that it is the sequence's own."""
@@ -145,8 +146,10 @@ class FakeRunner:
         kept = [histories[row] for row in batch.kept_T.tolist()]
         for row, sequence in zip(batch.sample_rows, batch.samplers, strict=True):
             assert kept[row] == sequence.token_ids, "the cache holds another sequence's tokens"
-        preferred = torch.tensor([self.next_token(history) for history in kept], dtype=torch.long)
-        return -((torch.arange(self.vocab_size) - preferred[:, None]) % self.vocab_size).float()
+        return torch.stack([self._logits(self.next_token(history)) for history in kept]) if kept else torch.empty(0, self.vocab_size)
+
+    def _logits(self, preferred: int | Tensor) -> Tensor:
+        return preferred if isinstance(preferred, Tensor) else -((torch.arange(self.vocab_size) - preferred) % self.vocab_size).float()
 
 
 def make_core(
@@ -161,7 +164,9 @@ def make_core(
     enable_prefix_caching: bool = True,
     tokenizer: Tokenizer = TOKENIZER,
     stop_token_ids: frozenset[int] = frozenset({EOS}),
+    grace: float = 60.0,
 ) -> EngineCore:
+    """Masks are late only after a `grace` that the test chooses."""
     assert num_blocks * block_size >= max_model_len
     scheduler = Scheduler(
         BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching),
@@ -177,6 +182,7 @@ def make_core(
         stop_token_ids=stop_token_ids,
         max_model_len=max_model_len,
         vocab_size=tokenizer.vocab_size,
+        masks=MaskFiller(grace),
     )
 
 

@@ -25,6 +25,7 @@ STATS = EngineStats(
     num_prefix_cache_hits=40,
     num_prompt_tokens=60,
     num_generation_tokens=7,
+    num_forced_tokens=2,
     num_preemptions=3,
     num_steps=9,
 )

@@ -34,7 +34,7 @@ def test_a_batch_is_flat_with_single_tokens_first() -> None:
     assert batch.attention.num_decodes == 1
     assert batch.kept_T.tolist() == [0, 3, 5]
     assert batch.sample_rows == [0, 1, 2]
-    assert batch.bitmask_BW is None
+    assert batch.masks is None
 
 
 def test_a_batch_of_one_token_is_padded_with_one_of_nobody() -> None:
