@@ -1,0 +1,115 @@
+"""The grammar backend `llguidance`: JSON Schemas, any JSON object, grammars and structures, compiled in milliseconds.
+
+Its parser works as it goes, so that nothing is built beforehand that could be large; `llguidance_limits` bounds what a step may cost.
+"""
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.hooks import Register, hookimpl
+from penstock.plugins.grammars.llguidance_dialects import client_grammar
+from penstock.plugins.grammars.llguidance_errors import Complaint, read_complaint
+from penstock.plugins.grammars.llguidance_leaves import SCHEMA_PREFIX, Leaf, explain, make_leaf
+from penstock.plugins.grammars.llguidance_limits import parser_limits
+from penstock.plugins.grammars.llguidance_tokenizer import can_force, make_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar
+
+_ONLY_SCHEMA = f"start: {SCHEMA_PREFIX}"
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_BASE_BYTES = 64 * 2**10
+_BYTES_PER_CHARACTER = 64
+
+
+@hookimpl
+def register_grammar_backends(register: Register) -> None:
+    register("llguidance", LlguidanceBackend)
+
+
+class LlguidanceBackend:
+    """Compiles in the calling thread; the engine gives the interpreter lock up meanwhile."""
+
+    preferred_kinds = frozenset(
+        {GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT, GrammarKind.LARK, GrammarKind.GBNF, GrammarKind.STRUCTURE}
+    )
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
+
+    def compile(self, spec: GrammarSpec) -> "LlguidanceGrammar":
+        """Raises `UnsupportedGrammar`: a keyword with its path, a position in a regex or grammar, or a bound on size."""
+        from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar
+
+        if not self._stop_token_ids:
+            raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
+        leaves = _Leaves()
+        grammar = self._source(spec, leaves)
+        start = self._start(grammar)
+        if start.is_error():
+            raise self._refusal(spec, leaves, read_complaint(start.get_error()))
+        warnings = tuple(dict.fromkeys(leaves.warnings))
+        num_bytes = _BASE_BYTES + len(grammar) * _BYTES_PER_CHARACTER
+        return LlguidanceGrammar(start, self._stop_token_ids, can_force=self._can_force, num_bytes=num_bytes, warnings=warnings)
+
+    def _source(self, spec: GrammarSpec, leaves: "_Leaves") -> str:
+        if spec.kind is GrammarKind.STRUCTURE:
+            from penstock.plugins.grammars.llguidance_structure import to_lark
+
+            assert spec.structure is not None
+            return to_lark(spec.structure, leaves.make, self._vocabulary)[0]
+        if spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
+            return client_grammar(spec, self._vocabulary)  # not nested, so that lines are the client's
+        return f"start: {leaves.make(spec, self._vocabulary).expression}"
+
+    def _start(self, grammar: str) -> "LLMatcher":
+        """A matcher that has computed its first mask: what no token can begin is refused here, and not in mid-stream."""
+        from llguidance import LLMatcher
+
+        schema = grammar.removeprefix(_ONLY_SCHEMA)
+        if not self._can_force:
+            source = LLMatcher.grammar_from_lark(grammar + _NO_FORCING)
+        elif schema != grammar:
+            source = LLMatcher.grammar_from_json_schema(schema)  # the same, read faster
+        else:
+            source = LLMatcher.grammar_from_lark(grammar)
+        start = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
+        if not start.is_error():
+            start.compute_bitmask()
+        return start
+
+    def _refusal(self, spec: GrammarSpec, leaves: "_Leaves", complaint: Complaint) -> UnsupportedGrammar:
+        if spec.kind is GrammarKind.STRUCTURE:
+            for part in leaves.specs:
+                try:
+                    self.compile(part)
+                except UnsupportedGrammar as refusal:
+                    return refusal
+        return explain(spec, complaint)
+
+    @cached_property
+    def _tokenizer(self) -> "LLTokenizer":
+        return make_tokenizer(self._vocabulary)
+
+    @cached_property
+    def _can_force(self) -> bool:
+        return can_force(self._vocabulary)
+
+
+class _Leaves:
+    """Remembers the parts of one grammar."""
+
+    def __init__(self) -> None:
+        self.specs: list[GrammarSpec] = []
+        self.warnings: list[str] = []
+
+    def make(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
+        leaf = make_leaf(spec, vocabulary)
+        self.specs.append(spec)
+        self.warnings += leaf.warnings
+        return leaf

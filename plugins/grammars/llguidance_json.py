@@ -1,0 +1,182 @@
+"""JSON Schemas for llguidance: what it would take silently for something else is refused or made exact first."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.plugins.grammars.json_document import parse_document
+from penstock.plugins.grammars.llguidance_regex import to_pattern
+from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
+from penstock.plugins.grammars.regular import MisplacedAnchor, full_match, search
+from penstock.plugins.grammars.schema_shape import resolve
+from penstock.plugins.grammars.schema_walk import Steps, path, subschemas, walk
+
+DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
+
+_ANY_OBJECT = {"type": "object"}
+_OPTIONS = "x-guidance"  # what llguidance itself would take from the schema's root
+_LARGEST_EXACT = 2**53  # numbers are doubles there
+_CLASSES = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_SET_OPERATORS = re.compile(r"(?<!\\)\[|&&|--|~~")  # characters in the classes of JSON Schema's regexes, operators in Rust's
+_UNREAD = ("title", "description", "default", "examples", "$comment")  # and may be long
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+_UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
+
+
+def read_schema(spec: GrammarSpec) -> Any:
+    """The schema to compile, checked and made exact. Raises `UnsupportedGrammar` with the path of what is at fault."""
+    if spec.kind is GrammarKind.JSON_OBJECT:
+        return _ANY_OBJECT
+    schema = parse_document(spec.text, spec.param)
+    _check_text(schema, spec.param)
+    if isinstance(schema, dict) and _OPTIONS in schema:
+        raise UnsupportedGrammar(f"`{_OPTIONS}` is refused: what it sets is not the schema's to say", f"{spec.param}.{_OPTIONS}")
+    has_identifiers = any(isinstance(part.get(keyword), str) for _, part in walk(schema) for keyword in ("$id", "id"))
+    return _Reading(schema, spec.param, has_identifiers=has_identifiers).exact(schema, ())
+
+
+def schema_source(schema: Any, whitespace_pattern: str | None, param: str) -> str:
+    """JSON for `%json`: the schema's instances with white space as asked for between tokens, and raw UTF-8 in strings."""
+    options: dict[str, Any] = {"whitespace_pattern": DEFAULT_WHITESPACE}
+    if whitespace_pattern == "":
+        options = {"whitespace_flexible": False}
+    elif whitespace_pattern is not None:
+        options = {"whitespace_pattern": _whitespace(whitespace_pattern, param)}
+    if schema is True:
+        schema = {}
+    return json.dumps({**schema, _OPTIONS: options} if isinstance(schema, Mapping) else schema)
+
+
+def _whitespace(pattern: str, param: str) -> str:
+    try:
+        return to_pattern(full_match(parse(pattern, python_dialect())))
+    except (RegexError, MisplacedAnchor) as error:
+        raise UnsupportedGrammar(f"the pattern for white space: {error}", param) from error
+
+
+class _Reading:
+    """One pass over the schemas of a document; the result shares what it did not change."""
+
+    def __init__(self, root: Any, param: str, *, has_identifiers: bool) -> None:
+        self.root = root
+        self.param = param
+        self.has_identifiers = has_identifiers
+
+    def refusal(self, message: str, steps: Steps) -> UnsupportedGrammar:
+        return UnsupportedGrammar(message, self.param + path(steps))
+
+    def exact(self, schema: Any, steps: Steps) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        exact = {keyword: value for keyword, value in schema.items() if keyword not in _UNREAD}
+        for below, child in subschemas(schema):
+            inner = self.exact(child, steps + below)
+            if inner is not child:
+                _replace(exact, schema, below, inner)
+        for keyword, check in self.checks.items():
+            if keyword in exact:
+                check(exact, keyword, steps)
+        return exact
+
+    @property
+    def checks(self) -> dict[str, Callable[[dict[str, Any], str, Steps], None]]:
+        return {
+            "$ref": self.reference,
+            "const": self.values,
+            "enum": self.values,
+            "pattern": self.pattern,
+            "uniqueItems": self.unique_items,
+            **dict.fromkeys((*_LOWER_BOUNDS, *_UPPER_BOUNDS), self.bound),
+        }
+
+    def reference(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        reference = schema[keyword]
+        if not isinstance(reference, str):
+            raise self.refusal("a reference must be a string", (*steps, keyword))
+        if not reference.startswith("#") and not self.has_identifiers:
+            raise self.refusal("a reference to another document is not followed", (*steps, keyword))
+        if reference.startswith("#/") and not self.has_identifiers:
+            resolve(self.root, unquote(reference), self.param + path((*steps, keyword)))
+
+    def values(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        pending = [schema[keyword]]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, dict | list):
+                pending.extend(value.values() if isinstance(value, dict) else value)
+            elif isinstance(value, int) and abs(value) > _LARGEST_EXACT:
+                raise self.refusal("a whole number beyond 2^53 cannot be asked for exactly", (*steps, keyword))
+
+    def pattern(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        pattern = schema[keyword]
+        if not isinstance(pattern, str) or not any(_SET_OPERATORS.search(found[1] or "") for found in _CLASSES.finditer(pattern)):
+            return
+        try:
+            schema[keyword] = f"^(?:{to_pattern(search(parse(pattern, ecma_dialect())))})$"
+        except (RegexError, MisplacedAnchor) as error:
+            raise self.refusal(f"regex: {error}", (*steps, keyword)) from error
+
+    def unique_items(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        if schema[keyword] is False:
+            del schema[keyword]
+
+    def bound(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        """The nearest double within, where the bound itself is none."""
+        bound = schema[keyword]
+        if not isinstance(bound, int) or abs(bound) <= _LARGEST_EXACT:
+            return
+        try:
+            nearest = float(bound)
+        except OverflowError as error:
+            raise self.refusal("a number beyond the range of doubles", (*steps, keyword)) from error
+        if int(nearest) < bound and keyword in _LOWER_BOUNDS:
+            nearest = math.nextafter(nearest, math.inf)
+        elif int(nearest) > bound and keyword in _UPPER_BOUNDS:
+            nearest = math.nextafter(nearest, -math.inf)
+        schema[keyword] = int(nearest)
+
+
+def _replace(exact: dict[str, Any], original: dict[str, Any], below: Steps, inner: Any) -> None:
+    keyword = str(below[0])
+    if len(below) == 1:
+        exact[keyword] = inner
+        return
+    members: Any = exact[keyword]
+    if members is original[keyword]:
+        members = exact[keyword] = members.copy()
+    members[below[1]] = inner
+
+
+def _check_text(document: Any, param: str) -> None:
+    """Raises `UnsupportedGrammar` for text and numbers that JSON in UTF-8 cannot hold."""
+    try:
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:  # UnicodeEncodeError is one
+        steps = _unwritable((), document)
+        raise UnsupportedGrammar("a lone surrogate or a number out of range", param + path(steps or ())) from error
+
+
+def _unwritable(steps: Steps, value: Any) -> Steps | None:
+    """Where the innermost offending value stands. The document is known not to be deep."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            found = steps if _is_unwritable(name) else _unwritable((*steps, name), child)
+            if found is not None:
+                return found
+    elif isinstance(value, list):
+        for place, child in enumerate(value):
+            found = _unwritable((*steps, place), child)
+            if found is not None:
+                return found
+    return steps if _is_unwritable(value) else None
+
+
+def _is_unwritable(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)

@@ -1,0 +1,86 @@
+"""Constraints as parts of a Lark grammar for llguidance.
+
+A part stands alone or, in a structure, beside others. Errors in it are found by `explain` once the whole is refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.plugins.grammars.llguidance_dialects import client_grammar
+from penstock.plugins.grammars.llguidance_errors import Complaint, read_complaint
+from penstock.plugins.grammars.llguidance_json import read_schema, schema_source
+from penstock.plugins.grammars.llguidance_lenient import refusal, relaxed
+from penstock.plugins.grammars.llguidance_limits import parser_limits
+from penstock.plugins.grammars.llguidance_regex import UnwritableRegex, to_terminal
+from penstock.plugins.grammars.regular import Node
+from penstock.plugins.grammars.schema_faults import find_fault
+from penstock.plugins.grammars.text_constraints import choice, regex
+
+SCHEMA_PREFIX = "%json "
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """`expression` stands in a Lark rule and, where `is_terminal`, also in a terminal.
+
+    A terminal takes the longest text that it matches, so what may go on with what it allows must be joined to it in one terminal.
+    `warnings` are the keywords of a lenient spec that are not enforced, each with its path.
+    """
+
+    expression: str
+    is_terminal: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
+    """Any constraint but a structure. Raises `UnsupportedGrammar` for what can be seen without compiling."""
+    match spec.kind:
+        case GrammarKind.REGEX | GrammarKind.CHOICE:
+            try:
+                return Leaf(to_terminal(regular_tree(spec)), is_terminal=True)
+            except UnwritableRegex as error:
+                raise UnsupportedGrammar(str(error), spec.param) from error
+        case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
+            schema = read_schema(spec)
+            warnings: tuple[str, ...] = ()
+            if spec.is_lenient:
+                schema, warnings = relaxed(schema, _schema_errors(spec), spec.param)
+            return Leaf(SCHEMA_PREFIX + schema_source(schema, spec.whitespace_pattern, spec.param), warnings=warnings)
+        case GrammarKind.LARK | GrammarKind.GBNF:
+            return Leaf(f"%lark {{\n{client_grammar(spec, vocabulary)}\n}}")
+        case GrammarKind.STRUCTURE:
+            raise AssertionError("a structure is made of leaves")
+
+
+def explain(spec: GrammarSpec, complaint: Complaint) -> UnsupportedGrammar:
+    """Why llguidance refuses `spec`, with the keyword and its path, or the place in a grammar."""
+    if spec.kind is GrammarKind.JSON_SCHEMA and not complaint.is_about_size:
+        fault = find_fault(read_schema(spec), _schema_errors(spec))
+        if fault is not None:
+            return refusal(fault, spec.param)
+    if complaint.line is not None and spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
+        return UnsupportedGrammar(f"{complaint.message}, at line {complaint.line}, column {complaint.column}", spec.param)
+    return UnsupportedGrammar(f"the constraint cannot be compiled: {complaint.message}", spec.param)
+
+
+def regular_tree(spec: GrammarSpec) -> Node:
+    """The tree of a regex or a choice. Raises `UnsupportedGrammar` with the position."""
+    tree = choice if spec.kind is GrammarKind.CHOICE else regex
+    return tree(spec.text, spec.param)
+
+
+def _schema_errors(spec: GrammarSpec) -> Callable[[Any], str | None]:
+    """What llguidance has against a schema."""
+    from llguidance import LLMatcher
+
+    limits = parser_limits()
+
+    def error_of(schema: Any) -> str | None:
+        grammar = LLMatcher.grammar_from_json_schema(schema_source(schema, spec.whitespace_pattern, spec.param))
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+        return read_complaint(messages[0]).message if is_error else None
+
+    return error_of

@@ -1,0 +1,81 @@
+"""JSON Schemas that cannot be enforced whole: without the keywords that stand in the way, each of them named."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.plugins.grammars.schema_faults import Fault, find_fault
+from penstock.plugins.grammars.schema_walk import at, path, walk
+
+MAX_ROUNDS = 32
+
+# Known keywords that llguidance compiles in no case.
+_NEVER_ENFORCED = frozenset(
+    {
+        *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"),
+        *("uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
+    }
+)
+
+# Those that it compiles in some cases, and whose absence only allows more.
+_SOMETIMES_ENFORCED = frozenset(
+    {"format", "pattern", "patternProperties", "minProperties", "maxProperties", "multipleOf", "oneOf", "allOf", "const", "enum"}
+)
+
+_MISTAKES = ("Expected", "must be", "Unsatisfiable")
+
+
+def refusal(fault: Fault, param: str) -> UnsupportedGrammar:
+    """Names the keyword and its path."""
+    if fault.keyword is None:
+        return UnsupportedGrammar(f"the schema: {fault.message}", param + path(fault.steps))
+    message = fault.message if fault.message.startswith(f"`{fault.keyword}`") else f"`{fault.keyword}`: {fault.message}"
+    return UnsupportedGrammar(message, param + path((*fault.steps, fault.keyword)))
+
+
+def relaxed(schema: Any, error_of: Callable[[Any], str | None], param: str) -> tuple[Any, tuple[str, ...]]:
+    """The schema less what cannot be enforced, and the names of that. Unchanged where all of it can be.
+
+    Raises `UnsupportedGrammar` for a malformed schema and for what cannot be left out.
+    """
+    if error_of(schema) is None:
+        return schema, ()
+    schema = copy.deepcopy(schema)
+    warnings = _without_never_enforced(schema, param)
+    for _ in range(MAX_ROUNDS):
+        fault = find_fault(schema, error_of)
+        if fault is None:
+            return schema, tuple(warnings)
+        warnings.append(_drop(schema, fault, param))
+    raise UnsupportedGrammar(f"more than {MAX_ROUNDS} keywords cannot be enforced", param)
+
+
+def _without_never_enforced(schema: Any, param: str) -> list[str]:
+    warnings = []
+    for steps, current in walk(schema):
+        for keyword in [keyword for keyword in current if keyword in _NEVER_ENFORCED]:
+            del current[keyword]
+            warnings.append(f"`{keyword}` at {param}{path((*steps, keyword))}")
+    return warnings
+
+
+def _drop(schema: Any, fault: Fault, param: str) -> str:
+    if fault.keyword not in _SOMETIMES_ENFORCED or any(word in fault.message for word in _MISTAKES):
+        raise refusal(fault, param)
+    current = at(schema, fault.steps)
+    value = current[fault.keyword]
+    if fault.keyword == "oneOf" and isinstance(value, list):
+        # In its place: members keep their order, which decides the order of properties.
+        relaxed_members = {}
+        for name, member in current.items():
+            relaxed_members["anyOf" if name == "oneOf" else name] = member
+        if "anyOf" in current:
+            relaxed_members["anyOf"] = current["anyOf"]
+            relaxed_members["allOf"] = [*current.get("allOf", []), {"anyOf": value}]
+        current.clear()
+        current.update(relaxed_members)
+    else:
+        del current[fault.keyword]
+    return f"`{fault.keyword}` at {param}{path((*fault.steps, fault.keyword))}"

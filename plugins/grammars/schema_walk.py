@@ -1,0 +1,55 @@
+"""Where the subschemas of a JSON Schema stand, and how such a place is written."""
+
+from collections.abc import Iterator
+from typing import Any
+
+Steps = tuple[str | int, ...]  # from the document's root: names and positions
+
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = (
+    *("items", "additionalItems", "contains", "unevaluatedItems"),
+    *("additionalProperties", "propertyNames", "unevaluatedProperties"),
+    *("not", "if", "then", "else"),
+)
+
+
+def subschemas(schema: Any) -> Iterator[tuple[Steps, Any]]:
+    """What stands one level below, in the schema's order: the steps there, and the subschema. Values that are none are passed over."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        if isinstance(value, dict) and keyword in _OF_NAMES:
+            yield from (((keyword, name), child) for name, child in value.items() if isinstance(child, dict | bool))
+        elif isinstance(value, list) and keyword in _OF_LISTS:
+            yield from (((keyword, place), child) for place, child in enumerate(value))
+        elif keyword in _SINGLE and isinstance(value, dict | bool):
+            yield (keyword,), value
+
+
+def walk(schema: Any) -> Iterator[tuple[Steps, dict[str, Any]]]:
+    """Every subschema that is an object, the outermost first."""
+    pending: list[tuple[Steps, Any]] = [((), schema)]
+    while pending:
+        steps, current = pending.pop()
+        if isinstance(current, dict):
+            yield steps, current
+            pending.extend((steps + below, child) for below, child in subschemas(current))
+
+
+def path(steps: Steps) -> str:
+    """As it follows the name of the request's field: `.properties.a.anyOf[0]`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+
+
+def pointer(steps: Steps) -> str:
+    """A JSON Pointer (RFC 6901), percent-encoded as in a `$ref`."""
+    from urllib.parse import quote
+
+    return "".join("/" + quote(str(step).replace("~", "~0").replace("/", "~1")) for step in steps)
+
+
+def at(document: Any, steps: Steps) -> Any:
+    for step in steps:
+        document = document[step]
+    return document
