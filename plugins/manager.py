@@ -26,6 +26,7 @@ GROUP = "penstock"
 FOLDERS = (reasoning, tools)  # each module in them is a plug-in
 BUILT_INS = (
     "penstock.plugins.processors.no_repeat_ngram",
+    "penstock.plugins.grammars.llguidance",
     "penstock.plugins.grammars.outlines_core",
 )
 
