@@ -3,14 +3,15 @@
 import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.engine.errors import ConfigurationError, GenerationFailed, QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammar_cache import GrammarCompiler
 from penstock.engine.tokenizer import Tokenizer
 
-WARM_UP = (GrammarSpec(GrammarKind.CHOICE, '["a"]'), GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "integer"}'))
+# What nobody asks for: it would come from the cache.
+WARM_UP = (GrammarSpec(GrammarKind.CHOICE, '["warm-up"]'), GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "integer", "title": "warm-up"}'))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,10 @@ class GrammarBench:
         except (GenerationFailed, QueueFull) as error:
             return Outcome(None, None, UnsupportedGrammar(str(error), spec.param), _total(attempts))
         owner = next((attempt.backend for attempt in attempts if attempt.outcome is grammar), None)
+        request = replace(spec, param=""), backend
         if owner is not None:
-            self._owners[spec, backend] = owner
-        return Outcome(grammar, self._owners[spec, backend], None, _total(attempts))
+            self._owners[request] = owner
+        return Outcome(grammar, self._owners[request], None, _total(attempts))
 
     def compile_again(self, spec: GrammarSpec, backend: str) -> float:
         """Seconds that a backend takes for what it has taken before, past the cache."""

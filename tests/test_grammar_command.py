@@ -214,6 +214,14 @@ def test_the_same_schema_again_is_answered_from_the_cache() -> None:
     assert len(trial.compile_seconds) == 1
 
 
+def test_what_the_cache_knows_under_another_name_has_a_backend() -> None:
+    async def backends(bench: GrammarBench) -> list[str | None]:
+        specs = [GrammarSpec(GrammarKind.JSON_SCHEMA, "{}", param) for param in ("a", "b")]
+        return [(await bench.compile(spec)).backend for spec in specs]
+
+    assert asyncio.run(backends(bench())) == ["lists", "lists"]
+
+
 def test_a_schema_keeps_the_order_of_its_members() -> None:
     malformed: list[Malformed] = []
     (case,) = read_cases([b'{"schema": {"b": 1, "a": 2}, "tests": [], "id": 7}'], malformed)
@@ -227,7 +235,7 @@ def test_a_trial_without_any_schema_has_a_report() -> None:
 
 
 def test_auto_asks_in_the_order_of_a_server() -> None:
-    factories = {"lists": ListBackend, "hard": HardBackend}
+    factories: Any = {"lists": ListBackend, "hard": HardBackend}
     assert checked({"accepts": []}, **factories).chosen.backend == "lists"
     assert checked({"hard": 0}, **factories).chosen.backend == "hard"
 
@@ -303,10 +311,10 @@ def test_check_runs_over_the_default_models_tokenizer(
     assert main(["grammar", "check", str(file), "--backend", "outlines_core"]) == 0
     assert "taken by outlines_core, as a whole" in capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a(?=b)\n")))
-    assert main(["grammar", "check", "-", "--kind", "regex", "--json"]) == 1
+    assert main(["grammar", "check", "-", "--kind", "regex", "--json", "--backend", "outlines_core"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["kind"], report["is_taken"]) == ("regex", False)
-    assert all("position 1" in entry["refusal"]["message"] for entry in report["backends"] if entry["name"] == "outlines_core")
+    assert ["position 1" in entry["refusal"]["message"] for entry in report["backends"]] == [True]
 
 
 def test_test_runs_over_the_default_models_tokenizer(default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from penstock.api.app import build_app
 from penstock.api.decoding import REFUSED
 from penstock.arguments import build_parser
 from penstock.engine.config import EngineConfig
+from penstock.grammar_arguments import PARSERS as GRAMMAR_PARSERS
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser
 from tests.api.running_server import CountingEngine
@@ -25,7 +26,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
-FLAGS = {flag for action in build_parser()._actions for flag in action.option_strings}
+PARSERS = [build_parser(), *(build() for build in GRAMMAR_PARSERS.values())]
+FLAGS = {flag for parser in PARSERS for action in parser._actions for flag in action.option_strings}
 LAYERS = ("api", "plugins", "engine")
 
 
