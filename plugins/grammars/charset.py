@@ -4,10 +4,11 @@ NUL and the surrogates belong to no set: a text answer holds neither, and NUL is
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 CharSet = tuple[tuple[int, int], ...]  # inclusive, sorted, neither overlapping nor touching
 
+MAX_CACHED = 1024  # sets come from clients: what is learnt of them must not pile up
 _SURROGATES = (0xD800, 0xDFFF)
 ANY: CharSet = ((1, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, 0x10FFFF))
 
@@ -35,6 +36,7 @@ def union(*sets: CharSet) -> CharSet:
     return _merge(span for one in sets for span in one)
 
 
+@lru_cache(MAX_CACHED)
 def complement(chars: CharSet) -> CharSet:
     gaps = []
     start = 1
@@ -79,7 +81,7 @@ ASCII_DIGIT = charset((0x30, 0x39))
 ASCII_WORD = union(ASCII_DIGIT, charset((0x41, 0x5A), (0x61, 0x7A)), of("_"))
 
 
-@cache
+@lru_cache(MAX_CACHED)
 def lead_bytes(chars: CharSet) -> frozenset[int]:
     """The first bytes of the characters' UTF-8 forms."""
     leads: set[int] = set()
@@ -88,7 +90,7 @@ def lead_bytes(chars: CharSet) -> frozenset[int]:
     return frozenset(leads)
 
 
-@cache
+@lru_cache(MAX_CACHED)
 def num_utf8_states(chars: CharSet) -> int:
     """How many states an automaton needs inside the characters' UTF-8 forms: distinct tails after one, two and three bytes."""
     tails: set[object] = set()

@@ -5,6 +5,7 @@ memory there is. The same construction over characters instead of bytes, stopped
 have come to.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from penstock.plugins.grammars.charset import CharSet, lead_bytes, num_utf8_stat
 from penstock.plugins.grammars.regular import Anchor, Chars, Either, Literal, Node, Repeat, Sequence
 
 MAX_POSITIONS = 30_000
-MAX_WORK = 250_000
+MAX_WORK = 2_000_000
 MAX_DEPTH = 300
+_WORK_BETWEEN_PAUSES = 5_000
+_PAUSE_SECONDS = 0.0005
 
 
 class IndexTooLarge(Exception):
@@ -33,35 +36,53 @@ def measure(node: Node, openings: "TokenOpenings") -> IndexSize:
     """The size of the index of `node`'s full matches over a vocabulary. Raises `IndexTooLarge` as soon as that is certain."""
     if _num_positions(node, 0) > MAX_POSITIONS:
         raise IndexTooLarge(f"more than {MAX_POSITIONS} characters once repeats are written out")
-    nfa = _Nfa()
+    work = _Work()
+    nfa = _Nfa(work)
     start = nfa.add_state()
     nfa.add(node, start)
-    alphabet = _Alphabet(nfa.sets)
+    alphabet = _Alphabet(nfa.sets, work)
     # What each state of the deterministic automaton leads to: letters, and the state behind them.
     blocks: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = {}
     pending: list[tuple[int, ...]] = [(start,)]
-    work = 0
     while pending:
         key = pending.pop()
         if key in blocks:
             continue
         overlapping: dict[int, set[int]] = {}
-        states = nfa.closure(key)
-        for state in states:
+        for state in nfa.closure(key):
             edge = nfa.edges[state]
             if edge is not None:
                 overlapping.setdefault(alphabet.mask(edge[0]), set()).add(edge[1])
-        blocks[key] = [(mask, tuple(sorted(targets))) for mask, targets in _split(overlapping)]
+        blocks[key] = [(mask, tuple(sorted(targets))) for mask, targets in _split(overlapping, work)]
         pending += [target for _, target in blocks[key]]
-        work += len(states) + sum(1 + len(target) for _, target in blocks[key])
-        if work > MAX_WORK:
-            raise IndexTooLarge("more states than can be searched")
     leads = {key: frozenset[int]().union(*(alphabet.lead_bytes(mask) for mask, _ in edges)) for key, edges in blocks.items()}
-    edges = [(mask, target) for group in blocks.values() for mask, target in group]
-    return IndexSize(
-        num_states=len(blocks) + sum(alphabet.num_utf8_states(mask) for mask, _ in edges),
-        num_transitions=sum(openings.count(alphabet.lead_bytes(mask), leads[target]) for mask, target in edges),
-    )
+    num_states, num_transitions = len(blocks), 0
+    for group in blocks.values():
+        for mask, target in group:
+            work.add(1)
+            num_states += alphabet.num_utf8_states(mask)
+            num_transitions += openings.count(alphabet.lead_bytes(mask), leads[target])
+    return IndexSize(num_states, num_transitions)
+
+
+class _Work:
+    """How much has been done, in steps of well under a microsecond.
+
+    This runs in a thread beside the event loop and the model's, which wait for the interpreter's lock: it pauses so that they get it at
+    once rather than after the interpreter's switch interval, at each of their calls.
+    """
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._next_pause = _WORK_BETWEEN_PAUSES
+
+    def add(self, amount: int) -> None:
+        self._done += amount
+        if self._done > MAX_WORK:
+            raise IndexTooLarge("more states than can be searched")
+        if self._done > self._next_pause:
+            time.sleep(_PAUSE_SECONDS)
+            self._next_pause = self._done + _WORK_BETWEEN_PAUSES
 
 
 class TokenOpenings:
@@ -107,11 +128,13 @@ def _num_positions(node: Node, depth: int) -> int:
 class _Nfa:
     """Thompson's construction: a state has one edge over a set of characters, or any number of empty ones."""
 
+    work: _Work
     edges: list[tuple[CharSet, int] | None] = field(default_factory=list)
     empty: list[list[int]] = field(default_factory=list)
     sets: set[CharSet] = field(default_factory=set)
 
     def add_state(self) -> int:
+        self.work.add(4)
         self.edges.append(None)
         self.empty.append([])
         return len(self.edges) - 1
@@ -174,25 +197,30 @@ class _Nfa:
                 if state not in reached:
                     reached.add(state)
                     pending.append(state)
+        self.work.add(2 * len(reached))
         return [state for state in reached if self.edges[state] is not None]
 
 
 class _Alphabet:
     """Characters that no set of the pattern tells apart are one letter; a set is an int with a bit for each of its letters."""
 
-    def __init__(self, sets: set[CharSet]) -> None:
+    def __init__(self, sets: set[CharSet], work: _Work) -> None:
+        self._work = work
+        work.add(4 * sum(len(chars) for chars in sets))
         bounds = sorted({bound for chars in sets for low, high in chars for bound in (low, high + 1)})
         number = {bound: i for i, bound in enumerate(bounds)}
         members: list[set[int]] = [set() for _ in bounds]
         ordered = list(sets)
         for i, chars in enumerate(ordered):
             for low, high in chars:
+                work.add(number[high + 1] - number[low])
                 for segment in range(number[low], number[high + 1]):
                     members[segment].add(i)
         letters: dict[frozenset[int], int] = {}
         self._masks = dict.fromkeys(ordered, 0)
         self._ranges: list[list[tuple[int, int]]] = []
         for segment, owners in enumerate(members):
+            work.add(len(owners))
             if not owners:
                 continue
             letter = letters.setdefault(frozenset(owners), len(letters))
@@ -214,17 +242,19 @@ class _Alphabet:
 
     def _charset(self, mask: int) -> CharSet:
         if mask not in self._chars:
+            self._work.add(4 * sum(map(len, self._ranges)))  # a set's bytes are looked at as well
             self._chars[mask] = tuple(sorted(span for letter, spans in enumerate(self._ranges) if mask >> letter & 1 for span in spans))
         return self._chars[mask]
 
 
-def _split(edges: dict[int, set[int]]) -> Iterator[tuple[int, set[int]]]:
+def _split(edges: dict[int, set[int]], work: _Work) -> Iterator[tuple[int, set[int]]]:
     """The edges with overlapping sets cut apart, so that each letter leads to one set of states."""
     blocks: list[tuple[int, set[int]]] = []
     for mask, targets in edges.items():
         rest = mask
         cut: list[tuple[int, set[int]]] = []
         for other, reached in blocks:
+            work.add(2 + len(reached))
             shared = other & rest
             if shared:
                 cut.append((shared, reached | targets))

@@ -246,14 +246,13 @@ class _Parser:
         start = self.position
         self.position += 1
         is_negated = self.accept("^")
-        chars: CharSet = ()
-        is_first = True
-        while is_first or self.next != "]":
+        items: list[CharSet] = []
+        while not items or self.next != "]":
             if self.next == "":
                 raise RegexError("unterminated character set", start)
-            chars = union(chars, self.class_item())
-            is_first = False
+            items.append(self.class_item())
         self.position += 1
+        chars = union(*items)
         return complement(chars) if is_negated else chars
 
     def class_item(self) -> CharSet:
