@@ -1,4 +1,4 @@
-"""What every parser must pass, for the tests of plug-ins. Needs `hypothesis` installed, and no particular test runner.
+"""What every parser and every tool format must pass, for the tests of plug-ins. Needs `hypothesis`, and no particular test runner.
 
 from penstock.testing import check_parser
 
@@ -18,8 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.hooks import GrammarBackendFactory, ToolParserFactory
 from penstock.engine.parsing import Parser, Phase
 from penstock.engine.turn import Turn
+from penstock.tool_format_check import SAMPLE_TOOLS, ToolFormatCheck, Tools
 
 FILLER = "lorem ipsum "
 MAX_POSITIONS = 5
@@ -56,6 +58,36 @@ def check_parser(
         _check_generated(factory, this_turn, samples, markers, max_examples)
     for sample in samples:
         check_cost(factory, sample, turn)
+
+
+def check_tool_format(
+    factory: ToolParserFactory,
+    *,
+    markers: Sequence[str] = (),
+    tools: Tools = SAMPLE_TOOLS,
+    num_walks: int = 12,
+    backend: GrammarBackendFactory | None = None,
+) -> None:
+    """Raises `AssertionError` where a tool parser's `tool_format` and the parser itself are not about the same calls.
+
+    - What the grammar allows, the parser reads as calls of the offered tools, one where one is asked for, with arguments that are valid
+      by their schemas, and with no text but white space left over. The same holds with text around the calls.
+    - What calls another tool, does not fit its schema, is cut off, or is a second call where one is asked for, the grammar does not allow.
+    - Text that opens no call is allowed where the model chooses; so is an opening that is quoted where the vocabulary has it as a token.
+
+    `markers` are the texts that the format looks for: everything is checked with a vocabulary that has them as plain text, and with one
+    that holds each as a single token. `tools` are the schemas of at least two tools' arguments by their names, `num_walks` says how many
+    answers are made up by walking at random through each grammar, `backend` compiles them, by default `llguidance`.
+    """
+    assert len(tools) > 1, "to tell one tool from another takes two"
+    for added_tokens in [(), tuple(markers)] if markers else [()]:
+        ToolFormatCheck(factory, added_tokens, markers, tools, backend or _default_backend()).run(num_walks)
+
+
+def _default_backend() -> GrammarBackendFactory:
+    from penstock.plugins.grammars.llguidance import LlguidanceBackend
+
+    return LlguidanceBackend
 
 
 def read(parser: Parser, pieces: Iterable[str]) -> list[Event]:

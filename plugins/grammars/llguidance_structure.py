@@ -5,90 +5,85 @@ are therefore one lexeme, in which every way to read them is kept; markers that 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.events import SpecialText
-from penstock.engine.grammar import GrammarSpec, Vocabulary
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.plugins.automaton import split_symbols
+from penstock.plugins.grammars.json_document import parse_document
+from penstock.plugins.grammars.llguidance_leaves import Leaf, regular_tree
+from penstock.plugins.grammars.part_edges import (
+    ADDED_TOKEN,
+    ANY_GRAMMAR,
+    FREE_TEXT,
+    TEXT_AND_MARKER,
+    Edges,
+    Indistinct,
+    either,
+    json_value,
+    literal,
+    of_regex,
+    repeat,
+    sequence,
+)
 from penstock.plugins.markers import join_pieces
+
+ToLeaf = Callable[[GrammarSpec, Vocabulary], Leaf]
 
 _ANY = "/(?s:.*)/"
 _MORE = "/(?s:.+)/"
 _NOTHING = '""'
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A constraint as part of a larger grammar: the body of a Lark terminal where it is regular, else a grammar of its own.
+def to_lark(structure: Structure, to_leaf: ToLeaf, vocabulary: Vocabulary) -> tuple[str, tuple[str, ...]]:
+    """Lark statements, and the warnings of all values. `to_leaf` translates what a `Value` holds.
 
-    `grammar` is an entry of llguidance's `grammars`, without a name.
+    Raises what that raises, and `UnsupportedGrammar` for parts that llguidance's lexer could not tell apart.
     """
-
-    terminal: str | None = None
-    grammar: Mapping[str, Any] | None = None
-
-
-def to_grammars(structure: Structure, vocabulary: Vocabulary, to_leaf: Callable[[GrammarSpec], Leaf]) -> list[dict[str, Any]]:
-    """llguidance's `grammars` for a structure, the first being the one to start with.
-
-    `to_leaf` translates what a `Value` holds. Raises what that raises, and `UnsupportedGrammar` where a value is followed by what could as
-    well belong to it.
-    """
-    return _Translation(vocabulary, to_leaf).run(structure)
+    translation = _Translation(to_leaf, vocabulary)
+    try:
+        return translation.run(structure), tuple(dict.fromkeys(translation.warnings))
+    except Indistinct as error:
+        raise UnsupportedGrammar(f"the parts cannot be told apart: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Special:
-    """One added token."""
-
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Terminal:
-    """A regular part: the body of a Lark terminal."""
+class _Part:
+    """`body` is an expression in a Lark rule and, where `is_lexeme`, also in a terminal."""
 
     body: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Any other part: an expression over terminals and rules, in parentheses where it needs them."""
-
-    body: str
-
-
-_Part = _Special | _Terminal | _Rule
+    edges: Edges
+    is_lexeme: bool = False
 
 
 class _Translation:
-    def __init__(self, vocabulary: Vocabulary, to_leaf: Callable[[GrammarSpec], Leaf]) -> None:
-        self._token_ids = vocabulary.added_token_ids
+    def __init__(self, to_leaf: ToLeaf, vocabulary: Vocabulary) -> None:
+        self.warnings: list[str] = []
+        self._vocabulary = vocabulary
         self._added_tokens = frozenset(vocabulary.added_token_ids)
         self._to_leaf = to_leaf
         self._lines: list[str] = []
         self._names: dict[str, str] = {}  # of terminals, by their bodies
-        self._grammars: list[dict[str, Any]] = []
-        self._leaves: dict[int, _Part] = {}  # by the spec's identity: one that comes up several times is one grammar
+        self._values: dict[GrammarSpec, _Part] = {}  # one that comes up several times is one rule
 
-    def run(self, structure: Structure) -> list[dict[str, Any]]:
-        start = self._expression(self._parts(structure))
-        lark = "\n".join([f"start: {start}", *self._lines, ""])
-        return [{"lark_grammar": lark}, *self._grammars]
+    def run(self, structure: Structure) -> str:
+        start = self._joined(self._parts(structure)).body
+        return "\n".join([f"start: {start}", *self._lines, ""])
 
     def _parts(self, structure: Structure) -> list[_Part]:
         """What stands one after the other."""
         match structure:
             case Literal(text):
-                return [_Terminal(_quoted(text))] if text else []
+                return [_text(text)] if text else []
             case Marker(text):
-                return list(self._marker(text))
+                return self._marker(text)
             case FreeText(without):
-                return [_Terminal(self._text(without))]
+                return [self._free_text(without)]
             case TextUntil(marker, without):
                 return self._text_until(marker, without)
             case Value(spec):
@@ -96,85 +91,108 @@ class _Translation:
             case Sequence(items):
                 return [part for item in items for part in self._parts(item)]
             case Either(items):
-                return self._either([self._parts(item) for item in items])
+                return [self._either([self._parts(item) for item in items])]
             case Repeat(item, minimum, maximum):
                 return self._repeat(self._parts(item), minimum, maximum)
 
-    def _marker(self, text: str) -> Iterable[_Part]:
+    def _marker(self, text: str) -> list[_Part]:
         """As `MarkerBuffer` looks for it: the added tokens in it as such, and what is left as text."""
-        for symbol in join_pieces(split_symbols(text, self._added_tokens)):
-            yield _Special(self._token_ids[symbol]) if isinstance(symbol, SpecialText) else _Terminal(_quoted(symbol))
+        return [
+            _Part(f"<[{self._vocabulary.added_token_ids[symbol]}]>", ADDED_TOKEN) if isinstance(symbol, SpecialText) else _text(symbol)
+            for symbol in join_pieces(split_symbols(text, self._added_tokens))
+        ]
 
     def _is_text(self, marker: str) -> bool:
         return self._added_tokens.isdisjoint(split_symbols(marker, self._added_tokens))
 
-    def _text(self, without: Iterable[str]) -> str:
+    def _free_text(self, without: tuple[str, ...]) -> _Part:
         """A marker with an added token in it cannot come up in text."""
         bans = [f"~({_ANY} {_quoted(marker)} {_ANY})" for marker in without if self._is_text(marker)]
-        return f"({' & '.join([_ANY, *bans])})" if bans else _ANY
+        return _Part(f"({' & '.join([_ANY, *bans])})", FREE_TEXT, is_lexeme=True)
 
     def _text_until(self, marker: str, without: tuple[str, ...]) -> list[_Part]:
+        text = self._free_text(without)
         if not self._is_text(marker):
-            return [_Terminal(self._text(without)), *self._marker(marker)]
+            return [text, *self._marker(marker)]
         quoted = _quoted(marker)
-        bans = [f"~({_ANY} {quoted} {_MORE})", *([self._text(without)] if without else [])]
-        return [_Terminal(f"(({_ANY} {quoted}) & {' & '.join(bans)})")]
+        # Not `lazy`: it ends at the first marker because nothing that goes on from there matches.
+        return [_Part(f"({text.body} & ({_ANY} {quoted}) & ~({_ANY} {quoted} {_MORE}))", TEXT_AND_MARKER, is_lexeme=True)]
 
     def _value(self, spec: GrammarSpec) -> _Part:
-        part = self._leaves.get(id(spec))
+        part = self._values.get(spec)
         if part is None:
-            leaf = self._to_leaf(spec)
-            if leaf.terminal is not None:
-                part = _Terminal(f"({leaf.terminal})")
-            else:
-                assert leaf.grammar is not None
-                name = f"value_{len(self._grammars)}"
-                self._grammars.append({"name": name, **leaf.grammar})
-                part = _Rule(f"@{name}")
-            self._leaves[id(spec)] = part
+            leaf = self._to_leaf(spec, self._vocabulary)
+            self.warnings += leaf.warnings
+            body = leaf.expression if leaf.is_terminal else self._rule(leaf.expression)
+            part = self._values[spec] = _Part(body, _edges(spec), leaf.is_terminal)
         return part
 
-    def _either(self, arms: list[list[_Part]]) -> list[_Part]:
+    def _either(self, arms: list[list[_Part]]) -> _Part:
         assert arms, "a choice has at least one part"
-        if all(isinstance(part, _Terminal) for arm in arms for part in arm):
-            return [_Terminal(f"({' | '.join(_concatenated(arm) for arm in arms)})")]
-        return [self._rule(" | ".join(self._expression(arm) for arm in arms))]
+        is_lexeme = all(part.is_lexeme for arm in arms for part in arm)
+        parts = [_lexeme(arm) if is_lexeme else self._joined(arm) for arm in arms]
+        body = " | ".join(part.body for part in parts)
+        return _Part(f"({body})" if is_lexeme else self._rule(body), either((part.edges for part in parts), is_lexeme=is_lexeme), is_lexeme)
 
     def _repeat(self, parts: list[_Part], minimum: int, maximum: int | None) -> list[_Part]:
         if maximum == 0 or not parts:
             return []
-        times = f"{{{minimum},{'' if maximum is None else maximum}}}" if (minimum, maximum) != (0, None) else "*"
-        if all(isinstance(part, _Terminal) for part in parts):
-            return [_Terminal(f"({_concatenated(parts)}){times}")]
-        return [self._rule(self._rule(self._expression(parts)).body + times)]
+        is_lexeme = all(part.is_lexeme for part in parts)
+        part = _lexeme(parts) if is_lexeme else self._joined(parts)
+        edges = repeat(part.edges, minimum, maximum, is_lexeme=is_lexeme)
+        times = "*" if (minimum, maximum) == (0, None) else f"{{{minimum},{'' if maximum is None else maximum}}}"
+        body = f"({part.body}){times}" if is_lexeme else self._rule(self._rule(part.body) + times)
+        return [_Part(body, edges, is_lexeme)]
 
-    def _rule(self, body: str) -> _Rule:
-        # Rules with names of their own keep the parentheses from nesting.
+    def _joined(self, parts: list[_Part]) -> _Part:
+        """One after the other, in a rule: lexemes that stand side by side are one."""
+        joined: list[_Part] = []
+        for is_lexeme, run in groupby(parts, key=lambda part: part.is_lexeme):
+            neighbours = list(run)
+            joined += [self._terminal(_lexeme(neighbours))] if is_lexeme else neighbours
+        body = " ".join(part.body for part in joined) or _NOTHING
+        return _Part(body, sequence((part.edges for part in joined), is_lexeme=False))
+
+    def _rule(self, body: str) -> str:
+        # Names keep the parentheses from nesting.
         name = f"part_{len(self._lines)}"
         self._lines.append(f"{name}: {body}")
-        return _Rule(name)
-
-    def _expression(self, parts: list[_Part]) -> str:
-        words: list[str] = []
-        for is_terminal, run in groupby(parts, key=lambda part: isinstance(part, _Terminal)):
-            if is_terminal:
-                words.append(self._terminal(_concatenated(run)))
-            else:
-                words += [f"<[{part.token_id}]>" if isinstance(part, _Special) else part.body for part in run]
-        return " ".join(words) or _NOTHING
-
-    def _terminal(self, body: str) -> str:
-        name = self._names.get(body)
-        if name is None:
-            name = self._names[body] = f"TEXT_{len(self._names)}"
-            self._lines.append(f"{name}: {body}")
         return name
 
+    def _terminal(self, part: _Part) -> _Part:
+        name = self._names.get(part.body)
+        if name is None:
+            name = self._names[part.body] = f"TEXT_{len(self._names)}"
+            self._lines.append(f"{name}: {part.body}")
+        return _Part(name, part.edges)
 
-def _concatenated(parts: Iterable[_Part]) -> str:
-    return " ".join(part.body for part in parts if isinstance(part, _Terminal)) or _NOTHING
+
+def _lexeme(parts: list[_Part]) -> _Part:
+    body = " ".join(part.body for part in parts) or _NOTHING
+    return _Part(body, sequence((part.edges for part in parts), is_lexeme=True), is_lexeme=True)
+
+
+def _text(text: str) -> _Part:
+    return _Part(_quoted(text), literal(text), is_lexeme=True)
 
 
 def _quoted(text: str) -> str:
     """A Lark string. Its escapes are JSON's; what is beyond ASCII is escaped too."""
     return json.dumps(text)
+
+
+def _edges(spec: GrammarSpec) -> Edges:
+    match spec.kind:
+        case GrammarKind.REGEX | GrammarKind.CHOICE:
+            return of_regex(regular_tree(spec))
+        case GrammarKind.JSON_SCHEMA:
+            return json_value(spec.whitespace_pattern, is_number=_may_be_number(parse_document(spec.text, spec.param)))
+        case GrammarKind.JSON_OBJECT:
+            return json_value(spec.whitespace_pattern, is_number=False)
+        case GrammarKind.LARK | GrammarKind.GBNF | GrammarKind.STRUCTURE:
+            return ANY_GRAMMAR
+
+
+def _may_be_number(schema: Any) -> bool:
+    types = schema.get("type") if isinstance(schema, dict) else None
+    return types is None or not {"number", "integer"}.isdisjoint([types] if isinstance(types, str) else types)

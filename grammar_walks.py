@@ -1,0 +1,101 @@
+"""Walks through grammars over a small vocabulary, for tests: a token at a time, looking at the mask before each."""
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from penstock.engine.events import SpecialText
+from penstock.engine.grammar import GrammarMatcher, Vocabulary
+
+MAX_TOKENS = 4000
+# What lets an open JSON document, or most other things, come to an end.
+_CLOSERS = b'"}])>\n'
+
+
+def byte_vocabulary(added_tokens: Iterable[str] = (), texts: Iterable[str] = ()) -> Vocabulary:
+    """A token for every byte, one for each of `texts`, the added tokens, and one stop token after them all."""
+    texts = list(dict.fromkeys(text for text in texts if text))
+    added = list(dict.fromkeys(added_tokens))
+    token_bytes = [*(bytes([byte]) for byte in range(256)), *(text.encode() for text in texts), *[None] * (len(added) + 1)]
+    first_added = 256 + len(texts)
+    stop_token_id = first_added + len(added)
+    return Vocabulary(
+        tuple(token_bytes),
+        stop_token_id + 1,
+        frozenset({stop_token_id}),
+        repr((texts, added)),
+        {text: first_added + place for place, text in enumerate(added)},
+    )
+
+
+def allowed_tokens(matcher: GrammarMatcher, vocabulary: Vocabulary) -> list[int]:
+    """The ids whose bits a matcher sets."""
+    row = torch.zeros((vocabulary.size + 31) // 32, dtype=torch.int32)
+    matcher.fill_bitmask(row)
+    return [word * 32 + bit for word, packed in enumerate(row.tolist()) if packed for bit in range(32) if packed >> bit & 1]
+
+
+def random_answer(matcher: GrammarMatcher, vocabulary: Vocabulary, rng: random.Random, patience: int = 40) -> list[str]:
+    """A random walk to an end, as the pieces in which it would reach a parser.
+
+    After `patience` tokens it leans towards what closes something. Raises `AssertionError` at a dead end, where the mask and
+    `advance` disagree, and where no end is in sight.
+    """
+    token_ids: list[int] = []
+    while len(token_ids) < MAX_TOKENS:
+        choices = allowed_tokens(matcher, vocabulary)
+        assert choices, f"nothing is allowed after {pieces_of(token_ids, vocabulary)}"
+        stops = [token_id for token_id in choices if token_id in vocabulary.stop_token_ids]
+        if stops and (len(choices) == len(stops) or rng.random() < 0.5):
+            assert matcher.advance(stops[0]), f"the stop token is allowed, but not taken, after {pieces_of(token_ids, vocabulary)}"
+            return pieces_of(token_ids, vocabulary)
+        choices = [token_id for token_id in choices if token_id not in vocabulary.stop_token_ids]
+        if len(token_ids) > patience:
+            choices = [token_id for token_id in _CLOSERS if token_id in choices] or choices
+        token_ids.append(rng.choice(choices))
+        assert matcher.advance(token_ids[-1]), f"the last token is allowed, but not taken, in {pieces_of(token_ids, vocabulary)}"
+    raise AssertionError(f"no end in sight: {''.join(pieces_of(token_ids, vocabulary))[:200]}")
+
+
+def accepts(matcher: GrammarMatcher, vocabulary: Vocabulary, pieces: Sequence[str]) -> bool:
+    """Whether a grammar allows these pieces and then an end. The mask and `advance` have to agree all the way."""
+    for token_id in tokens_of(pieces, vocabulary):
+        is_allowed = token_id in allowed_tokens(matcher, vocabulary)
+        assert matcher.advance(token_id) == is_allowed, f"the mask and `advance` disagree about token {token_id} in {list(pieces)}"
+        if not is_allowed:
+            return False
+    return not vocabulary.stop_token_ids.isdisjoint(allowed_tokens(matcher, vocabulary))
+
+
+def split_pieces(text: str, vocabulary: Vocabulary) -> list[str]:
+    """A text as a model would write it that means every marker in it."""
+    if not vocabulary.added_token_ids:
+        return [text] if text else []
+    longest_first = sorted(vocabulary.added_token_ids, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+    return [SpecialText(part) if part in vocabulary.added_token_ids else part for part in parts if part]
+
+
+def tokens_of(pieces: Iterable[str], vocabulary: Vocabulary) -> Iterator[int]:
+    """Text byte by byte, and each `SpecialText` as its token."""
+    for piece in pieces:
+        if isinstance(piece, SpecialText):
+            yield vocabulary.added_token_ids[piece]
+        else:
+            yield from piece.encode()
+
+
+def pieces_of(token_ids: Iterable[int], vocabulary: Vocabulary) -> list[str]:
+    """Text between added tokens, and each of those by itself."""
+    names = {token_id: text for text, token_id in vocabulary.added_token_ids.items()}
+    pieces: list[str] = []
+    text = b""
+    for token_id in token_ids:
+        if token_id in names:
+            pieces += [*([text.decode(errors="replace")] if text else []), SpecialText(names[token_id])]
+            text = b""
+        else:
+            text += vocabulary.token_bytes[token_id] or b""
+    return [*pieces, text.decode(errors="replace")] if text else pieces
