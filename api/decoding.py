@@ -16,6 +16,7 @@ T = TypeVar("T")
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 MAX_UNKNOWN = 100
 PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]+)`")
 
 # Fields that change the result where other servers know them. They are refused even with --allow-unknown-fields, unless switched off.
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -66,13 +67,17 @@ def decode(body: bytes, kind: type[T], *, allow_unknown_fields: bool = False) ->
 
 def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
     """msgspec says what it expected, what it got and where: the client reads just that."""
-    message = str(error)
-    found = PATH.search(message)
-    param = found[1] if found else None
-    missing = re.match(r"Object missing required field `([^`]+)`", message)
-    if missing:
-        param = f"{param}.{missing[1]}" if param else missing[1]
-    return InvalidRequest(message, param)
+    return InvalidRequest(str(error), mistaken_path(error))
+
+
+def mistaken_path(error: msgspec.ValidationError) -> str | None:
+    """Where in the value the mistake is: None where it is the value itself."""
+    found = PATH.search(str(error))
+    path = found[1] if found else None
+    field = FIELD.match(str(error))
+    if field:
+        path = f"{path}.{field[1]}" if path else field[1]
+    return path
 
 
 def _decode_with_unknown_fields(body: bytes, kind: type[T], allowed: bool) -> tuple[T, tuple[str, ...]]:

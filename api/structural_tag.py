@@ -7,7 +7,7 @@ import msgspec
 
 from penstock.api import structural_tag_protocol as wire
 from penstock.api.common_protocol import GrammarDefinition
-from penstock.api.decoding import PATH
+from penstock.api.decoding import mistaken_path
 from penstock.api.free_text import Closing, Rule, dispatch, either, row, text
 from penstock.api.grammar_source import KINDS
 from penstock.api.json_source import read_json, write_json
@@ -109,8 +109,10 @@ class TagReader:
     def _json_schema(self, node: wire.JsonSchemaContent, path: str) -> Structure:
         if node.style != "json":
             raise InvalidRequest(f"`style` must be `json`, got {node.style[:100]!r}", f"{path}.style")
-        for name in ("any_order", "max_whitespace_cnt", "excludes"):
-            if getattr(node, name) not in (False, None, []):
+        if node.max_whitespace_cnt is not None:
+            raise InvalidRequest("use `whitespace_pattern`", f"{path}.max_whitespace_cnt")
+        for name in ("any_order", "excludes"):
+            if getattr(node, name):
                 raise InvalidRequest(f"`{name}` is not supported in a structural tag", f"{path}.{name}")
         return self._schema(node.json_schema, f"{path}.json_schema")
 
@@ -150,7 +152,7 @@ class TagReader:
         return some if node.at_least_one else Repeat(some, 0, 1)
 
     def _rules(self, triggers: List[str], tags: List[tuple[str, Structure]], path: str, tags_path: str) -> list[Rule]:
-        """Each trigger with what may follow it. Raises `InvalidRequest` for a tag that no trigger begins, or two do."""
+        """Each trigger with what may follow it. Raises `InvalidRequest` for a tag that no trigger begins, or two do, and for idle ones."""
         following: dict[str, list[Structure]] = {_stated(trigger, f"{path}.triggers[{i}]"): [] for i, trigger in enumerate(triggers)}
         for index, (begin, inside) in enumerate(tags):
             matching = [trigger for trigger in following if begin.startswith(trigger)]
@@ -158,15 +160,18 @@ class TagReader:
                 message = "one of the triggers must be the beginning of `begin`, and only one"
                 raise InvalidRequest(message, f"{tags_path}[{index}].begin")
             following[matching[0]].append(row(text(begin.removeprefix(matching[0])), inside))
-        return [Rule(trigger, either(parts)) for trigger, parts in following.items() if parts]
+        for index, trigger in enumerate(triggers):
+            if not following[trigger]:
+                raise InvalidRequest("no tag begins with this", f"{path}.triggers[{index}]")
+        return [Rule(trigger, either(parts)) for trigger, parts in following.items()]
 
 
 def _converted(source: Any, param: str) -> wire.StructuralTag:
     try:
         return msgspec.convert(source, wire.StructuralTag)
     except msgspec.ValidationError as error:
-        found = PATH.search(str(error))
-        where = f"{param}.{found[1]}" if found else param
+        path = mistaken_path(error)
+        where = f"{param}.{path}" if path else param
         message = str(error).partition(" - at ")[0]
         if where.endswith(".type"):
             known = ", ".join(sorted(str(kind.__struct_config__.tag) for kind in wire.Format.__args__))
