@@ -1,0 +1,99 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.engine import grammar_limits as limits
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.grammar_limits import check_limits, check_size
+from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
+
+
+def schema(document: Any) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(document), "guided_json")
+
+
+def nested(depth: int, keyword: str = "items") -> GrammarSpec:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, f'{{"{keyword}":' * depth + "{}" + "}" * depth, "guided_json")
+
+
+def structure(part: Structure) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.STRUCTURE, "", "tools", structure=part)
+
+
+def repeated(depth: int) -> Structure:
+    part: Structure = Literal("a")
+    for _ in range(depth):
+        part = Repeat(part)
+    return part
+
+
+def properties(num: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {} for i in range(num)}}
+
+
+AT_THE_LIMIT = [
+    schema(properties(limits.MAX_PROPERTIES)),
+    nested(limits.MAX_DEPTH),
+    schema({"const": json.loads("[" * limits.MAX_DEPTH + "]" * limits.MAX_DEPTH)}),
+    schema({"pattern": "a" * limits.MAX_REGEX}),
+    schema({"enum": list(range(limits.MAX_CHOICES))}),
+    schema({"properties": {"properties": {"type": "string"}, "pattern": {"type": "string"}, "enum": {"type": "string"}}}),
+    schema({"default": "a" * limits.MAX_REGEX * 2}),
+    schema(True),
+    GrammarSpec(GrammarKind.REGEX, "a" * limits.MAX_REGEX),
+    GrammarSpec(GrammarKind.CHOICE, json.dumps(["a"] * limits.MAX_CHOICES)),
+    GrammarSpec(GrammarKind.LARK, "a" * limits.MAX_GRAMMAR),
+    GrammarSpec(GrammarKind.JSON_OBJECT, ""),
+    structure(repeated(limits.MAX_DEPTH - 1)),
+    structure(Sequence((Literal("a"),) * (limits.MAX_PARTS - 1))),
+]
+
+BEYOND = [
+    (schema(properties(limits.MAX_PROPERTIES + 1)), "5000 properties", "guided_json.properties"),
+    (
+        schema({"$defs": {"a": properties(3000)}, "allOf": [{}, properties(3000)]}),
+        "5000 properties",
+        "guided_json.",
+    ),
+    (nested(limits.MAX_DEPTH + 1), "deeper than 64", "guided_json" + ".items" * 65),
+    (nested(10_000), "deeper than 64", "guided_json"),
+    (schema({"const": json.loads("[" * 65 + "0" + "]" * 65)}), "deeper than 64", "guided_json.const"),
+    (schema({"properties": {"a": {"pattern": "a" * 4097}}}), "4096 characters", "guided_json.properties.a.pattern"),
+    (schema({"patternProperties": {"a" * 4097: {}}}), "4096 characters", "guided_json.patternProperties"),
+    (schema({"anyOf": [{"pattern": "a" * 4000}] * 20}), "65536 characters of regexes", "guided_json.anyOf["),
+    (schema({"anyOf": [{}, {"enum": list(range(10_001))}]}), "10000 values", "guided_json.anyOf[1].enum"),
+    (schema({"enum": ["a" * 300_000]}), "262144 characters", "guided_json.enum"),
+    (schema({"anyOf": [{}] * 20_001}), "20000 subschemas", "guided_json.anyOf["),
+    (schema({"x-data": [0] * 200_001}), "200000 values", "guided_json.x-data"),
+    (schema({"description": "a" * 2**20}), "1048576 characters", "guided_json"),
+    (GrammarSpec(GrammarKind.JSON_SCHEMA, "{", "guided_json"), "not valid JSON", "guided_json"),
+    (GrammarSpec(GrammarKind.REGEX, "a" * 4097, "guided_regex"), "4096 characters", "guided_regex"),
+    (GrammarSpec(GrammarKind.CHOICE, json.dumps(["a"] * 10_001), "guided_choice"), "10000 values", "guided_choice"),
+    (GrammarSpec(GrammarKind.LARK, "a" * (2**17 + 1), "guided_grammar"), "131072 characters", "guided_grammar"),
+    (GrammarSpec(GrammarKind.GBNF, "a" * (2**17 + 1), "guided_grammar"), "131072 characters", "guided_grammar"),
+    (replace(schema({}), whitespace_pattern=" " * 4097), "4096 characters", "guided_json"),
+    (structure(repeated(100_000)), "deeper than 64", "tools"),
+    (structure(Either((Literal("a"),) * 10_001)), "10000 parts", "tools"),
+    (structure(Sequence((Value(schema({})),) * 513)), "512 constrained parts", "tools"),
+    (structure(Sequence((Value(schema(properties(3000))),) * 2)), "5000 properties", "guided_json.properties"),
+    (structure(Sequence((Literal("a" * 2**19),) * 3)), "1048576 characters", "tools"),
+    (structure(Value(structure(Literal("a")))), "structure within", "tools"),
+]
+
+
+@pytest.mark.parametrize("spec", AT_THE_LIMIT, ids=lambda spec: f"{spec.kind} of {len(spec.text)}")
+def test_what_is_within_every_limit_is_let_in(spec: GrammarSpec) -> None:
+    check_size(spec)
+    check_limits(spec)
+
+
+@pytest.mark.parametrize(("spec", "limit", "path"), BEYOND, ids=[f"{limit} at {path}"[:60] for _, limit, path in BEYOND])
+def test_what_is_beyond_a_limit_is_refused_with_the_limit_and_its_place(spec: GrammarSpec, limit: str, path: str) -> None:
+    with pytest.raises(UnsupportedGrammar) as caught:
+        check_limits(spec)
+    assert limit in caught.value.message
+    assert (caught.value.param or "").startswith(path)
+    assert len(caught.value.message) < 200
