@@ -40,7 +40,7 @@ def undecided(reason: str) -> Conformance:
 
 
 def _mistake(message: str, path: str) -> Conformance:
-    return Conformance(False, _bounded(message), path[:MAX_MESSAGE])
+    return Conformance(False, _bounded(message), _bounded(path))
 
 
 def _bounded(text: str) -> str:
