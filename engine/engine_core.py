@@ -239,7 +239,7 @@ class EngineCore:
             self._fail(sequence, delta, mask.error)
         else:
             sequence.mask = None
-            self._read_or_fail(sequence, delta, lambda: self._accept_forced(sequence, delta, mask.forced))
+            self._read_or_fail(sequence, delta, lambda: self._accept_mask(sequence, delta, mask))
 
     def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
         """Has what comes next accepted, unless there was to be nothing but the prompt."""
@@ -254,10 +254,12 @@ class EngineCore:
             logger.exception("An answer could not be read")
             self._fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
 
-    def _accept_forced(self, sequence: Sequence, delta: SequenceDelta, token_ids: list[int]) -> None:
-        """Appends what the grammar leaves no choice in, as if it had been sampled."""
+    def _accept_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
+        """Ends where only the end can follow, or appends what the grammar leaves no choice in, as if it had been sampled."""
         assert sequence.gate is not None
-        for token_id in token_ids:
+        if mask.is_finished:
+            return self._finish(sequence, delta, FinishReason.STOP)
+        for token_id in mask.forced:
             if not sequence.gate.advance(sequence.answer, token_id):
                 return self._fail(sequence, delta, "the grammar does not allow the token that it forced")
             self._counters.forced_tokens += 1
@@ -303,7 +305,7 @@ class EngineCore:
             delta.events = [event for event in delta.events if not isinstance(event, Text)]
         elif rest and not gate.advance_rest(self.tokenizer.encode(rest, add_special_tokens=False)):
             return self._fail(sequence, delta, "the text in the token that ended the reasoning does not fit the grammar")
-        if gate.is_finished(sequence.answer):
+        if self._is_grammar_finished(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif not gate.has_begun:
             sequence.sampling.block_stop = True
@@ -314,6 +316,10 @@ class EngineCore:
             return True
         return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
 
+    def _is_grammar_finished(self, sequence: Sequence) -> bool:
+        """Whether nothing can follow, as far as that is quickly said: a slow grammar must not be asked here, on the loop."""
+        return sequence.gate is not None and not sequence.num_masks_apart and sequence.gate.is_finished(sequence.answer)
+
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta) -> None:
         sequence.append(token_id)
         self._counters.generation_tokens += 1
@@ -322,7 +328,7 @@ class EngineCore:
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         if sequence.answer.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
-        elif sequence.gate is not None and sequence.gate.is_finished(sequence.answer):
+        elif self._is_grammar_finished(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:
             self._finish(sequence, delta, FinishReason.LENGTH)

@@ -1,8 +1,7 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from penstock.engine.bitmask import allocate_bitmask
@@ -26,51 +25,7 @@ from tests.fakes import (
     saying,
     tokens,
 )
-
-
-class Spelling:
-    """Allows one text, letter by letter, then, with `may_go_on`, any more of its last letter."""
-
-    def __init__(self, text: str, may_go_on: bool = False) -> None:
-        self.spelling = ids(text)
-        self.may_go_on = may_go_on
-        self.position = 0
-
-    def allowed(self) -> list[int]:
-        if self.position < len(self.spelling):
-            return [self.spelling[self.position]]
-        return [EOS, self.spelling[-1]] if self.may_go_on else [EOS]
-
-    def fill_bitmask(self, row: Tensor) -> None:
-        bits = torch.zeros(len(row) * 32, dtype=torch.int64)
-        bits[self.allowed()] = 1
-        row.copy_((bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32))
-
-    def advance(self, token_id: int) -> bool:
-        is_allowed = token_id in self.allowed()
-        self.position += is_allowed
-        return is_allowed
-
-    def rollback(self, num_tokens: int) -> None:
-        self.position -= num_tokens
-
-    def forced_tokens(self) -> list[int]:
-        return []
-
-    @property
-    def finished(self) -> bool:
-        return self.position == len(self.spelling) and not self.may_go_on
-
-
-class Grammar:
-    """A compiled grammar of whatever `make` makes."""
-
-    num_bytes = 0
-    warnings = ()
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.matcher = make
-
+from tests.matchers import Grammar, Spelling
 
 YES = Grammar(lambda: Spelling("yes"))
 
@@ -178,27 +133,56 @@ def test_constrained_and_free_sequences_run_side_by_side() -> None:
 
 class Refusing(Spelling):
     def advance(self, token_id: int) -> bool:
-        return self.position == 0 and super().advance(token_id)
+        return not self.path and super().advance(token_id)
+
+
+class RefusingForced(Refusing):
+    def __init__(self, text: str) -> None:
+        super().__init__(text, forces=True)
 
 
 class Empty(Spelling):
-    def allowed(self) -> list[int]:
+    def allowed(self, path: list[int]) -> list[int]:
         return []
 
 
-class Raising(Spelling):
+class RaisingMask(Spelling):
     def fill_bitmask(self, row: Tensor) -> None:
-        if self.position:
+        if self.path:
             raise KeyError("lost")
         super().fill_bitmask(row)
+
+
+class RaisingForced(Spelling):
+    def forced_tokens(self) -> list[int]:
+        if self.path:
+            raise KeyError("lost")
+        return []
+
+
+class RaisingAdvance(Spelling):
+    def advance(self, token_id: int) -> bool:
+        if self.path:
+            raise KeyError("lost")
+        return super().advance(token_id)
+
+
+class RaisingFinished(Spelling):
+    @property
+    def finished(self) -> bool:
+        raise KeyError("lost")
 
 
 @pytest.mark.parametrize(
     ("matcher", "text", "error"),
     [
         (Refusing, "y", "the grammar does not allow the token that was sampled"),
+        (RefusingForced, "y", "the grammar does not allow the token that it forced"),
         (Empty, "", "no token is left to choose from"),
-        (Raising, "y", "the grammar raised KeyError"),
+        (RaisingMask, "y", "the grammar raised KeyError"),
+        (RaisingForced, "y", "the grammar raised KeyError"),
+        (RaisingAdvance, "y", "reading the answer raised KeyError"),
+        (RaisingFinished, "y", "reading the answer raised KeyError"),
     ],
 )
 def test_a_matcher_that_fails_ends_its_own_sequence(matcher: type[Spelling], text: str, error: str) -> None:
