@@ -10,8 +10,7 @@ from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarMatcher, Vocabulary
 
 MAX_TOKENS = 4000
-# What lets an open JSON document, or most other things, come to an end.
-_CLOSERS = b'"}])>\n'
+_CLOSERS = b'"}])'
 
 
 def byte_vocabulary(added_tokens: Iterable[str] = (), texts: Iterable[str] = ()) -> Vocabulary:

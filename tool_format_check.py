@@ -67,9 +67,9 @@ class ToolFormatCheck:
     def run(self, num_walks: int) -> None:
         """Raises `AssertionError`, with the text that shows what is wrong."""
         single = self._check_walks(is_single=True, num_walks=num_walks)
-        several = self._check_walks(is_single=False, num_walks=num_walks)
+        several = self._check_walks(is_single=False, num_walks=8 * num_walks)
         longer = [pieces for pieces in several if len(_calls(self._read(pieces))) > 1]
-        assert longer, f"none of {num_walks} answers with `is_single=False` has a second call"
+        assert longer, f"none of {len(several)} answers with `is_single=False` has a second call"
         only_one = self._compiled(self._forced(self._tools, is_single=True))
         for pieces in longer:
             assert not self._accepts(only_one, pieces), f"{pieces} has a second call, and is allowed with `is_single=True`"

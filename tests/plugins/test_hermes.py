@@ -6,7 +6,7 @@ import pytest
 from penstock.engine.events import SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.tools.hermes import Hermes
-from penstock.testing import check_parser, read
+from penstock.testing import check_parser, check_tool_format, read
 
 AUTO = Turn(tool_choice="auto")
 MARKERS = ("<tool_call>", "</tool_call>")
@@ -30,6 +30,10 @@ SAMPLES = [
 @pytest.mark.parametrize("tool_choice", ["auto", "none"])
 def test_any_cut_and_any_stop_give_the_same_answer(tool_choice: str) -> None:
     check_parser(Hermes, SAMPLES, markers=MARKERS, turn=Turn(tool_choice=tool_choice), max_examples=60)
+
+
+def test_what_the_format_allows_is_read_as_calls() -> None:
+    check_tool_format(Hermes, markers=MARKERS, num_walks=6)
 
 
 def test_a_call_starts_with_its_name_and_its_arguments_follow_character_by_character() -> None:
