@@ -1,7 +1,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -9,6 +9,7 @@ from penstock.engine import grammar_queue
 from penstock.engine.errors import QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammar_cache import GrammarCompiler
+from penstock.engine.structure import Literal, Repeat, Sequence, Value
 
 
 class Tokens:
@@ -181,8 +182,11 @@ def test_a_compilation_that_takes_too_long_is_refused_and_its_result_kept() -> N
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
+    for _ in range(10_000):
+        if condition():
+            return
         await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to pass")
 
 
 def test_a_failing_backend_fails_its_request_and_nothing_stays_pending() -> None:
@@ -215,19 +219,106 @@ def test_more_constraints_than_can_wait_are_turned_away(monkeypatch: pytest.Monk
     grammars.close()
 
 
-def test_members_order_and_white_space_pattern_are_part_of_the_key() -> None:
+def value(spec: GrammarSpec) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.STRUCTURE, "", "tools", structure=Sequence((Literal("x"), Value(spec))))
+
+
+def test_all_that_matters_is_part_of_the_key_and_nothing_else() -> None:
     backend = opened()
-    grammars = compiler(backend)
-    specs = [
-        GrammarSpec(GrammarKind.JSON_SCHEMA, '{"a":1,"b":2}'),
-        GrammarSpec(GrammarKind.JSON_SCHEMA, '{"b":2,"a":1}'),
-        GrammarSpec(GrammarKind.JSON_SCHEMA, '{"a":1,"b":2}', whitespace_pattern=" "),
-        GrammarSpec(GrammarKind.CHOICE, '{"a":1,"b":2}'),
+    grammars = compiler(backend, opened(), max_bytes=1000)
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"a":1,"b":2}')
+    different = [
+        spec,
+        replace(spec, text='{"b":2,"a":1}'),
+        replace(spec, whitespace_pattern=" "),
+        replace(spec, whitespace_pattern=""),
+        replace(spec, kind=GrammarKind.LARK),
+        replace(spec, is_lenient=True),
+        replace(spec, is_lenient=True, param="elsewhere"),  # its warnings say where
+        value(spec),
+        value(replace(spec, is_lenient=True)),
+        value(replace(spec, text="{}")),
+        replace(value(spec), structure=Repeat(Value(spec))),
     ]
 
     async def run() -> None:
-        for spec in specs:
-            await grammars.compile(spec)
+        kept = [await grammars.compile(spec) for spec in different]
+        assert len({id(grammar) for grammar in kept}) == len(different)
+        assert await grammars.compile(spec, "backend0") is not kept[0]
+        assert await grammars.compile(replace(spec, param="elsewhere")) is kept[0]
+        assert await grammars.compile(replace(value(spec), param="elsewhere"), client="someone") is kept[7]
 
     asyncio.run(run())
-    assert len(backend.compiled) == len(specs)
+    grammars.check_integrity()
+
+
+def test_what_is_too_large_reaches_no_backend_and_the_refusal_is_kept() -> None:
+    backend = opened()
+    grammars = compiler(backend)
+
+    async def run() -> None:
+        for spec in (regex("a" * 5000), regex("a" * 5000, "structured_outputs.regex"), regex("a" * 2**21)):
+            with pytest.raises(UnsupportedGrammar, match="characters") as caught:
+                await grammars.compile(spec)
+            assert caught.value.param == spec.param
+
+    asyncio.run(run())
+    assert not backend.vocabularies
+    grammars.check_integrity()
+
+
+def test_one_client_cannot_keep_another_from_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "MAX_PENDING_OF_CLIENT", 3)
+    backend = Backend()
+    grammars = compiler(backend)
+
+    async def run() -> None:
+        flood = [asyncio.create_task(grammars.compile(regex(str(i)), client="loud")) for i in range(10)]
+        await asyncio.sleep(0)
+        other = asyncio.create_task(grammars.compile(regex("other"), client="quiet"))
+        joined = asyncio.create_task(grammars.compile(regex("other"), client="loud"))  # nothing more to compile
+        await asyncio.sleep(0)
+        backend.gate.set()
+        assert await other is await joined
+        outcomes = await asyncio.gather(*flood, return_exceptions=True)
+        assert sum(isinstance(outcome, QueueFull) for outcome in outcomes) == 7
+
+    asyncio.run(run())
+    assert backend.compiled == ["0", "1", "other", "2"]
+    grammars.check_integrity()
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
+    backend = Backend()
+    grammars = compiler(backend)
+
+    async def run() -> None:
+        first, second = [asyncio.create_task(grammars.compile(regex(text))) for text in "ab"]
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        third = asyncio.create_task(grammars.compile(regex("b")))
+        await asyncio.sleep(0)
+        third.cancel()
+        backend.gate.set()
+        await first
+
+    asyncio.run(run())
+    assert backend.compiled == ["a"]
+    grammars.check_integrity()
+
+
+def test_a_constraint_whose_turn_does_not_come_in_time_is_told_to_come_again() -> None:
+    backend = Backend()
+    grammars = compiler(backend, time_limit=0.05)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(grammars.compile(regex(text))) for text in "ab"]
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [UnsupportedGrammar, QueueFull]
+        backend.gate.set()
+        await until(lambda: bool(grammars.num_bytes))
+
+    asyncio.run(run())
+    assert backend.compiled == ["a"]
+    grammars.check_integrity()
