@@ -2,6 +2,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,14 @@ from penstock.engine import hooks
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.structure import Marker, Sequence
+from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
+from penstock.grammar_walks import accepts, byte_vocabulary
+from penstock.plugins.grammars.llguidance import LlguidanceBackend
+from penstock.plugins.json_tool_format import JsonToolFormat
 from penstock.plugins.manager import Plugins
-from penstock.testing import check_parser, read
+from penstock.testing import check_parser, check_tool_format, read
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -53,6 +59,21 @@ def test_the_example_of_register_tool_parsers(tmp_path: Path) -> None:
     check_parser(factory, ["a<run>ls</run>b"], markers=["<run>", "</run>"], turn=Turn(tool_choice="none"))
     events = read(factory(Turn(tool_choice="auto")), ["a<run>ls</run>"])
     assert events == [Text("a"), ToolCallStart(0, "shell", ""), ToolCallArguments(0, '{"command": "ls"}')]
+
+
+def test_the_example_of_a_tool_format() -> None:
+    (example,) = [block for block in BLOCKS if "tool_format = " in block]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    check_tool_format(names["ShortHermes"], markers=["<tool_call>", "</tool_call>"], num_walks=2)
+    tools = [CallableTool("f", GrammarSpec(GrammarKind.JSON_OBJECT, ""))]
+    same = JsonToolFormat("<tool_call>", after=(Marker("</tool_call>"),), separator=(Marker("<tool_call>"),))
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    vocabulary = byte_vocabulary()
+    for tool_format in (names["ShortBlocks"](), same):
+        structure = Sequence((Marker(tool_format.opening), tool_format.calls(tools, is_single=False)))
+        grammar = LlguidanceBackend(vocabulary).compile(GrammarSpec(GrammarKind.STRUCTURE, "", structure=structure))
+        assert accepts(grammar.matcher(), vocabulary, [text])
 
 
 def test_the_example_of_register_logits_processors(tmp_path: Path) -> None:
