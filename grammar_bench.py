@@ -10,8 +10,13 @@ from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind
 from penstock.engine.grammar_cache import GrammarCompiler
 from penstock.engine.tokenizer import Tokenizer
 
-# What nobody asks for: it would come from the cache.
-WARM_UP = (GrammarSpec(GrammarKind.CHOICE, '["warm-up"]'), GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "integer", "title": "warm-up"}'))
+# What nobody asks for, since it would come from the cache, and what makes backends load whatever they load when first needed.
+WARM_UP_SCHEMA = """
+{"title": "warm-up", "type": "object",
+ "properties": {"a": {"type": "string", "pattern": "^a+$"}, "b": {"type": "integer", "minimum": 1}, "c": {"$ref": "#/$defs/d"}},
+ "required": ["a"], "additionalProperties": false, "$defs": {"d": {"type": "string", "format": "date"}}}
+"""
+WARM_UP = (GrammarSpec(GrammarKind.CHOICE, '["warm-up"]'), GrammarSpec(GrammarKind.JSON_SCHEMA, WARM_UP_SCHEMA))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +32,14 @@ class Attempt:
 class Outcome:
     """What a request with this constraint would get: the grammar and whose it is, or the refusal.
 
-    `seconds` is what all backends that were tried took, None where the answer was known from before.
+    `seconds` is what the backend took to compile it, `waited` that and what was tried before; None where the answer was known already.
     """
 
     grammar: CompiledGrammar | None
     backend: str | None
     refusal: UnsupportedGrammar | None
     seconds: float | None
+    waited: float | None
 
     @property
     def is_exact(self) -> bool:
@@ -103,15 +109,21 @@ class GrammarBench:
         attempts = self._attempts = []
         try:
             grammar = await self._compiler.compile(spec, backend)
-        except UnsupportedGrammar as refusal:
-            return Outcome(None, None, refusal, _total(attempts))
+        except UnsupportedGrammar as error:
+            refusal = error
         except (GenerationFailed, QueueFull) as error:
-            return Outcome(None, None, UnsupportedGrammar(str(error), spec.param), _total(attempts))
-        owner = next((attempt.backend for attempt in attempts if attempt.outcome is grammar), None)
+            refusal = UnsupportedGrammar(str(error), spec.param)
+        else:
+            return self._taken(spec, backend, grammar, attempts)
+        return Outcome(None, None, refusal, None, _total(attempts))
+
+    def _taken(self, spec: GrammarSpec, backend: str | None, grammar: CompiledGrammar, attempts: Sequence[Attempt]) -> Outcome:
         request = replace(spec, param=""), backend
-        if owner is not None:
-            self._owners[request] = owner
-        return Outcome(grammar, self._owners[request], None, _total(attempts))
+        for attempt in attempts:
+            if attempt.outcome is grammar:
+                self._owners[request] = attempt.backend
+                return Outcome(grammar, attempt.backend, None, attempt.seconds, _total(attempts))
+        return Outcome(grammar, self._owners[request], None, None, None)
 
     def compile_again(self, spec: GrammarSpec, backend: str) -> float:
         """Seconds that a backend takes for what it has taken before, past the cache."""

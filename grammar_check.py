@@ -99,7 +99,7 @@ def check_as_text(checked: Check, about: dict[str, Any]) -> Iterator[str]:
             cost = f"{(answer.seconds or 0) * 1e3:8,.2f} ms  {grammar.num_bytes / 2**10:7,.0f} KiB"
         yield f"{answer.backend:{width}}  {answer.verdict:7}  {cost}".rstrip()
         if answer.refusal is not None:
-            yield f"  refused: {_sentence(answer.refusal)}"
+            yield f"  {'refused' if grammar is None else 'not exact'}: {_sentence(answer.refusal)}"
         yield from (f"  not enforced: {warning}" for warning in (grammar.warnings if grammar is not None else ()))
 
 

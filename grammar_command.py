@@ -22,13 +22,14 @@ from penstock.plugins.manager import Plugins
 
 def run_grammar_command(arguments: GrammarArguments, plugins: Plugins) -> int:
     """Prints what was found and returns the exit code, 0 or 1. Raises `ConfigurationError` for what cannot be tried at all."""
-    with opened(arguments.path) as file, grammar_bench(arguments, plugins) as bench:
-        return check_file(bench, file, arguments) if arguments.action == "check" else test_file(bench, file, arguments)
+    with opened(arguments.path) as file:
+        return check_file(file, arguments, plugins) if arguments.action == "check" else test_file(file, arguments, plugins)
 
 
-def check_file(bench: GrammarBench, file: BinaryIO, arguments: GrammarArguments) -> int:
+def check_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
     spec = read_spec(file, arguments)
-    checked = asyncio.run(check(bench, spec, arguments.backend, is_strict=arguments.is_strict))
+    with grammar_bench(arguments, plugins) as bench:
+        checked = asyncio.run(check(bench, spec, arguments.backend, is_strict=arguments.is_strict))
     about = {"file": arguments.path, "kind": spec.kind.value, "model": model_name(arguments.model)}
     if arguments.is_json:
         print(json.dumps(check_as_json(checked, about), ensure_ascii=False))
@@ -37,8 +38,9 @@ def check_file(bench: GrammarBench, file: BinaryIO, arguments: GrammarArguments)
     return 0 if checked.chosen.grammar is not None else 1
 
 
-def test_file(bench: GrammarBench, file: BinaryIO, arguments: GrammarArguments) -> int:
-    trial = asyncio.run(run_trial(bench, file, arguments.backend, is_strict=arguments.is_strict, limit=arguments.limit))
+def test_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
+    with grammar_bench(arguments, plugins) as bench:
+        trial = asyncio.run(run_trial(bench, file, arguments.backend, is_strict=arguments.is_strict, limit=arguments.limit))
     about = {
         "file": arguments.path,
         "model": model_name(arguments.model),

@@ -73,11 +73,10 @@ class Result:
 
 @dataclass(slots=True)
 class Trial:
-    """All results of a file, in its order, and the seconds of every successful compilation and every mask."""
+    """All results of a file, in its order, and the seconds of every mask."""
 
     results: list[Result] = field(default_factory=list)
     malformed: list[Malformed] = field(default_factory=list)
-    compile_seconds: list[float] = field(default_factory=list)
     mask_seconds: list[float] = field(default_factory=list)
 
     def of_mode(self, mode: str) -> list[Result]:
@@ -106,8 +105,6 @@ async def run_trial(
             outcome = await bench.compile(replace(spec, is_lenient=True), backend)
         result = Result(case, outcome, refusal)
         if outcome.grammar is not None:
-            if outcome.seconds is not None:
-                trial.compile_seconds.append(outcome.seconds)
             result.failures = list(_failures(walker, outcome.grammar, case.instances, trial.mask_seconds))
         trial.results.append(result)
     return trial

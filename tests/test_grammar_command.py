@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine import grammar_limits
 from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar_cache import TIME_LIMIT
 from penstock.engine.tokenizer import Tokenizer
 from penstock.grammar_bench import GrammarBench
 from penstock.grammar_check import Check, check, check_as_json, check_as_text
@@ -125,7 +128,7 @@ def test_a_schema_that_accepts_and_refuses_as_it_should_is_right() -> None:
     trial = tried(RIGHT)
     (result,) = trial.results
     assert (result.mode, result.is_right, result.outcome.backend) == ("exact", True, "lists")
-    assert len(trial.compile_seconds) == 1
+    assert result.outcome.seconds == result.outcome.waited
     assert len(trial.mask_seconds) > 4
     assert trial.is_passed
 
@@ -211,7 +214,7 @@ def test_the_limit_counts_schemas() -> None:
 def test_the_same_schema_again_is_answered_from_the_cache() -> None:
     trial = tried(RIGHT, RIGHT)
     assert [result.outcome.backend for result in trial.results] == ["lists", "lists"]
-    assert len(trial.compile_seconds) == 1
+    assert trial_as_json(trial, ABOUT)["compile_ms"]["count"] == 1
 
 
 def test_what_the_cache_knows_under_another_name_has_a_backend() -> None:
@@ -238,6 +241,14 @@ def test_auto_asks_in_the_order_of_a_server() -> None:
     factories: Any = {"lists": ListBackend, "hard": HardBackend}
     assert checked({"accepts": []}, **factories).chosen.backend == "lists"
     assert checked({"hard": 0}, **factories).chosen.backend == "hard"
+
+
+def test_waiting_includes_what_another_backend_refused_first() -> None:
+    outcome = checked({"accepts": []}, hard=HardBackend, lists=ListBackend).chosen
+    assert outcome.backend == "lists"
+    assert outcome.seconds is not None
+    assert outcome.waited is not None
+    assert outcome.waited > outcome.seconds
 
 
 def test_a_check_says_of_every_backend_why_and_what() -> None:
@@ -340,11 +351,18 @@ def test_test_runs_over_the_default_models_tokenizer(default_model_dir: Path, tm
     ],
 )
 def test_a_file_that_holds_something_else_is_one_line_and_exit_code_2(
-    default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, words: str
 ) -> None:
     (tmp_path / name).write_text(content)
     assert main(["grammar", "check", str(tmp_path / name), *(["--kind", "choice"] if name == "b.choice" else [])]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_limits_in_the_docs_are_those_of_the_code() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "grammars.md").read_text(encoding="utf-8")
+    names = ("MAX_TEXT", "MAX_GRAMMAR", "MAX_REGEX", "MAX_DEPTH", "MAX_PROPERTIES", "MAX_CHOICES")
+    limits = [getattr(grammar_limits, name) for name in names] + [int(TIME_LIMIT)]
+    assert re.findall(r"^\| [^|]+ \| ([\d,]+) \|$", page, re.MULTILINE) == [f"{limit:,}" for limit in limits]
 
 
 def test_a_file_that_is_not_there_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
