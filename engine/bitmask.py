@@ -6,6 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from penstock.engine.native_library import native_library
+
 BITS_PER_WORD = 32
 
 
@@ -30,12 +32,24 @@ def apply_bitmask(logits_BV: Tensor, bitmask_BW: Tensor, rows: Sequence[int] | N
         places_R = torch.arange(len(bitmask_BW)) if rows is None else torch.tensor(rows)
         bitmask_apply(logits_BV, bitmask_BW, places_R.to(logits_BV.device, non_blocking=True))
         return
+    library = native_library() if logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 else None
+    if library is not None and logits_BV.stride(-1) == bitmask_BW.stride(-1) == 1:
+        places_R = torch.arange(len(bitmask_BW)) if rows is None else torch.tensor(rows, dtype=torch.int64)
+        assert len(places_R) == len(bitmask_BW)
+        assert all(0 <= row < len(logits_BV) for row in rows or ()), "a row that is not there"
+        sizes = (len(places_R), logits_BV.shape[-1], bitmask_BW.shape[-1], logits_BV.stride(0), bitmask_BW.stride(0))
+        library.penstock_apply_bitmask(logits_BV.data_ptr(), bitmask_BW.data_ptr(), places_R.data_ptr(), *sizes)
+        return
+    apply_bitmask_with_torch(logits_BV, bitmask_BW, range(len(logits_BV)) if rows is None else rows)
+
+
+def apply_bitmask_with_torch(logits_BV: Tensor, bitmask_BW: Tensor, rows: Sequence[int]) -> None:
+    """What `apply_bitmask` does where there is no kernel for it."""
     vocab_size = logits_BV.shape[-1]
     num_held = min(vocab_size, bitmask_BW.shape[-1] * BITS_PER_WORD)
     ceilings = _ceilings(logits_BV.dtype, logits_BV.device)
     # Looking up each byte takes a third of the time that shifting bits does. Row by row: one row's expanded bits stay in the cache.
-    places = range(len(logits_BV)) if rows is None else rows
-    for row, words in zip(places, bitmask_BW[:, : num_words(num_held)], strict=True):
+    for row, words in zip(rows, bitmask_BW[:, : num_words(num_held)], strict=True):
         allowed = ceilings[words.view(torch.uint8).int()].flatten()[:num_held]
         logits = logits_BV[row]
         torch.minimum(logits[:num_held], allowed, out=logits[:num_held])

@@ -50,6 +50,8 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_paged_decode.restype = None
     library.penstock_paged_prefill.argtypes = [pointer] * 7 + [integer] * 8 + [number, integer, number, pointer]
     library.penstock_paged_prefill.restype = None
+    library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
+    library.penstock_apply_bitmask.restype = None
     library.penstock_small_linear.argtypes = [pointer] * 3 + [integer] * 3
     library.penstock_small_linear.restype = None
     library.penstock_has_small_linear.argtypes = []

@@ -12,6 +12,7 @@ from penstock.engine.bitmask import apply_bitmask
 from penstock.engine.draw import draw, most_probable, most_probable_k, padded_width
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.logprobs import token_logprobs
+from penstock.engine.native_library import native_library
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.penalties import apply_penalties
 from penstock.engine.sampling_state import SamplingState
@@ -110,6 +111,9 @@ class Sampler:
             work_BV[rows, ids] = -torch.inf
 
     def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:
+        if bitmask_BW.device.type == "cpu" and native_library() is not None:
+            apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW)  # passes over ones faster than they can be looked for
+            return
         rows = (bitmask_BW != -1).any(-1).nonzero()[:, 0].tolist()
         if rows:
             apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW[rows], rows)

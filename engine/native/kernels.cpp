@@ -1,9 +1,10 @@
-// The C++ kernels for CPUs: writing keys and values into their blocks, and attention over them. Caches are [num_blocks, block_size,
-// num_kv_heads, head_size], contiguous.
+// The C++ kernels for CPUs: writing keys and values into their blocks, attention over them, and grammars' masks. Caches are [num_blocks,
+// block_size, num_kv_heads, head_size], contiguous.
 //
 // A plain C interface without torch's headers, and one translation unit, so that it compiles in seconds; `engine/native_library.py` builds
 // and loads it.
 
+#include "bitmask.h"
 #include "decode.h"
 #include "prefill.h"
 #include "small_linear.h"
@@ -14,6 +15,15 @@ extern "C" {
 void penstock_write_rows(char* cache, const char* rows, const int64_t* slot_mapping, int64_t num_rows, int64_t row_bytes, int64_t row_stride) {
     for (int64_t t = 0; t < num_rows; ++t) {
         if (slot_mapping[t] >= 0) std::memcpy(cache + slot_mapping[t] * row_bytes, rows + t * row_stride, row_bytes);
+    }
+}
+
+// Row i of words (`words_stride` words apart) is for row rows[i] of logits (`logits_stride` numbers apart).
+void penstock_apply_bitmask(float* logits, const uint32_t* words, const int64_t* rows, int64_t num_rows, int64_t vocab_size, int64_t num_words,
+                            int64_t logits_stride, int64_t words_stride) {
+#pragma omp parallel for schedule(static) if (num_rows > 4)
+    for (int64_t i = 0; i < num_rows; ++i) {
+        apply_bitmask_row(logits + rows[i] * logits_stride, words + i * words_stride, vocab_size, num_words);
     }
 }
 

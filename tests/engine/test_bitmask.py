@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.bitmask import allocate_bitmask, apply_bitmask, num_words
+from penstock.engine.bitmask import allocate_bitmask, apply_bitmask, apply_bitmask_with_torch, num_words
 
 
 def packed(allowed: list[set[int]], width: int) -> torch.Tensor:
@@ -55,6 +55,20 @@ def test_a_view_of_the_logits_is_masked_in_place() -> None:
     apply_bitmask(logits_BV[:, :40], packed([{1}, {2}], 64)[:, : num_words(40)])
     assert logits_BV[:, :40].isfinite().sum() == 2
     assert logits_BV[:, 40:].isfinite().all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 10), st.integers(0, 2), st.integers(0, 2**32))
+def test_the_kernel_and_torch_mask_alike(vocab_size: int, num_words: int, num_others: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mask_BW = torch.randint(-(2**31), 2**31, (3, num_words), dtype=torch.int32, generator=generator)
+    mask_BW[:, ::2] |= -torch.randint(2, mask_BW[:, ::2].shape, dtype=torch.int32, generator=generator)  # some words are all ones
+    logits_BV = torch.randn(3 + num_others, vocab_size + 5, generator=generator)
+    rows = torch.randperm(len(logits_BV), generator=generator)[:3].tolist()
+    expected_BV = logits_BV.clone()
+    apply_bitmask_with_torch(expected_BV[:, :vocab_size], mask_BW, rows)
+    apply_bitmask(logits_BV[:, :vocab_size], mask_BW, rows)
+    assert torch.equal(logits_BV, expected_BV)
 
 
 def test_a_fresh_bitmask_allows_nothing() -> None:

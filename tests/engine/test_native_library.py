@@ -19,6 +19,7 @@ from penstock.engine.native_library import find_compiler, native_library
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 KERNELS = module.SOURCE
 FUNCTIONS = (
+    "penstock_apply_bitmask",
     "penstock_write_rows",
     "penstock_paged_decode",
     "penstock_paged_prefill",
