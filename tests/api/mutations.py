@@ -58,6 +58,30 @@ COMPLETION: dict[str, Any] = {
 }
 
 
+_TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text", "excludes": ["c"]}, "end": ["</a>", "b"]}
+_TAGS = {"type": "triggered_tags", "triggers": ["<a"], "tags": [_TAG], "at_least_one": True, "excludes": ["z"]}
+_TAG_FORMAT = {
+    "type": "sequence",
+    "elements": [{"type": "repeat", "min": 1, "max": 3, "content": {"type": "regex", "pattern": "x"}}, _TAGS],
+}
+CONSTRAINED: dict[str, Any] = {
+    "prompt": "a",
+    "max_tokens": 3,
+    "guided_decoding_backend": "recording:no-fallback",
+    "guided_whitespace_pattern": "",
+    "structured_outputs": {
+        "json": None,
+        "structural_tag": {"type": "structural_tag", "format": _TAG_FORMAT},
+        "backend": "recording:no-fallback",
+        "disable_any_whitespace": True,
+        "json_object": False,
+    },
+    "response_format": {"type": "text"},
+    "json_schema": "",
+    "ebnf": None,
+}
+
+
 def mutated_bodies(whole: dict[str, Any], count: int, seed: int) -> Iterator[bytes]:
     """Bodies changed in one to three places; one in five is broken as JSON as well."""
     rng = random.Random(seed)

@@ -15,8 +15,8 @@ from penstock.plugins.tools import hermes
 from tests.api.scripted import NoGrammar, Scripted, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
-LENIENT = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
-EXACT = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}}
+LENIENT: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
+EXACT: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}}
 WARNINGS = ("`not` at $.properties.a",)
 GOOD, BAD = '{"a": 2}', '{"a": 1}'
 VALID = {"valid": True}

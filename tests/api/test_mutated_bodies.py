@@ -15,7 +15,7 @@ from penstock.api.errors import body_of
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning import deepseek_r1
 from penstock.plugins.tools import hermes
-from tests.api.mutations import CHAT, COMPLETION, mutated_bodies
+from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, mutated_bodies
 from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 Take = Callable[[ServerContext, bytes, bool], Coroutine[Any, Any, object]]
@@ -31,7 +31,7 @@ async def take_completion(context: ServerContext, data: bytes, allow_unknown_fie
     return await completions.prepare(context, body, "id")
 
 
-@pytest.mark.parametrize(("take", "whole"), [(take_chat, CHAT), (take_completion, COMPLETION)])
+@pytest.mark.parametrize(("take", "whole"), [(take_chat, CHAT), (take_completion, COMPLETION), (take_completion, CONSTRAINED)])
 def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[str, Any]) -> None:
     async def run() -> None:
         taken = refused = 0

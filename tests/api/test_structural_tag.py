@@ -9,8 +9,11 @@ import pytest
 
 from penstock.api.structural_tag import TagReader
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
+from penstock.engine.tokenizer import Tokenizer
+from penstock.plugins.manager import Plugins
+from tests.api.scripted import byte_tokenizer
 
 X = {"type": "regex", "pattern": "x+"}
 ONE = {"type": "json_schema", "json_schema": {"const": 1}}
@@ -19,6 +22,10 @@ ANY = {"type": "any_text"}
 
 def tag(begin: str, content: Any, end: Any) -> dict[str, Any]:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def ended(content: Any) -> dict[str, Any]:
+    return {"type": "sequence", "elements": [content, {"type": "const_string", "value": ";"}]}
 
 
 TAGS = [tag("<a>", X, ";"), tag("<ab", ONE, "</ab>")]
@@ -43,7 +50,7 @@ FORMATS: list[dict[str, Any]] = [
     {"type": "tags_with_separator", "tags": TAGS, "separator": "x"},
     {"type": "tags_with_separator", "tags": TAGS, "separator": "x", "at_least_one": True},
     {"type": "tags_with_separator", "tags": TAGS, "separator": "x", "stop_after_first": True},
-    {"type": "dispatch", "rules": [["<a>", X], ["[", ONE]], "loop": True},
+    {"type": "dispatch", "rules": [["<a>", ended(X)], ["[", ended(ONE)]], "loop": True},
     {"type": "dispatch", "rules": [["<a>", X], ["[", ONE]], "loop": False, "excludes": [";"]},
 ]
 PIECES = ["<a>", "<ab", "</ab>", "[b]", "[", "]", ";", "x", "1", "<", "<a>x;", "<ab1</ab>", "[b]x]"]
@@ -99,6 +106,27 @@ def test_a_tag_allows_what_xgrammar_takes_it_for(written: dict[str, Any]) -> Non
     verdicts = [(text, ours.fullmatch(text) is not None) for text in dict.fromkeys(texts(300))]
     assert [(text, _is_grammar_accept_string(reference, text)) for text, _ in verdicts] == verdicts
     assert {verdict for _, verdict in verdicts} == {False, True}
+
+
+@pytest.fixture(scope="module")
+def llguidance() -> tuple[GrammarBackend, Tokenizer, int]:
+    """The backend over a byte tokenizer, and the token that ends an answer."""
+    tokenizer = byte_tokenizer()
+    end = tokenizer.token_id("<|im_end|>")
+    assert end is not None
+    vocabulary = tokenizer.vocabulary(tokenizer.vocab_size, [end])
+    return Plugins.start([]).grammar_backends["llguidance"](vocabulary), tokenizer, end
+
+
+@pytest.mark.parametrize("written", FORMATS, ids=lambda written: str(written["type"]))
+def test_a_backend_takes_a_tag_for_the_same(written: dict[str, Any], llguidance: Any) -> None:
+    backend, tokenizer, end = llguidance
+    grammar = backend.compile(read({"format": written}))
+    ours = re.compile(pattern_of(structure_of(written)))
+    for text in dict.fromkeys(texts(100)):
+        matcher = grammar.matcher()
+        token_ids = [*tokenizer.encode(text, add_special_tokens=False), end]
+        assert all(map(matcher.advance, token_ids)) == (ours.fullmatch(text) is not None), text
 
 
 def test_the_older_form_means_triggered_tags_with_json() -> None:
