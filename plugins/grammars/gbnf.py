@@ -11,6 +11,13 @@ class GbnfError(Exception):
 
 
 def to_lark(text: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
+    """Raises `GbnfError`."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-    return gbnf_to_lark(text).removeprefix("%llguidance {}")
+    try:
+        lark = gbnf_to_lark(text)
+    except GbnfToLarkError as error:
+        line = text.count("\n", 0, error.pos.pos) + 1
+        column = error.pos.pos - text.rfind("\n", 0, error.pos.pos)
+        raise GbnfError(str(error).partition(" at line ")[0], line, column) from error
+    return lark.removeprefix("%llguidance {}")

@@ -3,7 +3,8 @@
 Its parser works as it goes, so that nothing is built beforehand that could be large; `llguidance_limits` bounds what a step may cost.
 """
 
-from functools import cached_property
+import json
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from penstock.engine.errors import UnsupportedGrammar
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 _ONLY_SCHEMA = f"start: {SCHEMA_PREFIX}"
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-_BASE_BYTES = 64 * 2**10
-_BYTES_PER_CHARACTER = 64
+NUM_PROBES = 4
+_BASE_BYTES = 128 * 2**10  # measured, as is the next
+_BYTES_PER_CHARACTER = 80
 
 
 @hookimpl
@@ -55,7 +57,15 @@ class LlguidanceBackend:
             raise self._refusal(spec, leaves, read_complaint(start.get_error()))
         warnings = tuple(dict.fromkeys(leaves.warnings))
         num_bytes = _BASE_BYTES + len(grammar) * _BYTES_PER_CHARACTER
-        return LlguidanceGrammar(start, self._stop_token_ids, can_force=self._can_force, num_bytes=num_bytes, warnings=warnings)
+        return LlguidanceGrammar(
+            start,
+            partial(self._start, grammar),
+            self._vocabulary.size,
+            self._stop_token_ids,
+            can_force=self._can_force,
+            num_bytes=num_bytes,
+            warnings=warnings,
+        )
 
     def _source(self, spec: GrammarSpec, leaves: "_Leaves") -> str:
         if spec.kind is GrammarKind.STRUCTURE:
@@ -65,22 +75,32 @@ class LlguidanceBackend:
             return to_lark(spec.structure, leaves.make, self._vocabulary)[0]
         if spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
             return client_grammar(spec, self._vocabulary)  # not nested, so that lines are the client's
-        return f"start: {leaves.make(spec, self._vocabulary).expression}"
+        leaf = leaves.make(spec, self._vocabulary)
+        return f"start: TEXT\nTEXT: {leaf.expression}" if leaf.is_terminal else f"start: {leaf.expression}"
 
     def _start(self, grammar: str) -> "LLMatcher":
-        """A matcher that has computed its first mask: what no token can begin is refused here, and not in mid-stream."""
+        """A matcher that has computed its first mask, and whose copy has taken some steps: what fails at once does so here."""
         from llguidance import LLMatcher
 
         schema = grammar.removeprefix(_ONLY_SCHEMA)
-        if not self._can_force:
-            source = LLMatcher.grammar_from_lark(grammar + _NO_FORCING)
-        elif schema != grammar:
+        if self._can_force and schema != grammar:
             source = LLMatcher.grammar_from_json_schema(schema)  # the same, read faster
         else:
-            source = LLMatcher.grammar_from_lark(grammar)
+            # In an envelope: llguidance would take a text that begins with a brace for one.
+            options = "" if self._can_force else _NO_FORCING
+            source = json.dumps({"grammars": [{"lark_grammar": grammar + options}]})
         start = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
         if not start.is_error():
-            start.compute_bitmask()
+            mask = start.compute_bitmask()
+        if not start.is_error():
+            probe = start.deep_copy()
+            for _ in range(NUM_PROBES):
+                token_id = _first_set(mask)
+                if token_id in self._vocabulary.stop_token_ids or not probe.consume_token(token_id):
+                    break
+                mask = probe.compute_bitmask()
+            if probe.is_error():
+                return probe
         return start
 
     def _refusal(self, spec: GrammarSpec, leaves: "_Leaves", complaint: Complaint) -> UnsupportedGrammar:
@@ -99,6 +119,11 @@ class LlguidanceBackend:
     @cached_property
     def _can_force(self) -> bool:
         return can_force(self._vocabulary)
+
+
+def _first_set(mask: bytes) -> int:
+    bits = int.from_bytes(mask, "little")
+    return (bits & -bits).bit_length() - 1
 
 
 class _Leaves:

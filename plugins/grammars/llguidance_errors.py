@@ -35,6 +35,8 @@ def read_complaint(text: str) -> Complaint:
     elif message.startswith(_UNIMPLEMENTED):
         keyword = message.split('"')[1]
         message = f"`{keyword}` is not supported"
+    elif message.startswith("NoExtension"):
+        message = "no text satisfies it, or none that this model's tokens can spell"
     elif message.startswith("oneOf constraints"):
         message = "its alternatives may share values, which is not supported"
     message = message.partition(": json-schema:")[0].strip()

@@ -10,7 +10,8 @@ from urllib.parse import unquote
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.json_document import parse_document
-from penstock.plugins.grammars.llguidance_regex import to_pattern
+from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
+from penstock.plugins.grammars.llguidance_regex import MAX_PLACES, UnwritableRegex, check_size, to_pattern
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
 from penstock.plugins.grammars.regular import MisplacedAnchor, full_match, search
 from penstock.plugins.grammars.schema_shape import resolve
@@ -21,8 +22,10 @@ DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
 _ANY_OBJECT = {"type": "object"}
 _OPTIONS = "x-guidance"  # what llguidance itself would take from the schema's root
 _LARGEST_EXACT = 2**53  # numbers are doubles there
+_LARGEST_BOUND = 2**63 - 1024  # the largest double of 64 bits with a sign
 _CLASSES = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
 _SET_OPERATORS = re.compile(r"(?<!\\)\[|&&|--|~~")  # characters in the classes of JSON Schema's regexes, operators in Rust's
+_COUNTS = re.compile(r"(\d{1,9})\}")
 _UNREAD = ("title", "description", "default", "examples", "$comment")  # and may be long
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
@@ -91,6 +94,7 @@ class _Reading:
             "enum": self.values,
             "pattern": self.pattern,
             "uniqueItems": self.unique_items,
+            "properties": self.properties,
             **dict.fromkeys((*_LOWER_BOUNDS, *_UPPER_BOUNDS), self.bound),
         }
 
@@ -113,30 +117,47 @@ class _Reading:
                 raise self.refusal("a whole number beyond 2^53 cannot be asked for exactly", (*steps, keyword))
 
     def pattern(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        """Rewritten where it would not mean the same, and read where it may be too large; others are left to llguidance."""
         pattern = schema[keyword]
-        if not isinstance(pattern, str) or not any(_SET_OPERATORS.search(found[1] or "") for found in _CLASSES.finditer(pattern)):
+        if not isinstance(pattern, str):
+            return
+        has_operators = any(_SET_OPERATORS.search(found[1] or "") for found in _CLASSES.finditer(pattern))
+        if not has_operators and math.prod(max(int(count), 1) for count in _COUNTS.findall(pattern)) <= MAX_PLACES:
             return
         try:
-            schema[keyword] = f"^(?:{to_pattern(search(parse(pattern, ecma_dialect())))})$"
-        except (RegexError, MisplacedAnchor) as error:
+            tree = search(parse(pattern, ecma_dialect()))
+            check_size(tree)
+        except (RegexError, MisplacedAnchor, UnwritableRegex) as error:
             raise self.refusal(f"regex: {error}", (*steps, keyword)) from error
+        if has_operators:
+            schema[keyword] = f"^(?:{to_pattern(tree)})$"
+
+    def properties(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        required = schema.get("required")
+        num_required = len(required) if isinstance(required, list) else 0
+        if isinstance(schema[keyword], dict) and len(schema[keyword]) - num_required > MAX_OPTIONAL_PROPERTIES:
+            raise self.refusal(f"more than {MAX_OPTIONAL_PROPERTIES} properties that are not required", (*steps, keyword))
 
     def unique_items(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         if schema[keyword] is False:
             del schema[keyword]
 
     def bound(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
-        """The nearest double within, where the bound itself is none."""
+        """The nearest double within, where the bound itself is none. Whole numbers have 64 bits there."""
         bound = schema[keyword]
         if not isinstance(bound, int) or abs(bound) <= _LARGEST_EXACT:
             return
-        try:
-            nearest = float(bound)
-        except OverflowError as error:
-            raise self.refusal("a number beyond the range of doubles", (*steps, keyword)) from error
-        if int(nearest) < bound and keyword in _LOWER_BOUNDS:
+        is_lower = keyword in _LOWER_BOUNDS
+        if bound < -_LARGEST_BOUND and is_lower:
+            bound = -_LARGEST_BOUND
+        elif bound > _LARGEST_BOUND and not is_lower:
+            bound = _LARGEST_BOUND
+        elif abs(bound) > _LARGEST_BOUND:
+            raise self.refusal("a bound beyond 64 bits", (*steps, keyword))
+        nearest = float(bound)
+        if is_lower and int(nearest) < bound:
             nearest = math.nextafter(nearest, math.inf)
-        elif int(nearest) > bound and keyword in _UPPER_BOUNDS:
+        elif not is_lower and int(nearest) > bound:
             nearest = math.nextafter(nearest, -math.inf)
         schema[keyword] = int(nearest)
 

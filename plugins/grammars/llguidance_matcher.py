@@ -1,6 +1,6 @@
 """A grammar compiled by llguidance, and one sequence's place in it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -16,15 +16,27 @@ class MatcherFailed(Exception):
 
 
 class LlguidanceGrammar:
-    """The matcher at the start, which is copied for each sequence and never advanced.
+    """A matcher at the start, which is copied for each sequence and never advanced. `make_start` makes another.
 
+    Copies share the lexer and what it has worked out. Once it has failed one sequence it fails them all, so the next ones get a new one.
     `num_bytes` is an estimate; `can_force` says whether the tokenizer's own spelling of forced text is known.
     """
 
     def __init__(
-        self, start: "LLMatcher", stop_token_ids: Iterable[int], *, can_force: bool, num_bytes: int, warnings: tuple[str, ...] = ()
+        self,
+        start: "LLMatcher",
+        make_start: Callable[[], "LLMatcher"],
+        vocab_size: int,
+        stop_token_ids: Iterable[int],
+        *,
+        can_force: bool,
+        num_bytes: int,
+        warnings: tuple[str, ...] = (),
     ) -> None:
         self._start = start
+        self._make_start = make_start
+        self.has_failed = False
+        self.vocab_size = vocab_size
         self.can_force = can_force
         self.stop_token_ids = frozenset(stop_token_ids)
         self.stop_bits = sum(1 << token_id for token_id in self.stop_token_ids)
@@ -40,6 +52,9 @@ class LlguidanceGrammar:
         return self._warnings
 
     def matcher(self) -> "LlguidanceMatcher":
+        if self.has_failed:
+            self._start = self._make_start()
+            self.has_failed = False
         return LlguidanceMatcher(self, self._start.deep_copy())
 
 
@@ -63,7 +78,7 @@ class LlguidanceMatcher:
 
     def advance(self, token_id: int) -> bool:
         """A token that spells what the grammar allows in another way than the tokenizer would is taken, though no mask may show it."""
-        if self._is_ended:
+        if self._is_ended or token_id >= self._grammar.vocab_size:
             return False
         if token_id in self._grammar.stop_token_ids:
             self._is_ended = self._matcher.is_accepting()
@@ -108,4 +123,5 @@ class LlguidanceMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
+            self._grammar.has_failed = True
             raise MatcherFailed(self._matcher.get_error().partition("\n")[0])

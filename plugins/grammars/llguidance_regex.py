@@ -1,25 +1,56 @@
 """A tree as a regex that llguidance compiles, and as a terminal of a Lark grammar."""
 
+import json
+
 from penstock.plugins.grammars.charset import CharSet, of
 from penstock.plugins.grammars.regular import Chars, Either, Literal, Node, Repeat, Sequence
 
+# Repeats within repeats cost llguidance seconds for one mask: `(x{1000}){1000}` is a million places.
+MAX_PLACES = 200_000
+
 
 class UnwritableRegex(Exception):
-    """The tree asks for a character that cannot be generated. The message says so."""
+    """The tree asks for a character that cannot be generated, or for too much. The message says so."""
+
+
+def check_size(node: Node) -> None:
+    """Raises `UnwritableRegex` where, all repeats written out, there are more than `MAX_PLACES` for a character."""
+    if _num_places(node) > MAX_PLACES:
+        raise UnwritableRegex(f"repeats within repeats come to more than {MAX_PLACES} characters")
+
+
+def _num_places(node: Node) -> int:
+    match node:
+        case Literal(text):
+            return len(text)
+        case Sequence(items) | Either(items):
+            return sum(map(_num_places, items))
+        case Repeat(item, minimum, maximum):
+            return _num_places(item) * max(minimum if maximum is None else maximum, 1)
+    return 1
 
 
 def to_terminal(node: Node) -> str:
     """The tree as a terminal. The lexer takes the longest text that it matches: what follows may not go on where it could."""
+    texts = node.items if isinstance(node, Either) else (node,)
+    if all(isinstance(text, Literal) for text in texts):
+        return "(" + " | ".join(quoted(text.text) for text in texts if isinstance(text, Literal)) + ")"  # read faster than a regex
+    check_size(node)
     pattern = to_pattern(node)
-    return f"/{pattern}/" if pattern else '""'
+    return f"/{pattern}/" if pattern else quoted("")
+
+
+def quoted(text: str) -> str:
+    """A Lark string, whose escapes are JSON's. Raises `UnwritableRegex`."""
+    _check(text)
+    return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def to_pattern(node: Node) -> str:
     """The syntax of Rust's `regex`, without slashes. Every set is spelled out in ranges, so that it means there what it means here."""
     match node:
         case Literal(text):
-            if any(not of(character) for character in text):
-                raise UnwritableRegex("NUL and lone surrogates cannot be generated")
+            _check(text)
             return "".join(map(_character, text))
         case Chars(chars):
             return _class(chars)
@@ -30,6 +61,11 @@ def to_pattern(node: Node) -> str:
         case Repeat(item, minimum, maximum):
             return f"(?:{to_pattern(item)}){{{minimum},{'' if maximum is None else maximum}}}"
     raise AssertionError("anchors are resolved before a pattern is written")
+
+
+def _check(text: str) -> None:
+    if any(not of(character) for character in text):
+        raise UnwritableRegex("NUL and lone surrogates cannot be generated")
 
 
 def _class(chars: CharSet) -> str:

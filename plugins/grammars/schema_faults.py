@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from penstock.plugins.grammars.schema_keywords import ANNOTATIONS
 from penstock.plugins.grammars.schema_shape import resolve
@@ -19,7 +19,7 @@ _COMPILED = frozenset(
         *("anyOf", "oneOf", "allOf"),
     }
 )
-_STRUCTURAL = frozenset({"type", "properties", "required", "items", "$ref"})  # blamed last
+_BLAMED_LAST = ("items", "$ref", "properties", "type")
 _HOME = "penstock-schema"
 
 
@@ -64,7 +64,7 @@ class _Search:
                 return Fault(steps, None, message)
             if pointer(below) in self.visited or child is False:  # which is fine wherever another way is left
                 continue
-            inner = self.error_of(self.document({"$ref": f"#/$defs/{_HOME}{pointer(below)}"}))
+            inner = self.error_of(self.document({"$ref": f"#/$defs/{_HOME}{quote(pointer(below))}"}))
             if inner is not None:
                 return self.descend(below, child, inner)
         keyword, own_message = self.keyword(schema, message)
@@ -91,7 +91,7 @@ class _Search:
             own = self.error_of(self.document({keyword: moved[keyword]}))
             if own is not None:
                 return keyword, own
-        for keyword in sorted(keywords, key=lambda keyword: keyword in _STRUCTURAL):
+        for keyword in sorted(keywords, key=lambda keyword: _BLAMED_LAST.index(keyword) if keyword in _BLAMED_LAST else -1):
             rest = {name: value for name, value in moved.items() if name != keyword}
             if self.error_of(self.document(rest)) is None:
                 return keyword, None
@@ -113,7 +113,7 @@ class _Search:
         }
         reference = moved.get("$ref")
         if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-            if reference[1:] in self.visited:
+            if unquote(reference[1:]) in self.visited:
                 del moved["$ref"]
             else:
                 moved["$ref"] = f"#/$defs/{_HOME}{reference[1:]}"

@@ -43,10 +43,8 @@ def path(steps: Steps) -> str:
 
 
 def pointer(steps: Steps) -> str:
-    """A JSON Pointer (RFC 6901), percent-encoded as in a `$ref`."""
-    from urllib.parse import quote
-
-    return "".join("/" + quote(str(step).replace("~", "~0").replace("/", "~1")) for step in steps)
+    """A JSON Pointer (RFC 6901)."""
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
 
 
 def at(document: Any, steps: Steps) -> Any:
