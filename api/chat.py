@@ -9,7 +9,7 @@ from penstock.api.answering import answer
 from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.constraints import grammar_spec, open_schema
+from penstock.api.constraints import grammar_spec, open_schema, whitespace_pattern
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.folds import ReasoningView
 from penstock.api.messages import template_kwargs
@@ -106,8 +106,8 @@ async def constraint(context: ServerContext, body: ChatCompletionRequest, tools:
     if not tools.shown or context.tool_parser is None:
         return spec
     tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
-    parser_name = context.plugins.tool_parsers.active
-    return await run(context, lambda: answer_grammar(tools, spec, tool_format, parser_name), is_long=True)
+    parser_name, whitespace = context.plugins.tool_parsers.active, whitespace_pattern(body)
+    return await run(context, lambda: answer_grammar(tools, spec, tool_format, parser_name, whitespace), is_long=True)
 
 
 async def answer_check(context: ServerContext, body: ChatCompletionRequest, grammar: CompiledGrammar | None) -> AnswerCheck:

@@ -1,8 +1,8 @@
 """What a request's tools and its constraint allow together, as one `GrammarSpec` in the model's own wire format."""
 
-import json
 from typing import Any
 
+from penstock.api.json_source import write_json
 from penstock.api.tools import Tool, ToolUse
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarKind, GrammarSpec
@@ -13,9 +13,13 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 def answer_grammar(
-    use: ToolUse, constraint: GrammarSpec | None, tool_format: ToolFormat | None, parser_name: str | None
+    use: ToolUse,
+    constraint: GrammarSpec | None,
+    tool_format: ToolFormat | None,
+    parser_name: str | None,
+    whitespace_pattern: str | None = None,
 ) -> GrammarSpec | None:
-    """What the answer is held to once its reasoning is over; None where it is free.
+    """What the answer is held to once its reasoning is over; None where it is free. `whitespace_pattern` is that of the arguments' JSON.
 
     - Without tools: the constraint alone.
     - Where a call is forced: calls, and nothing else.
@@ -36,7 +40,7 @@ def answer_grammar(
         parser = "the tool parser" if parser_name is None else f"the tool parser `{parser_name}`"
         raise InvalidRequest(f"{what} cannot be guaranteed here: {parser} has no `tool_format`, which says how calls are written", param)
     opening = tool_format.opening
-    calls = tool_format.calls([callable_tool(tool) for tool in use.callable], is_single=use.is_single)
+    calls = tool_format.calls([callable_tool(tool, whitespace_pattern) for tool in use.callable], is_single=use.is_single)
     only_calls = Sequence((Marker(opening), calls))
     if use.is_forced:
         if constraint is not None and not is_about_content(constraint):
@@ -80,14 +84,11 @@ def grammar_of(structure: Structure) -> GrammarSpec:
     return GrammarSpec(GrammarKind.STRUCTURE, "", "tools", structure=structure)
 
 
-def callable_tool(tool: Tool) -> CallableTool:
+def callable_tool(tool: Tool, whitespace_pattern: str | None = None) -> CallableTool:
     """Equal definitions give equal texts, which is what compiled grammars are kept by; the properties keep the client's order."""
     param = f"{tool.path}.function.parameters"
-    try:
-        text = json.dumps(arguments_schema(tool.parameters), ensure_ascii=False)
-    except RecursionError:
-        raise InvalidRequest(f"`{param}` nests too deeply", param) from None
-    return CallableTool(tool.name, GrammarSpec(GrammarKind.JSON_SCHEMA, text, param, is_lenient=not tool.is_strict))
+    text = write_json(arguments_schema(tool.parameters), param)
+    return CallableTool(tool.name, GrammarSpec(GrammarKind.JSON_SCHEMA, text, param, whitespace_pattern, is_lenient=not tool.is_strict))
 
 
 def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:

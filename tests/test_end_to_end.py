@@ -9,11 +9,12 @@ import urllib.request
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import openai
 import pytest
 from aiohttp import web
+from pydantic import BaseModel
 
 from penstock.api.app import build_app, build_runner
 from penstock.arguments import parse_arguments
@@ -157,6 +158,37 @@ def test_a_constraint_begins_after_the_reasoning(server: Server) -> None:
     }
     answer = server.chat(extra_body={"guided_json": schema}, max_tokens=60).choices[0].message.content
     assert json.loads(answer)["age"] in (1, 2)
+
+
+class Walk(BaseModel):
+    kilometres: Literal[1, 2, 3]
+
+
+class Ride(BaseModel):
+    by: Literal["bus", "自行车"]
+
+
+class Trip(BaseModel):
+    first: Walk | Ride
+    then: Walk | Ride | None
+
+
+class Nap(BaseModel):
+    minutes: Literal[10, 20]
+
+
+def test_a_forced_call_is_of_its_model_after_the_reasoning(server: Server) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 250, "temperature": 0, "parallel_tool_calls": False}
+    fields["tools"] = [openai.pydantic_function_tool(Trip), openai.pydantic_function_tool(Nap)]
+    [required] = server.client.chat.completions.parse(tool_choice="required", **fields).choices
+    with server.client.chat.completions.stream(tool_choice={"type": "function", "function": {"name": "Trip"}}, **fields) as stream:
+        [named] = stream.get_final_completion().choices
+    for choice, kind in ((required, Trip | Nap), (named, Trip)):
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.reasoning_content
+        assert not choice.message.content
+        [call] = choice.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, kind)
 
 
 def test_a_stop_string_ends_the_text_before_it(server: Server) -> None:

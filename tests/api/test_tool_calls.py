@@ -155,6 +155,14 @@ def test_beside_a_constraint_the_answer_is_that_or_calls(tokenizer: Tokenizer, o
         assert forced["calls"]
         [alone] = await answers(server, 1, tools=LOOSE, tool_choice="none", response_format=format_)
         Stay.model_validate_json(alone["content"])
+        with pytest.raises(openai.BadRequestError) as caught:
+            await server.ask(tools=LOOSE, extra_body={"guided_json": NOT})
+        assert caught.value.param == "guided_json.properties.a.not"
+        with pytest.raises(openai.BadRequestError) as caught:
+            await server.ask(tools=LOOSE, tool_choice="required", extra_body={"guided_regex": "a"})
+        assert caught.value.param == "guided_regex"
+        compact = await answers(server, 2, tools=STRICT, extra_body={"guided_whitespace_pattern": ""})
+        assert all(" " not in arguments.replace('said \\"no', "") for choice in compact for _, arguments in choice["calls"])
 
     improvise(scenario, tokenizer=tokenizer, opening=opening)
 

@@ -93,6 +93,10 @@ def test_arguments_are_exact_where_the_tool_is_strict_and_always_an_object() -> 
         '{"type": "object"}',
     ]
     assert answer_grammar(use_of(tools=json.loads(json.dumps(tools))), None, Recording(), None) == spec
+    assert {tool.arguments.whitespace_pattern for tool in given} == {None}
+    given.clear()
+    answer_grammar(use_of(tools=tools), None, Recording(), None, "")
+    assert {tool.arguments.whitespace_pattern for tool in given} == {""}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +132,6 @@ def test_arguments_that_nest_too_deeply_are_refused() -> None:
         schema = {"properties": {"a": schema}}
     use = use_of(tools=STRICT)
     deep = ToolUse(shown=use.shown, callable=(type(use.callable[0])("f", schema, True, "tools[0]"),), choice="auto")
-    with pytest.raises(InvalidRequest, match="nests too deeply") as caught:
+    with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
         answer_grammar(deep, None, Slashes(), None)
     assert caught.value.param == "tools[0].function.parameters"
