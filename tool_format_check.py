@@ -132,7 +132,7 @@ class ToolFormatCheck:
             self._check_calls(pieces, self._read(pieces), is_single=None)
 
     def _check_calls(self, pieces: Sequence[str], events: Iterable[Event], *, is_single: bool | None) -> None:
-        import jsonschema
+        import jsonschema  # type: ignore[import-untyped]
 
         calls = _calls(events)
         assert calls or is_single is None, f"{pieces} is allowed, and is no call"
@@ -146,7 +146,7 @@ class ToolFormatCheck:
 
     @cached_property
     def _format(self) -> ToolFormat:
-        found = getattr(self._factory, "tool_format", None) or getattr(self._factory(self._turn), "tool_format", None)
+        found: ToolFormat | None = getattr(self._factory, "tool_format", None) or getattr(self._factory(self._turn), "tool_format", None)
         assert found is not None, "the parser has no `tool_format`"
         return found
 

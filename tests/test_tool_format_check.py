@@ -5,7 +5,7 @@ import pytest
 
 from penstock.engine.events import Event, Text
 from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, Value
+from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
 from penstock.plugins.tools.hermes import END, START, Hermes
@@ -68,7 +68,7 @@ class NeverSeveral(Blocks):
 
 class PerhapsNone(Blocks):
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
-        return Either((super().calls(tools, is_single=is_single), FreeText((END,))))
+        return Either((super().calls(tools, is_single=is_single), Literal("\nNothing.")))
 
 
 def parser_with(tool_format: Any) -> type[Hermes]:

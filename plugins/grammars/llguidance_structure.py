@@ -15,22 +15,10 @@ from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.plugins.automaton import split_symbols
+from penstock.plugins.grammars import part_edges
 from penstock.plugins.grammars.json_document import parse_document
 from penstock.plugins.grammars.llguidance_leaves import Leaf, regular_tree
-from penstock.plugins.grammars.part_edges import (
-    ADDED_TOKEN,
-    ANY_GRAMMAR,
-    FREE_TEXT,
-    TEXT_AND_MARKER,
-    Edges,
-    Indistinct,
-    either,
-    json_value,
-    literal,
-    of_regex,
-    repeat,
-    sequence,
-)
+from penstock.plugins.grammars.part_edges import Edges, Indistinct
 from penstock.plugins.markers import join_pieces
 
 ToLeaf = Callable[[GrammarSpec, Vocabulary], Leaf]
@@ -97,9 +85,10 @@ class _Translation:
 
     def _marker(self, text: str) -> list[_Part]:
         """As `MarkerBuffer` looks for it: the added tokens in it as such, and what is left as text."""
+        ids = self._vocabulary.added_token_ids
+        symbols = join_pieces(split_symbols(text, self._added_tokens))
         return [
-            _Part(f"<[{self._vocabulary.added_token_ids[symbol]}]>", ADDED_TOKEN) if isinstance(symbol, SpecialText) else _text(symbol)
-            for symbol in join_pieces(split_symbols(text, self._added_tokens))
+            _Part(f"<[{ids[symbol]}]>", part_edges.ADDED_TOKEN) if isinstance(symbol, SpecialText) else _text(symbol) for symbol in symbols
         ]
 
     def _is_text(self, marker: str) -> bool:
@@ -108,7 +97,7 @@ class _Translation:
     def _free_text(self, without: tuple[str, ...]) -> _Part:
         """A marker with an added token in it cannot come up in text."""
         bans = [f"~({_ANY} {_quoted(marker)} {_ANY})" for marker in without if self._is_text(marker)]
-        return _Part(f"({' & '.join([_ANY, *bans])})", FREE_TEXT, is_lexeme=True)
+        return _Part(f"({' & '.join([_ANY, *bans])})", part_edges.free_text(filter(self._is_text, without)), is_lexeme=True)
 
     def _text_until(self, marker: str, without: tuple[str, ...]) -> list[_Part]:
         text = self._free_text(without)
@@ -116,7 +105,8 @@ class _Translation:
             return [text, *self._marker(marker)]
         quoted = _quoted(marker)
         # Not `lazy`: it ends at the first marker because nothing that goes on from there matches.
-        return [_Part(f"({text.body} & ({_ANY} {quoted}) & ~({_ANY} {quoted} {_MORE}))", TEXT_AND_MARKER, is_lexeme=True)]
+        body = f"({text.body} & ({_ANY} {quoted}) & ~({_ANY} {quoted} {_MORE}))"
+        return [_Part(body, part_edges.text_until(marker, filter(self._is_text, without)), is_lexeme=True)]
 
     def _value(self, spec: GrammarSpec) -> _Part:
         part = self._values.get(spec)
@@ -132,14 +122,15 @@ class _Translation:
         is_lexeme = all(part.is_lexeme for arm in arms for part in arm)
         parts = [_lexeme(arm) if is_lexeme else self._joined(arm) for arm in arms]
         body = " | ".join(part.body for part in parts)
-        return _Part(f"({body})" if is_lexeme else self._rule(body), either((part.edges for part in parts), is_lexeme=is_lexeme), is_lexeme)
+        edges = (part_edges.lexeme_either if is_lexeme else part_edges.either)([part.edges for part in parts])
+        return _Part(f"({body})" if is_lexeme else self._rule(body), edges, is_lexeme)
 
     def _repeat(self, parts: list[_Part], minimum: int, maximum: int | None) -> list[_Part]:
         if maximum == 0 or not parts:
             return []
         is_lexeme = all(part.is_lexeme for part in parts)
         part = _lexeme(parts) if is_lexeme else self._joined(parts)
-        edges = repeat(part.edges, minimum, maximum, is_lexeme=is_lexeme)
+        edges = (part_edges.lexeme_repeat if is_lexeme else part_edges.repeat)(part.edges, minimum, maximum)
         times = "*" if (minimum, maximum) == (0, None) else f"{{{minimum},{'' if maximum is None else maximum}}}"
         body = f"({part.body}){times}" if is_lexeme else self._rule(self._rule(part.body) + times)
         return [_Part(body, edges, is_lexeme)]
@@ -151,7 +142,7 @@ class _Translation:
             neighbours = list(run)
             joined += [self._terminal(_lexeme(neighbours))] if is_lexeme else neighbours
         body = " ".join(part.body for part in joined) or _NOTHING
-        return _Part(body, sequence((part.edges for part in joined), is_lexeme=False))
+        return _Part(body, part_edges.sequence([part.edges for part in joined]))
 
     def _rule(self, body: str) -> str:
         # Names keep the parentheses from nesting.
@@ -169,11 +160,11 @@ class _Translation:
 
 def _lexeme(parts: list[_Part]) -> _Part:
     body = " ".join(part.body for part in parts) or _NOTHING
-    return _Part(body, sequence((part.edges for part in parts), is_lexeme=True), is_lexeme=True)
+    return _Part(body, part_edges.lexeme_sequence([part.edges for part in parts]), is_lexeme=True)
 
 
 def _text(text: str) -> _Part:
-    return _Part(_quoted(text), literal(text), is_lexeme=True)
+    return _Part(_quoted(text), part_edges.literal(text), is_lexeme=True)
 
 
 def _quoted(text: str) -> str:
@@ -184,13 +175,13 @@ def _quoted(text: str) -> str:
 def _edges(spec: GrammarSpec) -> Edges:
     match spec.kind:
         case GrammarKind.REGEX | GrammarKind.CHOICE:
-            return of_regex(regular_tree(spec))
+            return part_edges.of_regex(regular_tree(spec))
         case GrammarKind.JSON_SCHEMA:
-            return json_value(spec.whitespace_pattern, is_number=_may_be_number(parse_document(spec.text, spec.param)))
+            return part_edges.json_value(spec.whitespace_pattern, is_number=_may_be_number(parse_document(spec.text, spec.param)))
         case GrammarKind.JSON_OBJECT:
-            return json_value(spec.whitespace_pattern, is_number=False)
+            return part_edges.json_value(spec.whitespace_pattern, is_number=False)
         case GrammarKind.LARK | GrammarKind.GBNF | GrammarKind.STRUCTURE:
-            return ANY_GRAMMAR
+            return part_edges.ANY_GRAMMAR
 
 
 def _may_be_number(schema: Any) -> bool:
