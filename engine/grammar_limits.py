@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
@@ -18,6 +19,8 @@ MAX_GRAMMAR = 2**17
 MAX_REGEX = 4096
 MAX_REGEXES = 2**16  # all of a constraint's together
 MAX_DEPTH = 64
+MAX_DEPTH_BEHIND_REFERENCES = 256  # objects within each other; engines recurse, and one that has no stack left ends the whole process
+MAX_RULES = 1000  # for the same reason: each may lead to the next
 MAX_PROPERTIES = 5_000
 MAX_SCHEMAS = 20_000
 MAX_VALUES = 200_000
@@ -77,7 +80,9 @@ def check_limits(spec: GrammarSpec) -> None:
             budget.add_regex(own.whitespace_pattern, own.param)
         match own.kind:
             case GrammarKind.JSON_SCHEMA:
-                budget.add_schema(_decoded(own), own.param)
+                document = _decoded(own)
+                budget.add_schema(document, own.param)
+                check_references(document, own.param)
             case GrammarKind.CHOICE:
                 budget.add_choices(_decoded(own), own.param)
             case GrammarKind.REGEX:
@@ -85,6 +90,47 @@ def check_limits(spec: GrammarSpec) -> None:
             case GrammarKind.LARK | GrammarKind.GBNF:
                 if len(own.text) > MAX_GRAMMAR:
                     _refuse(f"a grammar of more than {MAX_GRAMMAR} characters", own.param)
+                if _num_rules(own.text) > MAX_RULES:
+                    _refuse(f"a grammar of more than {MAX_RULES} rules", own.param)
+
+
+def check_references(root: Any, param: str) -> None:
+    """Follows the schema's references, each once and in the order in which an engine comes to them. Raises `UnsupportedGrammar`."""
+    seen: set[str] = set()
+    pending: list[tuple[Any, int]] = [(root, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if depth > MAX_DEPTH_BEHIND_REFERENCES:
+            _refuse(f"a schema nested deeper than {MAX_DEPTH_BEHIND_REFERENCES} objects, references included,", param)
+        if isinstance(value, list):
+            pending += [(child, depth) for child in reversed(value)]
+            continue
+        if not isinstance(value, dict):
+            continue
+        pending += [(child, depth + 1) for key, child in reversed(value.items()) if key not in ("$defs", "definitions", "enum", "const")]
+        reference = value.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#") and reference not in seen:
+            seen.add(reference)
+            pending.append((_target(root, reference), depth + 1))
+
+
+def _num_rules(grammar: str) -> int:
+    """Of lines that look like the beginning of a rule."""
+    return sum(":" in line and line.lstrip()[:1] not in ("|", "/", "#", "%", '"') for line in grammar.splitlines())
+
+
+def _target(root: Any, reference: str) -> Any:
+    """What a reference within the document leads to; None where it leads nowhere, which is for the backends to refuse."""
+    target = root
+    for step in reference.split("/")[1:]:
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict):
+            target = target.get(step)
+        elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+        else:
+            return None
+    return target
 
 
 def specs_of(spec: GrammarSpec) -> Iterator[GrammarSpec]:

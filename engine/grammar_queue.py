@@ -18,6 +18,7 @@ NUM_QUICK = 1
 MAX_RUNNING = 4
 SLOW_SECONDS = 0.1
 NICENESS = 19
+STACK_BYTES = 2**26  # engines recurse into what they compile; only what is used of it takes memory
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +79,9 @@ class GrammarQueue:
         job.is_started = True
         self._running.add(job)
         overdue = loop.call_later(SLOW_SECONDS, self._step_aside, job)
+        previous = threading.stack_size(STACK_BYTES)  # of a thread that this may begin
         result = loop.run_in_executor(self._threads, _contained, job.work)
+        threading.stack_size(previous)
         result.add_done_callback(lambda result: self._finish(job, result, overdue))
 
     def _step_aside(self, job: Job) -> None:

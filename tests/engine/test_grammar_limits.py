@@ -34,7 +34,19 @@ def properties(num: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": {} for i in range(num)}}
 
 
+def chain(num_references: int) -> dict[str, Any]:
+    definitions = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(num_references)}
+    return {"$defs": definitions, "$ref": "#/$defs/d0"}
+
+
+def rules(num: int) -> str:
+    return "".join(f"r{i}: r{i + 1} // : no: rule\n" for i in range(num))
+
+
 AT_THE_LIMIT = [
+    schema(chain(80)),
+    schema({"$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/a"}, "c": {"$ref": "#"}}}}, "$ref": "#/$defs/a"}),
+    GrammarSpec(GrammarKind.LARK, rules(limits.MAX_RULES)),
     schema(properties(limits.MAX_PROPERTIES)),
     nested(limits.MAX_DEPTH),
     schema({"const": json.loads("[" * limits.MAX_DEPTH + "]" * limits.MAX_DEPTH)}),
@@ -67,6 +79,9 @@ BEYOND = [
     (schema({"anyOf": [{}, {"enum": list(range(10_001))}]}), "10000 values", "guided_json.anyOf[1].enum"),
     (schema({"enum": ["a" * 300_000]}), "262144 characters", "guided_json.enum"),
     (schema({"anyOf": [{}] * 20_001}), "20000 subschemas", "guided_json.anyOf["),
+    (schema(chain(1000)), "deeper than 256", "guided_json"),
+    (GrammarSpec(GrammarKind.LARK, rules(limits.MAX_RULES + 1), "guided_grammar"), "1000 rules", "guided_grammar"),
+    (GrammarSpec(GrammarKind.GBNF, rules(limits.MAX_RULES + 1).replace(":", "::=", 1), "guided_grammar"), "1000 rules", "guided_grammar"),
     (schema({"x-data": [0] * 200_001}), "200000 values", "guided_json.x-data"),
     (schema({"description": "a" * 2**20}), "1048576 characters", "guided_json"),
     (GrammarSpec(GrammarKind.JSON_SCHEMA, "{", "guided_json"), "not valid JSON", "guided_json"),
