@@ -7,6 +7,8 @@ from typing import NamedTuple
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil
 
+MAX_WORDS = 64  # each is ruled out wherever another one may come first
+
 
 class Rule(NamedTuple):
     """What must follow where `pattern` comes up."""
@@ -52,8 +54,10 @@ def either(parts: List[Structure]) -> Structure:
 def dispatch(rules: List[Rule], excludes: tuple[str, ...], closing: Closing, *, is_repeated: bool, param: str) -> Structure:
     """Free text with any number of the rules' patterns in it, or one at most, to where `closing` ends it.
 
-    Raises `InvalidRequest` where it cannot be told which of the words comes first.
+    Raises `InvalidRequest` for too many words, and where it cannot be told which of them comes first.
     """
+    if len(rules) + len(closing.ends) + len(excludes) > MAX_WORDS:
+        raise InvalidRequest(f"more than {MAX_WORDS} words are looked for in free text", param)
     if "" in closing.ends:
         raise InvalidRequest("free text needs an end that is not empty", closing.param)
     markers = _distinct([*(rule.pattern for rule in rules), *closing.ends, *excludes], param)

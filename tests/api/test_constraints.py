@@ -141,6 +141,9 @@ def test_no_constraint_is_none(fields: dict[str, Any]) -> None:
         ({"guided_json": '{"const": 1e999}'}, "guided_json"),
         ({"guided_json": '{"const": 1' + "0" * 5000 + "}"}, "guided_json"),
         ({"guided_json": {}, "guided_whitespace_pattern": " ", "structured_outputs": {"whitespace_pattern": ""}}, WHITESPACE),
+        ({"guided_json": {}, "guided_whitespace_pattern": "("}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"json_object": True, "whitespace_pattern": "(?= )"}}, WHITESPACE),
+        ({"guided_json": {}, "guided_whitespace_pattern": " " * 1001}, "guided_whitespace_pattern"),
         ({"guided_json": {}, "guided_decoding_backend": "xgrammar:no-additional-properties"}, "guided_decoding_backend"),
         (
             {"guided_decoding_backend": "outlines", "structured_outputs": {"regex": "a", "backend": "guidance"}},

@@ -184,6 +184,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "triggered_tags", "triggers": [""], "tags": TAGS}, "triggers[0]"),
         ({"type": "triggered_tags", "triggers": ["<a"], "tags": TAGS, "excludes": ["<"]}, ""),
         ({"type": "dispatch", "rules": [["", X]]}, "rules[0][0]"),
+        ({"type": "dispatch", "rules": [[f"<{number}>", X] for number in range(65)]}, ""),
         ({"type": "dispatch", "rules": [["<", ANY]]}, "rules[0][1]"),
         (nested(33), "content" + ".content" * 32),
         (nested(150), "content" + ".content" * 32),
