@@ -28,6 +28,7 @@ BUILT_INS = (
     "penstock.plugins.processors.no_repeat_ngram",
     "penstock.plugins.grammars.llguidance",
     "penstock.plugins.grammars.outlines_core",
+    "penstock.plugins.grammars.xgrammar",
 )
 
 

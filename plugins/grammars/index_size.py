@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.plugins.grammars.charset import CharSet, lead_bytes, num_utf8_states, of
-from penstock.plugins.grammars.regular import Anchor, Chars, Either, Literal, Node, Repeat, Sequence
+from penstock.plugins.grammars.regular import Anchor, Chars, Either, Literal, Node, Reference, Repeat, Sequence
 
 MAX_POSITIONS = 30_000
 MAX_WORK = 2_000_000
@@ -116,7 +116,7 @@ def _num_positions(node: Node, depth: int) -> int:
     match node:
         case Literal(text):
             return len(text)
-        case Chars() | Anchor():
+        case Chars() | Anchor() | Reference():
             return 1
         case Sequence(items) | Either(items):
             return 1 + sum(_num_positions(item, depth + 1) for item in items)
@@ -166,7 +166,7 @@ class _Nfa:
                 return end
             case Repeat(item, minimum, maximum):
                 return self.add_repeat(item, minimum, maximum, start)
-            case Anchor():
+            case Anchor() | Reference():
                 raise AssertionError("anchors are resolved before an index is measured")
 
     def add_behind(self, start: int) -> int:

@@ -14,7 +14,7 @@ from penstock.plugins.grammars.regular import EMPTY, Chars, Either, Literal, Nod
 JSON_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 MAX_DIGITS = 19  # as many as 64 bits hold
 MAX_FRACTION_DIGITS = 20  # as many as printing a double takes
-_MAX_INDENT = 40
+MAX_INDENT = 40
 _INDENT_PER_LEVEL = 4
 _SHORT_ESCAPES = {"\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r", '"': '"', "\\": "\\"}
 _MUST_ESCAPE = union(charset((1, 0x1F)), of('"\\'))
@@ -82,7 +82,7 @@ class Whitespace:
         """At the start and the end of a container and after a comma: nothing, one blank, or a line break with indentation."""
         if self.pattern is not None:
             return self.pattern
-        indent = Repeat(chars(" \t"), 0, min(_MAX_INDENT, _INDENT_PER_LEVEL * (depth + 1)))
+        indent = Repeat(chars(" \t"), 0, min(MAX_INDENT, _INDENT_PER_LEVEL * (depth + 1)))
         return optional(Either((chars(" \t"), Sequence((optional(Literal("\r")), Literal("\n"), indent)))))
 
     def after_colon(self) -> Node:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
-from penstock.plugins.grammars import json_schema
+from penstock.plugins.grammars import json_schema, text_constraints
 from penstock.plugins.grammars.index_size import IndexSize, IndexTooLarge, TokenOpenings, measure
 from penstock.plugins.grammars.json_document import parse_document
 from penstock.plugins.grammars.json_text import Whitespace
 from penstock.plugins.grammars.outlines_terms import UnwritableText, to_pattern
-from penstock.plugins.grammars.regex_syntax import RegexError, parse, python_dialect
-from penstock.plugins.grammars.regular import Literal, MisplacedAnchor, Node, either, full_match
+from penstock.plugins.grammars.regular import Node
 
 if TYPE_CHECKING:
     from penstock.plugins.grammars.outlines_matcher import OutlinesCoreGrammar
@@ -29,6 +28,7 @@ MAX_BYTES = 512 * 2**20
 # Measured on two shared cores with vocabularies of 49,152 and 151,669 tokens; rounded up.
 _SECONDS_PER_STATE_AND_TOKEN = 9e-9
 _SECONDS_PER_TRANSITION = 140e-9
+_SECONDS_PER_CHARACTER = 160e-9  # of the pattern: a set such as \w is spelled out in thousands
 _BYTES_PER_TRANSITION = 48
 
 _NUL = b"\0"
@@ -62,10 +62,11 @@ class OutlinesCoreBackend:
         node = _tree(spec)
         try:
             size = measure(node, self._openings)
+            self._check(size, 0, spec)
             pattern = to_pattern(node)
         except (IndexTooLarge, UnwritableText) as error:
             raise UnsupportedGrammar(f"the constraint cannot be compiled: {error}", spec.param) from error
-        self._check(size, spec)
+        self._check(size, len(pattern), spec)
         try:
             index = Index(f"\\x00(?:{pattern})\\x00", self._engine_vocabulary)
         except ValueError as error:
@@ -74,9 +75,10 @@ class OutlinesCoreBackend:
             raise UnsupportedGrammar(message, spec.param) from error
         return OutlinesCoreGrammar(index, self._vocabulary.size, self._stop_token_ids, size.num_transitions * _BYTES_PER_TRANSITION)
 
-    def _check(self, size: IndexSize, spec: GrammarSpec) -> None:
+    def _check(self, size: IndexSize, pattern_length: int, spec: GrammarSpec) -> None:
         num_tokens = len(self._vocabulary.token_bytes)
         seconds = size.num_states * num_tokens * _SECONDS_PER_STATE_AND_TOKEN + size.num_transitions * _SECONDS_PER_TRANSITION
+        seconds += pattern_length * _SECONDS_PER_CHARACTER
         num_bytes = size.num_transitions * _BYTES_PER_TRANSITION
         if seconds > MAX_SECONDS or num_bytes > MAX_BYTES:
             message = f"the constraint is too large: about {seconds:.0f} s and {num_bytes / 2**20:.0f} MiB to compile"
@@ -106,27 +108,14 @@ class OutlinesCoreBackend:
 def _tree(spec: GrammarSpec) -> Node:
     match spec.kind:
         case GrammarKind.REGEX:
-            return _regex(spec.text, spec.param)
+            return text_constraints.regex(spec.text, spec.param)
         case GrammarKind.CHOICE:
-            choices = parse_document(spec.text, spec.param)
-            if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-                raise UnsupportedGrammar("a choice must be a non-empty array of strings", spec.param)
-            return either(*(Literal(choice) for choice in dict.fromkeys(choices)))
+            return text_constraints.choice(spec.text, spec.param)
         case GrammarKind.JSON_SCHEMA:
             pattern = spec.whitespace_pattern
-            whitespace = Whitespace(None if pattern is None else _regex(pattern, spec.param))
+            whitespace = Whitespace(None if pattern is None else text_constraints.regex(pattern, spec.param))
             return json_schema.translate(parse_document(spec.text, spec.param), spec.param, whitespace)
         case GrammarKind.JSON_OBJECT:
-            raise UnsupportedGrammar("any JSON object is not a regular language: give a JSON schema instead", spec.param)
+            raise UnsupportedKind("any JSON object is not a regular language: give a JSON schema instead", spec.param)
         case GrammarKind.LARK | GrammarKind.GBNF | GrammarKind.STRUCTURE:
             raise UnsupportedKind("outlines_core compiles JSON schemas, regexes and choices only", spec.param)
-
-
-def _regex(pattern: str, param: str) -> Node:
-    try:
-        return full_match(parse(pattern, python_dialect()))
-    except RegexError as error:
-        raise UnsupportedGrammar(f"regex: {error}", param) from error
-    except MisplacedAnchor as anchor:
-        message = f"regex: {anchor} is refused where text may stand beyond it, at position {anchor.position}"
-        raise UnsupportedGrammar(message, param) from anchor

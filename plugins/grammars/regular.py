@@ -45,7 +45,14 @@ class Anchor:
     position: int
 
 
-Node = Literal | Chars | Sequence | Either | Repeat | Anchor
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a rule of this name stands for, where a grammar has rules. Regular expressions have none."""
+
+    name: str
+
+
+Node = Literal | Chars | Sequence | Either | Repeat | Anchor | Reference
 
 EMPTY = Sequence(())
 ANYTHING = Repeat(Chars(ANY), 0, None)

@@ -1,0 +1,70 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from penstock.plugins.grammars.xgrammar_process import CompilationFailed, CompilerProcess
+from tests.plugins.grammar_walks import VOCABULARY
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[CompilerProcess]:
+    process = CompilerProcess(VOCABULARY)
+    yield process
+    process.close()
+
+
+def test_a_process_is_used_again_and_replaced_when_it_has_died(process: CompilerProcess) -> None:
+    assert process.pid is None
+    first, info = process.compile('root ::= "a"')
+    pid = process.pid
+    assert process.compile('root ::= "a"') == (first, info)
+    assert process.pid == pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    psutil.Process(pid).wait()
+    assert process.compile('root ::= "a"') == (first, info)
+    assert process.pid != pid
+    process.close()
+    assert process.pid is None
+
+
+def test_what_takes_too_long_or_too_much_ends_the_process_and_not_the_next_compilation() -> None:
+    process = CompilerProcess(VOCABULARY, max_seconds=0.3, max_bytes=2**20)
+    with pytest.raises(CompilationFailed, match=r"longer than 0\.3 s|1 MiB|memory") as caught:
+        process.compile("root ::= " + "(" * 60 + "[a-c]" + "{0,99999})" * 60)
+    assert len(str(caught.value)) < 200
+    assert process.pid is None
+    process.close()
+
+
+def test_a_refusal_is_one_line_with_the_place_and_keeps_the_process(process: CompilerProcess) -> None:
+    with pytest.raises(CompilationFailed) as caught:
+        process.compile("root ::= " + "x" * 5000)
+    assert "line 1, column 10" in str(caught.value)
+    assert len(str(caught.value)) <= 200
+    assert process.pid is not None
+
+
+def test_the_process_ends_with_the_one_that_started_it() -> None:
+    program = (
+        "import os, sys; from tests.plugins.grammar_walks import VOCABULARY;"
+        "from penstock.plugins.grammars.xgrammar_process import CompilerProcess;"
+        "process = CompilerProcess(VOCABULARY); process.compile('root ::= \"a\"'); print(process.pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_root()) as server:
+        assert server.stdout is not None
+        worker = psutil.Process(int(server.stdout.readline()))
+        server.kill()  # no time to clean up
+    worker.wait(timeout=30)
+    assert not worker.is_running()
+
+
+def _root() -> str:
+    import tests
+
+    return os.path.dirname(next(iter(tests.__path__)))
