@@ -1,18 +1,25 @@
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from penstock.engine.answer import Answer
 from penstock.engine.bitmask import allocate_bitmask
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.events import Event
 from penstock.engine.grammar_gate import GrammarGate
-from penstock.engine.outputs import FinishReason
+from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.parsing import Phase
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.qwen3 import qwen3
+from penstock.plugins.think_tags import ThinkTags
 from tests.fakes import (
     END_THINK,
     EOS,
     THINK,
+    TOKENIZER,
     VOCAB_SIZE,
     content,
     drive,
@@ -25,7 +32,7 @@ from tests.fakes import (
     saying,
     tokens,
 )
-from tests.matchers import Grammar, Spelling
+from tests.matchers import Grammar, Matcher, Spelling
 
 YES = Grammar(lambda: Spelling("yes"))
 
@@ -211,3 +218,121 @@ def test_a_stop_id_of_the_request_is_allowed_only_where_the_grammar_may_end(clie
     for token_id in ids("es"):
         gate.advance(answer, token_id)
     assert allowed(gate, answer) == {EOS, client_stop, *ids("es")}
+
+
+def test_rolled_back_tokens_leave_the_gate_as_it_was() -> None:
+    answer = make_request(parser=qwen3).make_answer()
+    gate = GrammarGate(Spelling("yes", forces=True), THINK, may_force=True)
+    assert gate.forced_tokens(answer) == []  # the model may yet open its reasoning
+    before = allowed(gate, answer)
+    for num_tokens in range(1, 4):
+        for token_id in ids("yes")[:num_tokens]:
+            assert gate.advance(answer, token_id)
+        assert gate.has_begun
+        assert gate.forced_tokens(answer) == ids("yes")[num_tokens:]
+        gate.rollback(num_tokens)
+        assert allowed(gate, answer) == before
+        assert not gate.has_begun
+    assert gate.advance(answer, THINK)
+    gate.rollback(1)
+    gate.rollback(0)
+    assert allowed(gate, answer) == before
+
+
+def test_a_token_that_is_refused_needs_no_rollback() -> None:
+    answer = make_request().make_answer()
+    gate = GrammarGate(Spelling("yes"), None)
+    assert gate.advance(answer, *ids("y"))
+    assert not gate.advance(answer, *ids("x"))
+    gate.rollback(1)
+    assert allowed(gate, answer) == set(ids("y"))
+
+
+def test_what_the_token_held_that_ended_the_reasoning_is_rolled_back_with_it() -> None:
+    answer = make_request(parser=deepseek_r1).make_answer()
+    gate = GrammarGate(Spelling("yes"), THINK)
+    assert gate.advance(answer, END_THINK)
+    assert gate.advance_rest(ids("ye"))
+    answer.feed(END_THINK)
+    assert allowed(gate, answer) == set(ids("s"))
+    gate.rollback(1)
+    assert allowed(gate, answer) == set(ids("y"))
+
+
+def test_once_begun_the_grammar_holds_to_the_end() -> None:
+    """Where the marker is no token of its own, a grammar may spell it: that opens no reasoning."""
+    core = make_core(saying("never"))
+    parser = partial(ThinkTags, Phase.UNDECIDED, starts=("<t>",), ends=("</t>",))
+    deltas = generate(core, make_request(grammar=Grammar(lambda: Spelling("<t>so")), parser=lambda turn: parser()))
+    assert tokens(deltas) == ids("<t>so")
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar) -> list[SequenceDelta]:
+    """The answer of a model whose parser takes `{` for the end of its reasoning."""
+    prompt = ids("?")
+
+    def answer() -> Answer:
+        reasoning = ThinkTags(Phase.REASONING, implicit_ends=("{",))
+        return Answer(Detokenizer(TOKENIZER, prompt), reasoning, Swallowing() if tool_parser else None, (), False, True)
+
+    return generate(make_core(saying(text)), make_request(grammar=grammar, make_answer=answer))
+
+
+class Swallowing:
+    """A tool parser that lets nothing through."""
+
+    tool_format = None
+
+    def feed(self, text: str) -> list[Event]:
+        return []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+@pytest.mark.parametrize("tool_parser", [False, True])
+def test_a_tag_that_ends_the_reasoning_belongs_to_the_grammar(tool_parser: bool) -> None:
+    deltas = tag_ends_reasoning("hm{no", tool_parser=tool_parser, grammar=Grammar(lambda: Spelling("{yes}")))
+    assert tokens(deltas) == ids("hm{yes}")
+    assert content(deltas) == ("" if tool_parser else "{yes}")
+
+
+def test_a_tag_that_is_all_the_grammar_allows_ends_the_answer() -> None:
+    deltas = tag_ends_reasoning("hm{no", tool_parser=False, grammar=Grammar(lambda: Spelling("{")))
+    assert tokens(deltas) == ids("hm{")
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_tag_that_the_grammar_does_not_begin_with_is_an_error() -> None:
+    deltas = tag_ends_reasoning("hm{no", tool_parser=True, grammar=Grammar(lambda: Spelling("[")))
+    assert "does not fit the grammar" in str(deltas[-1].error)
+
+
+class Optional(Matcher):
+    """Any number of `a`, also none."""
+
+    def allowed(self, path: list[int]) -> list[int]:
+        return [EOS, *ids("a")]
+
+
+def test_the_first_token_after_the_reasoning_is_no_end() -> None:
+    core = make_core(saying("hm</think>", prompt="?"))  # then it only wants to stop
+    deltas = generate(core, make_request(grammar=Grammar(Optional), parser=deepseek_r1))
+    assert content(deltas) == "a"
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_grammar_of_nothing_ends_with_the_reasoning() -> None:
+    core = make_core(saying("hm</think>never"))
+    deltas = generate(core, make_request(grammar=Grammar(lambda: Spelling("")), parser=deepseek_r1))
+    assert (reasoning(deltas), content(deltas)) == ("hm", "")
+    assert tokens(deltas)[-1] == END_THINK
+    assert core.stats().num_steps == 3
+
+
+@pytest.mark.parametrize(("tail", "text"), [("<think>\n", "hm</think>no"), ("<think>\n\n</think>\n\n", "no")])
+def test_the_prompt_says_where_the_grammar_begins(tail: str, text: str) -> None:
+    deltas = generate(make_core(saying(text)), make_request(grammar=YES, parser=qwen3, tail=tail))
+    assert content(deltas) == "yes"
+    assert reasoning(deltas) == ("hm" if "hm" in text else "")
