@@ -1,6 +1,6 @@
 """What constraints cost: throughput with a JSON schema on every request, and compilation and masks on a file of schemas.
 
-    python benchmarks/structured.py serve --rounds 5 --json benchmarks/results/structured.json
+    python benchmarks/structured.py serve --rounds 6 --json benchmarks/results/structured.json
     python benchmarks/structured.py grammars schemas.jsonl --backend auto --backend outlines_core
 
 `serve` starts the server and gives it the same prompts in turns: without a constraint (`free`), with one schema on every request (`schema`,
@@ -201,7 +201,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--launch", default=COMMAND, metavar="COMMAND", help="the server; {port} becomes a free port (default: this checkout's)"
     )
     load.add_argument("--schema", choices=("strings", "records"), default="strings", help="the items of the list (default: %(default)s)")
-    load.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each variant (default: %(default)s)")
+    load.add_argument(
+        "--rounds",
+        type=int,
+        default=6,
+        metavar="N",
+        help="turns of each variant; multiples of 3 let each be first as often (default: %(default)s)",
+    )
     load.add_argument("--requests", type=int, default=LOAD.num_requests, metavar="N", help="per turn, 8 at a time (default: %(default)s)")
     load.add_argument("--tokens", type=int, default=LOAD.output_tokens, metavar="N", help="per answer (default: %(default)s)")
     load.add_argument("--seed", type=int, metavar="N", help="of the prompts (default: the time)")
