@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from penstock.engine.errors import UnsupportedGrammar
 
-MAX_DEPTH = 64
+MAX_DEPTH = 192  # of the document: a schema within another stands up to two levels deeper, and a value in it has levels of its own
 
 
 def parse_document(text: str, param: str) -> Any:
