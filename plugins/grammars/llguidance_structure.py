@@ -16,6 +16,7 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.plugins.automaton import split_symbols
 from penstock.plugins.grammars import part_edges
+from penstock.plugins.grammars.grammar_alphabet import gbnf_alphabet, lark_alphabet
 from penstock.plugins.grammars.json_document import parse_document
 from penstock.plugins.grammars.llguidance_leaves import Leaf, regular_tree
 from penstock.plugins.grammars.part_edges import Edges, Indistinct
@@ -180,8 +181,12 @@ def _edges(spec: GrammarSpec) -> Edges:
             return part_edges.json_value(spec.whitespace_pattern, is_number=_may_be_number(parse_document(spec.text, spec.param)))
         case GrammarKind.JSON_OBJECT:
             return part_edges.json_value(spec.whitespace_pattern, is_number=False)
-        case GrammarKind.LARK | GrammarKind.GBNF | GrammarKind.STRUCTURE:
-            return part_edges.ANY_GRAMMAR
+        case GrammarKind.LARK:
+            return part_edges.of_grammar(lark_alphabet(spec.text))
+        case GrammarKind.GBNF:
+            return part_edges.of_grammar(gbnf_alphabet(spec.text))
+        case GrammarKind.STRUCTURE:
+            raise AssertionError("a structure is taken apart")
 
 
 def _may_be_number(schema: Any) -> bool:

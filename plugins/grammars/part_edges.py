@@ -63,7 +63,6 @@ class Edges:
 
 EMPTY = Edges(is_nullable=True)
 ADDED_TOKEN = Edges()
-ANY_GRAMMAR = Edges((Head(GRAMMAR, ANY),), more=ANY, is_nullable=True)
 
 
 def literal(text: str) -> Edges:
@@ -82,6 +81,11 @@ def json_value(whitespace_pattern: str | None, *, is_number: bool) -> Edges:
     """`is_number`: it may be one. Values with the same white space share their lexemes."""
     first, more = ('{["-0123456789tfn', "0123456789.eE+-") if is_number else ('{["tfn', "")
     return Edges((Head(f"json {whitespace_pattern}", of(first)),), of(more))
+
+
+def of_grammar(alphabet: CharSet) -> Edges:
+    """A grammar of a client's making, which has lexemes of its own."""
+    return Edges((Head(GRAMMAR, alphabet),), more=alphabet, is_nullable=True)
 
 
 def of_regex(node: regular.Node) -> Edges:

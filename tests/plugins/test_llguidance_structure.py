@@ -163,7 +163,7 @@ def test_a_structure_allows_what_its_definition_says(structure: Structure, added
         Sequence((Value(schema({"type": "number"})), Literal("5"))),
         Sequence((Value(schema({})), Literal(".5"))),
         Sequence((FreeText(), Value(schema(OBJECT)))),
-        Sequence((Value(GrammarSpec(GrammarKind.LARK, 'start: "a"+')), Literal("b"))),
+        Sequence((Value(GrammarSpec(GrammarKind.LARK, 'start: "a"+')), Literal("a"))),
         Either((Value(schema(OBJECT)), Sequence((Literal('{"a"'), Value(schema(OBJECT)))))),
         Either((Value(schema(OBJECT)), Value(schema(OBJECT, None)))),
         Either((Sequence((Value(regex("a+")), Value(schema(OBJECT)))), Sequence((Value(regex("a*b")), Value(schema(OBJECT)))))),
@@ -224,6 +224,17 @@ def test_a_thousand_alternatives_are_all_there() -> None:
     for number in (0, 9, 255, 256, 999):
         assert accepts(grammar.matcher(), vocabulary, [f"<{number}>{number}"])
         assert not accepts(grammar.matcher(), vocabulary, [f"<{number}>{number + 1}"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"), [(GrammarKind.LARK, 'start: "a"+ | "(" start ")"'), (GrammarKind.GBNF, 'root ::= [a]+ | "(" root ")"')]
+)
+def test_a_grammar_inside_a_tag_ends_where_the_tag_does(kind: GrammarKind, source: str) -> None:
+    tag = Sequence((TextUntil("<g>"), Value(GrammarSpec(kind, source)), Literal("</g>")))
+    structure = Sequence((Repeat(tag), FreeText(("<g>",))))
+    assert allowed(structure, "x<g>((aa))</g>y<g>a</g><")
+    for text in ("x<g>((aa)</g>", "<g>a", "<g></g>", "<g>a</g><g>"):
+        assert not allowed(structure, text)
 
 
 def test_errors_in_a_value_keep_its_path() -> None:

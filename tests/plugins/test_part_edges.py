@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from penstock.plugins.grammars.charset import ANY, of
 from penstock.plugins.grammars.part_edges import (
     ADDED_TOKEN,
-    ANY_GRAMMAR,
     EMPTY,
     Edges,
     Indistinct,
@@ -18,6 +17,7 @@ from penstock.plugins.grammars.part_edges import (
     lexeme_repeat,
     lexeme_sequence,
     literal,
+    of_grammar,
     of_regex,
     repeat,
     sequence,
@@ -29,6 +29,7 @@ from tests.plugins.grammar_walks import patterns, subjects
 
 NUMBER = json_value(None, is_number=True)
 OBJECT = json_value(None, is_number=False)
+ANY_GRAMMAR = of_grammar(ANY)
 
 
 def regex(pattern: str) -> Edges:
