@@ -1,23 +1,129 @@
-"""GBNF, and the EBNF that XGrammar reads, as Lark."""
+"""GBNF as Lark for llguidance, whose lexer takes the longest match and never reconsiders, where GBNF knows only characters.
 
+What of a grammar is regular becomes lexemes where these can be told apart by the next character at every place. Where they cannot, every
+character is a lexeme of its own: the same language, at ten to a hundred times the cost of a mask.
+"""
 
-class GbnfError(Exception):
-    """`line` and `column` count from 1."""
+from collections.abc import Mapping
+from itertools import groupby
 
-    def __init__(self, message: str, line: int, column: int) -> None:
-        super().__init__(message)
-        self.line = line
-        self.column = column
+from penstock.plugins.grammars import regular
+from penstock.plugins.grammars.gbnf_edges import Indistinct, check_apart
+from penstock.plugins.grammars.gbnf_syntax import Alternatives, Expression, Name, Parts, Repeated, Text, parse_gbnf
+from penstock.plugins.grammars.llguidance_regex import quoted, to_terminal
+from penstock.plugins.grammars.regular import Node
+
+_SIGNS: Mapping[tuple[int, int | None], str] = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 
 
 def to_lark(text: str) -> str:
-    """Raises `GbnfError`."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
+    """Lark statements for the same language. Raises `GbnfError`, and `UnwritableRegex` for what cannot be generated."""
+    rules = parse_gbnf(text)
+    fused = _Fusion(rules).run()
     try:
-        lark = gbnf_to_lark(text)
-    except GbnfToLarkError as error:
-        line = text.count("\n", 0, error.pos.pos) + 1
-        column = error.pos.pos - text.rfind("\n", 0, error.pos.pos)
-        raise GbnfError(str(error).partition(" at line ")[0], line, column) from error
-    return lark.removeprefix("%llguidance {}")
+        check_apart(fused)
+    except Indistinct:
+        return _Writer(rules, is_fused=False).statements()
+    return _Writer(fused, is_fused=True).statements()
+
+
+class _Fusion:
+    """Makes one text of what is regular, rules that are not recursive included."""
+
+    def __init__(self, rules: Mapping[str, Expression]) -> None:
+        self._rules = rules
+        self._nodes: dict[str, Node | None] = {}
+
+    def run(self) -> dict[str, Expression]:
+        fused = {"root": self.fused(self._rules["root"])}
+        pending = ["root"]
+        while pending:
+            for name in _names(fused[pending.pop()]):
+                if name not in fused:
+                    fused[name] = self.fused(self._rules[name])
+                    pending.append(name)
+        return fused
+
+    def node(self, expression: Expression) -> Node | None:
+        """None where the expression is not regular."""
+        match expression:
+            case Text(node):
+                return node
+            case Name(name):
+                if name not in self._nodes:
+                    self._nodes[name] = None  # what it is while one looks at it from within
+                    self._nodes[name] = self.node(self._rules[name])
+                return self._nodes[name]
+            case Repeated(item, minimum, maximum):
+                inner = self.node(item)
+                return None if inner is None else regular.Repeat(inner, minimum, maximum)
+            case Parts(items) | Alternatives(items):
+                nodes = [node for node in map(self.node, items) if node is not None]
+                if len(nodes) < len(items):
+                    return None
+                return regular.Sequence(tuple(nodes)) if isinstance(expression, Parts) else regular.Either(tuple(nodes))
+
+    def fused(self, expression: Expression) -> Expression:
+        node = self.node(expression)
+        if node is not None:
+            return Text(node)
+        match expression:
+            case Parts(items):
+                parts: list[Expression] = []
+                for is_regular, run in groupby(items, key=lambda item: self.node(item) is not None):
+                    members = tuple(run)
+                    parts += [Text(self.whole(Parts(members)))] if is_regular else map(self.fused, members)
+                return parts[0] if len(parts) == 1 else Parts(tuple(parts))
+            case Alternatives(items):
+                texts = tuple(item for item in items if self.node(item) is not None)
+                others = [self.fused(item) for item in items if self.node(item) is None]
+                return Alternatives((*([Text(self.whole(Alternatives(texts)))] if texts else []), *others))
+            case Repeated(item, minimum, maximum):
+                return Repeated(self.fused(item), minimum, maximum)
+        return expression
+
+    def whole(self, expression: Expression) -> Node:
+        node = self.node(expression)
+        assert node is not None
+        return node
+
+
+def _names(expression: Expression) -> list[str]:
+    match expression:
+        case Name(name):
+            return [name]
+        case Repeated(item):
+            return _names(item)
+        case Parts(items) | Alternatives(items):
+            return [name for item in items for name in _names(item)]
+    return []
+
+
+class _Writer:
+    def __init__(self, rules: Mapping[str, Expression], *, is_fused: bool) -> None:
+        self._rules = rules
+        self._is_fused = is_fused
+        self._names = {name: "start" if name == "root" else f"rule_{place}" for place, name in enumerate(rules)}
+        self._terminals: dict[str, str] = {}
+
+    def statements(self) -> str:
+        lines = [f"{self._names[name]}: {self._written(expression)}" for name, expression in self._rules.items()]
+        return "\n".join([*lines, *(f"{name}: {body}" for body, name in self._terminals.items()), ""])
+
+    def _written(self, expression: Expression) -> str:
+        match expression:
+            case Text(regular.Literal(text)) if not self._is_fused:
+                return " ".join(map(quoted, text)) or quoted("")
+            case Text(node):
+                return self._terminals.setdefault(to_terminal(node), f"TEXT_{len(self._terminals)}")
+            case Name(name):
+                return self._names[name]
+            case Parts(items):
+                return " ".join(
+                    f"({self._written(item)})" if isinstance(item, Alternatives) else self._written(item) for item in items
+                ) or quoted("")
+            case Alternatives(items):
+                return " | ".join(map(self._written, items))
+            case Repeated(item, minimum, maximum):
+                times = _SIGNS.get((minimum, maximum), f"{{{minimum},{'' if maximum is None else maximum}}}")
+                return f"({self._written(item)}){times}"

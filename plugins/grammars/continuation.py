@@ -1,0 +1,93 @@
+"""With which characters a text may go on where a regular tree matches it already (Glushkov's positions, made deterministic)."""
+
+from dataclasses import dataclass, field
+
+from penstock.plugins.grammars.charset import ANY, CharSet, intersect, of, union
+from penstock.plugins.grammars.regular import Chars, Either, Literal, Node, Repeat, Sequence
+
+MAX_POSITIONS = 2000
+MAX_STATES = 2000
+_Places = frozenset[int]
+
+
+def continuation(node: Node) -> CharSet:
+    """Counts of repeats are passed over, so that it may name too many; where the tree is large, every character."""
+    positions = _Positions()
+    whole = positions.read(node)
+    if len(positions.chars) > MAX_POSITIONS:
+        return ANY
+    more: CharSet = union(*(positions.chars[place] for place in whole.first)) if whole.is_nullable else ()
+    seen: set[_Places] = set()
+    pending = [whole.first]
+    while pending:
+        offered = pending.pop()
+        for state in positions.states(offered):
+            if state in seen:
+                continue
+            seen.add(state)
+            if len(seen) > MAX_STATES:
+                return ANY
+            after = frozenset[int]().union(*(positions.follow[place] for place in state))
+            if state & whole.last and after:
+                more = union(more, *(positions.chars[place] for place in after))
+            pending.append(after)
+    return more
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    first: _Places = frozenset()
+    last: _Places = frozenset()
+    is_nullable: bool = True
+
+
+@dataclass(slots=True)
+class _Positions:
+    """Each place in the tree that takes a character: which ones, and what places may come after it."""
+
+    chars: list[CharSet] = field(default_factory=list)
+    follow: list[set[int]] = field(default_factory=list)
+
+    def read(self, node: Node) -> _Part:
+        match node:
+            case Literal(text):
+                return self.read(Sequence(tuple(Chars(of(character)) for character in text)))
+            case Chars(chars):
+                self.chars.append(chars)
+                self.follow.append(set())
+                place = frozenset({len(self.chars) - 1})
+                return _Part(place, place, is_nullable=False)
+            case Sequence(items):
+                whole = _Part()
+                for item in items:
+                    whole = self.joined(whole, self.read(item))
+                return whole
+            case Either(items):
+                parts = [self.read(item) for item in items]
+                first = frozenset[int]().union(*(part.first for part in parts))
+                last = frozenset[int]().union(*(part.last for part in parts))
+                return _Part(first, last, any(part.is_nullable for part in parts))
+            case Repeat(item, minimum, maximum):
+                if maximum == 0:
+                    return _Part()
+                part = self.read(item)
+                if maximum != 1:
+                    self.joined(part, part)
+                return _Part(part.first, part.last, part.is_nullable or minimum == 0)
+        raise AssertionError("anchors and references are resolved before")
+
+    def joined(self, left: _Part, right: _Part) -> _Part:
+        for place in left.last:
+            self.follow[place] |= right.first
+        return _Part(
+            left.first | right.first if left.is_nullable else left.first,
+            left.last | right.last if right.is_nullable else right.last,
+            left.is_nullable and right.is_nullable,
+        )
+
+    def states(self, offered: _Places | set[int]) -> set[_Places]:
+        """The places that one character, whichever, can be at."""
+        edges = sorted({edge for place in offered for low, high in self.chars[place] for edge in (low, high + 1)})
+        points = [edge for edge in edges if edge <= 0x10FFFF]
+        found = {frozenset(place for place in offered if intersect(self.chars[place], ((point, point),))) for point in points}
+        return found - {frozenset()}
