@@ -4,8 +4,6 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-
 from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarMatcher, Vocabulary
 
@@ -31,6 +29,8 @@ def byte_vocabulary(added_tokens: Iterable[str] = (), texts: Iterable[str] = ())
 
 def allowed_tokens(matcher: GrammarMatcher, vocabulary: Vocabulary) -> list[int]:
     """The ids whose bits a matcher sets."""
+    import torch
+
     row = torch.zeros((vocabulary.size + 31) // 32, dtype=torch.int32)
     matcher.fill_bitmask(row)
     return [word * 32 + bit for word, packed in enumerate(row.tolist()) if packed for bit in range(32) if packed >> bit & 1]

@@ -23,7 +23,8 @@ def test_the_characters_of_a_gbnf_grammar() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ['start: "a".."z"', "start: A\n%import common.A", "A: ~/a/", 'start: ["a"]', "start: /(?=a)/", "start: /a/ // x"]
+    "source",
+    ['start: "a".."z"', "start: A\n%import common.A", "A: ~/a/", 'start: ["a"]', "start: /(?=a)/", "start: /a/i", "start: /a/ // x"],
 )
 def test_all_of_them_where_it_is_not_plain_to_see(source: str) -> None:
     assert lark_alphabet(source) == ANY
