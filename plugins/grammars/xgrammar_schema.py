@@ -16,13 +16,19 @@ from penstock.plugins.grammars.json_schema import Place, Translation, object_mem
 from penstock.plugins.grammars.json_text import INTEGER, NUMBER, STRING_CHARACTER, Whitespace, dumps
 from penstock.plugins.grammars.lenient_schema import LenientSchema
 from penstock.plugins.grammars.regular import EMPTY, Chars, Either, Literal, Node, Reference, Repeat, Sequence, chars, either, optional
-from penstock.plugins.grammars.schema_keywords import ANNOTATIONS
+from penstock.plugins.grammars.schema_keywords import ANNOTATIONS, KEYWORDS_OF, TRANSLATED
 from penstock.plugins.grammars.schema_shape import resolve
 
 MAX_NAME = 200
 _MUST_ESCAPE = union(charset((1, 0x1F)), of('"\\'))
 _HEX = charset((0x30, 0x39), (0x61, 0x66))
 _NAME_ESCAPE = Sequence((Literal("\\"), Either((chars('"\\bfnrt'), Sequence((Literal("u00"), chars("01"), Chars(_HEX)))))))
+_KEYWORDS = frozenset().union(
+    TRANSLATED,
+    *KEYWORDS_OF.values(),
+    ("enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
+    ("$ref", "$dynamicRef", "$recursiveRef"),
+)
 _SHARED = {"string": json_text.string(), "integer": INTEGER, "number": NUMBER}
 
 
@@ -63,6 +69,8 @@ class SchemaRules(Translation):
             return self.any_value()
         if schema is False:
             raise refusal("`false` allows no value at all", place)
+        if isinstance(schema, Mapping):
+            schema = {keyword: value for keyword, value in schema.items() if not _is_idle(keyword) or keyword in ("$id", "id")}
         if self._lenient is not None and isinstance(schema, Mapping):
             schema = self._lenient.relaxed(schema, self.root, place.path)
             if not schema:
@@ -218,4 +226,5 @@ def other_names(names: list[str]) -> Node:
 
 
 def _is_idle(keyword: str) -> bool:
-    return keyword in ANNOTATIONS or keyword in ("$id", "id") or keyword.startswith("x-")
+    """Whether the keyword says nothing about values; by the specification, what is no keyword says nothing."""
+    return keyword in ANNOTATIONS or keyword in ("$id", "id") or keyword not in _KEYWORDS
