@@ -50,11 +50,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def try_grammars(words: list[str]) -> int:
     """`penstock grammar`: returns 0 or 1, as its help says."""
-    from penstock.grammar_arguments import parse_grammar_arguments
+    from penstock.commands.grammar_arguments import parse_grammar_arguments
 
     arguments = parse_grammar_arguments(words)
     set_up_logging("warning")
-    from penstock.grammar_command import run_grammar_command
+    from penstock.commands.grammar_command import run_grammar_command
     from penstock.plugins.manager import Plugins
 
     return run_grammar_command(arguments, Plugins.start(arguments.plugins, arguments.without))

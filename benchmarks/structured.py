@@ -41,10 +41,10 @@ from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.serve import say
 from benchmarks.target import Running, Target, TargetError, running
 from penstock.engine.errors import ConfigurationError
-from penstock.grammar_arguments import parse_grammar_arguments
-from penstock.grammar_command import grammar_bench, opened
-from penstock.grammar_report import trial_as_json
-from penstock.grammar_trial import run_trial
+from penstock.commands.grammar_arguments import parse_grammar_arguments
+from penstock.commands.grammar_command import grammar_bench, opened
+from penstock.commands.grammar_report import trial_as_json
+from penstock.commands.grammar_trial import run_trial
 from penstock.plugins.manager import Plugins
 
 ROOT = Path(__file__).resolve().parent.parent

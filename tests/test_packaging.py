@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+LAYERS = ("engine", "plugins", "api", "commands")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -35,9 +36,7 @@ def test_pins_are_plain_versions_that_any_index_can_have() -> None:
 
 def test_every_package_is_in_the_distribution() -> None:
     on_disk = {
-        ".".join(["penstock", *path.parent.relative_to(ROOT).parts])
-        for layer in ("engine", "plugins", "api")
-        for path in (ROOT / layer).rglob("__init__.py")
+        ".".join(["penstock", *path.parent.relative_to(ROOT).parts]) for layer in LAYERS for path in (ROOT / layer).rglob("__init__.py")
     }
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == on_disk | {"penstock"}
 
@@ -49,7 +48,7 @@ def test_every_file_that_the_code_reads_is_in_the_distribution() -> None:
         for pattern in patterns
         for file in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
     }
-    on_disk = {path for layer in ("engine", "plugins", "api") for path in (ROOT / layer).rglob("*.*") if "__pycache__" not in path.parts}
+    on_disk = {path for layer in LAYERS for path in (ROOT / layer).rglob("*.*") if "__pycache__" not in path.parts}
     assert {path for path in on_disk if path.suffix != ".py"} == packaged
 
 

@@ -15,7 +15,7 @@ from penstock.api.app import build_app
 from penstock.api.decoding import REFUSED
 from penstock.arguments import build_parser
 from penstock.engine.config import EngineConfig
-from penstock.grammar_arguments import PARSERS as GRAMMAR_PARSERS
+from penstock.commands.grammar_arguments import PARSERS as GRAMMAR_PARSERS
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser
 from tests.api.running_server import CountingEngine
@@ -28,7 +28,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 PARSERS = [build_parser(), *(build() for build in GRAMMAR_PARSERS.values())]
 FLAGS = {flag for parser in PARSERS for action in parser._actions for flag in action.option_strings}
-LAYERS = ("api", "plugins", "engine")
+LAYERS = ("commands", "api", "plugins", "engine")
 
 
 def section(title: str) -> str:

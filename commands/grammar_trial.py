@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from penstock.engine.errors import PenstockError, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
-from penstock.grammar_bench import GrammarBench, Outcome
-from penstock.instance_walk import Walk, Walker
+from penstock.commands.grammar_bench import GrammarBench, Outcome
+from penstock.commands.instance_walk import Walk, Walker
 
 PARAM = "$"  # paths in messages begin with it
 SHOWN_CHARACTERS = 40

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.grammar_trial import Failure, Result, Trial
+from penstock.commands.grammar_trial import Failure, Result, Trial
 
 MAX_SHOWN = 20
 

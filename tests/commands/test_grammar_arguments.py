@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from penstock.arguments import parse_arguments
-from penstock.grammar_arguments import PARSERS, GrammarArguments, parse_grammar_arguments
+from penstock.commands.grammar_arguments import PARSERS, GrammarArguments, parse_grammar_arguments
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

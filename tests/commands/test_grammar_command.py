@@ -20,11 +20,11 @@ from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammar_cache import TIME_LIMIT
 from penstock.engine.tokenizer import Tokenizer
-from penstock.grammar_bench import GrammarBench
-from penstock.grammar_check import Check, check, check_as_json, check_as_text
-from penstock.grammar_report import percentile, trial_as_json, trial_as_text
-from penstock.grammar_trial import Case, Malformed, Trial, read_cases, run_trial
-from penstock.instance_walk import Walker
+from penstock.commands.grammar_bench import GrammarBench
+from penstock.commands.grammar_check import Check, check, check_as_json, check_as_text
+from penstock.commands.grammar_report import percentile, trial_as_json, trial_as_text
+from penstock.commands.grammar_trial import Case, Malformed, Trial, read_cases, run_trial
+from penstock.commands.instance_walk import Walker
 from penstock.server import main
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 
@@ -359,7 +359,7 @@ def test_a_file_that_holds_something_else_is_one_line_and_exit_code_2(
 
 
 def test_the_limits_in_the_docs_are_those_of_the_code() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "grammars.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent.parent / "docs" / "grammars.md").read_text(encoding="utf-8")
     names = ("MAX_TEXT", "MAX_GRAMMAR", "MAX_REGEX", "MAX_DEPTH", "MAX_PROPERTIES", "MAX_CHOICES")
     limits = [getattr(grammar_limits, name) for name in names] + [int(TIME_LIMIT)]
     assert re.findall(r"^\| [^|]+ \| ([\d,]+) \|$", page, re.MULTILINE) == [f"{limit:,}" for limit in limits]

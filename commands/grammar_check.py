@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarSpec
-from penstock.grammar_bench import GrammarBench, Outcome
+from penstock.commands.grammar_bench import GrammarBench, Outcome
 
 NUM_COMPILATIONS = 5
 PATIENCE = 1.0  # seconds for all of them
