@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.commands.grammar_bench import GrammarBench, Outcome
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarSpec
-from penstock.commands.grammar_bench import GrammarBench, Outcome
 
 NUM_COMPILATIONS = 5
 PATIENCE = 1.0  # seconds for all of them

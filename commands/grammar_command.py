@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import BinaryIO
 
-from penstock.engine.errors import ConfigurationError
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.model_config import read_answer_tokens
-from penstock.engine.model_store import model_name, resolve_model
-from penstock.engine.tokenizer import Tokenizer
 from penstock.commands.grammar_arguments import KINDS, GrammarArguments
 from penstock.commands.grammar_bench import GrammarBench
 from penstock.commands.grammar_check import check, check_as_json, check_as_text
 from penstock.commands.grammar_report import trial_as_json, trial_as_text
 from penstock.commands.grammar_trial import PARAM, run_trial
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.model_config import read_answer_tokens
+from penstock.engine.model_store import model_name, resolve_model
+from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 
 

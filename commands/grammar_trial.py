@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NoReturn
 
-from penstock.engine.errors import PenstockError, UnsupportedGrammar
-from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
 from penstock.commands.grammar_bench import GrammarBench, Outcome
 from penstock.commands.instance_walk import Walk, Walker
+from penstock.engine.errors import PenstockError, UnsupportedGrammar
+from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
 
 PARAM = "$"  # paths in messages begin with it
 SHOWN_CHARACTERS = 40

@@ -14,8 +14,8 @@ import pytest
 from penstock.api.app import build_app
 from penstock.api.decoding import REFUSED
 from penstock.arguments import build_parser
-from penstock.engine.config import EngineConfig
 from penstock.commands.grammar_arguments import PARSERS as GRAMMAR_PARSERS
+from penstock.engine.config import EngineConfig
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser
 from tests.api.running_server import CountingEngine

@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine import grammar_limits
-from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.grammar_cache import TIME_LIMIT
-from penstock.engine.tokenizer import Tokenizer
 from penstock.commands.grammar_bench import GrammarBench
 from penstock.commands.grammar_check import Check, check, check_as_json, check_as_text
 from penstock.commands.grammar_report import percentile, trial_as_json, trial_as_text
 from penstock.commands.grammar_trial import Case, Malformed, Trial, read_cases, run_trial
 from penstock.commands.instance_walk import Walker
+from penstock.engine import grammar_limits
+from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar_cache import TIME_LIMIT
+from penstock.engine.tokenizer import Tokenizer
 from penstock.server import main
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 
