@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ MAX_PENDING_OF_CLIENT = 32
 NUM_QUICK = 1
 MAX_RUNNING = 4
 SLOW_SECONDS = 0.1
-NICENESS = 19
+NICENESS = 5
+SLOW_NICENESS = 19
 STACK_BYTES = 2**26  # engines recurse into what they compile; only what is used of it takes memory
 
 
@@ -28,22 +29,26 @@ class Job:
     work: Callable[[], Any]
     client: str | None
     done: asyncio.Future[Any]
-    is_started: bool = False
+    thread: threading.Thread | None = None
     is_slow: bool = False
+
+    @property
+    def is_started(self) -> bool:
+        return self.thread is not None
 
 
 class GrammarQueue:
-    """Runs work in few threads of the lowest priority: a step of the model needs every core there is, and goes first.
+    """Runs work in few threads of low priority: a step of the model needs every core there is, and goes first.
 
-    Clients take turns, one job each. One that runs for longer than `SLOW_SECONDS` makes room for the next beside it, until `MAX_RUNNING`
-    run: so the quick ones do not wait behind it. A thread cannot be stopped, so the work itself has to be bounded.
+    Clients take turns, one job each. One that runs for longer than `SLOW_SECONDS` falls to the lowest priority and makes room for the next
+    beside it, until `MAX_RUNNING` run: so the quick ones do not wait behind it. A thread cannot be stopped, so the work itself has to be
+    bounded. Each job has a thread of its own, since a priority once lowered cannot be raised again.
     """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str | None, deque[Job]] = OrderedDict()
         self._num_of_client: dict[str | None, int] = {}
         self._running: set[Job] = set()
-        self._threads = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="penstock-grammar", initializer=_step_back)
 
     def submit(self, work: Callable[[], Any], client: str | None) -> Job:
         """Raises `QueueFull` where too many jobs, or too many of this client's, are waiting or running."""
@@ -76,28 +81,42 @@ class GrammarQueue:
 
     def _start(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
-        job.is_started = True
-        self._running.add(job)
         overdue = loop.call_later(SLOW_SECONDS, self._step_aside, job)
-        previous = threading.stack_size(STACK_BYTES)  # of a thread that this may begin
-        result = loop.run_in_executor(self._threads, _contained, job.work)
+        job.thread = threading.Thread(target=self._run, args=(job, overdue, loop), name="penstock-grammar", daemon=True)
+        self._running.add(job)
+        previous = threading.stack_size(STACK_BYTES)
+        job.thread.start()
         threading.stack_size(previous)
-        result.add_done_callback(lambda result: self._finish(job, result, overdue))
+
+    def _run(self, job: Job, overdue: asyncio.TimerHandle, loop: asyncio.AbstractEventLoop) -> None:
+        """In the job's thread."""
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            _lower_priority(threading.get_native_id(), NICENESS)
+            result = _contained(job.work)
+        except Exception as error:  # raised again where the job is waited for
+            failure = error
+        with suppress(RuntimeError):  # the loop may be closed by now, and nobody waits
+            loop.call_soon_threadsafe(self._finish, job, overdue, result, failure)
 
     def _step_aside(self, job: Job) -> None:
         job.is_slow = True
+        assert job.thread is not None
+        if job.thread.native_id is not None:
+            with suppress(ProcessLookupError):  # it has just ended
+                _lower_priority(job.thread.native_id, SLOW_NICENESS)
         self._start_next()
 
-    def _finish(self, job: Job, result: "asyncio.Future[Any]", overdue: asyncio.TimerHandle) -> None:
+    def _finish(self, job: Job, overdue: asyncio.TimerHandle, result: Any, failure: Exception | None) -> None:
         overdue.cancel()
         self._running.discard(job)
         self._leave(job)
-        if result.cancelled() or job.done.cancelled():
-            job.done.cancel()
-        elif (error := result.exception()) is not None:
-            job.done.set_exception(error)
-        else:
-            job.done.set_result(result.result())
+        if not job.done.cancelled():
+            if failure is None:
+                job.done.set_result(result)
+            else:
+                job.done.set_exception(failure)
         self._start_next()
 
     def _leave(self, job: Job) -> None:
@@ -115,13 +134,15 @@ class GrammarQueue:
 
     def close(self) -> None:
         """Starts nothing more; returns at once."""
+        for jobs in self._waiting.values():
+            for job in jobs:
+                job.done.cancel()
         self._waiting.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _step_back() -> None:
+def _lower_priority(thread_id: int, niceness: int) -> None:
     if sys.platform == "linux":  # elsewhere a priority is a whole process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread_id, max(niceness, os.getpriority(os.PRIO_PROCESS, thread_id)))
 
 
 def _contained(work: Callable[[], Any]) -> Any:

@@ -118,18 +118,28 @@ def test_an_error_is_passed_on_and_a_panic_becomes_one() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("place", ["queue", "here"])
-def test_only_the_threads_of_the_queue_step_back(place: str) -> None:
-    async def niceness() -> int:
-        queue = GrammarQueue()
-        job = queue.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), None)
-        result: int = await job.done
-        queue.close()
-        return result
+def own_niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    lowest = asyncio.run(niceness())
-    if place == "queue":
-        assert lowest == (grammar_queue.NICENESS if sys.platform == "linux" else before)
-    else:
-        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+def test_the_threads_of_the_queue_step_back_and_the_slow_ones_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 0.01)
+    before = own_niceness()
+    gate = threading.Event()
+
+    def slow() -> int:
+        assert gate.wait(10)
+        return own_niceness()
+
+    async def run() -> list[int]:
+        queue = GrammarQueue()
+        job = queue.submit(slow, None)
+        others = [await queue.submit(own_niceness, None).done for _ in range(2)]
+        gate.set()
+        return [*others, await job.done, await queue.submit(own_niceness, None).done]
+
+    is_linux = sys.platform == "linux"
+    quick = max(before, grammar_queue.NICENESS) if is_linux else before
+    lowest = grammar_queue.SLOW_NICENESS if is_linux else before
+    assert asyncio.run(run()) == [quick, quick, lowest, quick]
+    assert own_niceness() == before
