@@ -1,12 +1,14 @@
 """A tree as a regex that llguidance compiles, and as a terminal of a Lark grammar."""
 
 import json
+import re
 
-from penstock.plugins.grammars.charset import CharSet, of
+from penstock.plugins.grammars.charset import CharSet
 from penstock.plugins.grammars.regular import Chars, Either, Literal, Node, Repeat, Sequence
 
 # Repeats within repeats cost llguidance seconds for one mask: `(x{1000}){1000}` is a million places.
 MAX_PLACES = 200_000
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
 class UnwritableRegex(Exception):
@@ -64,7 +66,7 @@ def to_pattern(node: Node) -> str:
 
 
 def _check(text: str) -> None:
-    if any(not of(character) for character in text):
+    if _UNWRITABLE.search(text):
         raise UnwritableRegex("NUL and lone surrogates cannot be generated")
 
 
