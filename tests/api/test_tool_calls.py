@@ -131,9 +131,9 @@ def test_under_auto_calls_are_held_to_strict_tools_once_the_model_opens_one(toke
 
 def test_under_auto_text_is_free_and_without_a_promise_so_are_calls() -> None:
     async def scenario(server: Improvised) -> None:
-        free = await answers(server, 6, tools=LOOSE)
+        free = await answers(server, 3, tools=LOOSE)
         assert all(choice["content"] for choice in free)
-        for choice in await answers(server, 6, tools=STRICT):
+        for choice in await answers(server, 3, tools=STRICT):
             assert choice["content"].startswith("I will not")
 
     improvise(scenario, opening="I will not <tool_cal")
