@@ -59,7 +59,11 @@ class Vocabulary:
 
 
 class GrammarMatcher(Protocol):
-    """The state of one sequence in a grammar."""
+    """The state of one sequence in a grammar.
+
+    Used by one thread at a time, not always the same: `fill_bitmask` and `forced_tokens` run beside the event loop, where 10 ms for one
+    sequence are noticed by nobody else; `advance`, `rollback` and `finished` run on it and must be quick. An error ends the sequence.
+    """
 
     def fill_bitmask(self, row: "Tensor") -> None:
         """Writes int32 [ceil(V / 32)] on the CPU: bit i of the row is set where token i may come next."""
