@@ -28,7 +28,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 PARSERS = [build_parser(), *(build() for build in GRAMMAR_PARSERS.values())]
 FLAGS = {flag for parser in PARSERS for action in parser._actions for flag in action.option_strings}
-LAYERS = ("commands", "api", "plugins", "engine")
+LAYERS = ("commands", "api", "plugins", "engine", "testing")
 
 
 def section(title: str) -> str:

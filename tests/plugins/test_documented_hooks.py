@@ -14,11 +14,11 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Marker, Sequence
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
-from penstock.grammar_walks import accepts, byte_vocabulary
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.json_tool_format import JsonToolFormat
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing.grammar_walks import accepts, byte_vocabulary
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

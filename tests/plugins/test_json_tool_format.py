@@ -9,12 +9,12 @@ from penstock.engine.structure import Literal, Marker
 from penstock.engine.structure import Sequence as Parts
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
-from penstock.grammar_walks import accepts, byte_vocabulary, split_pieces
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.json_call import JsonCall
 from penstock.plugins.json_tool_format import JsonToolFormat
 from penstock.plugins.markers import MarkerBuffer
 from penstock.testing import check_tool_format
+from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
 
 MISTRAL = JsonToolFormat("[TOOL_CALLS] [", separator=(Literal(", "),), closing=(Literal("]"),))
 INTERN = JsonToolFormat(

@@ -9,10 +9,10 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.tool_format import CallableTool
-from penstock.grammar_walks import accepts, byte_vocabulary, random_answer, split_pieces
 from penstock.plugins.automaton import split_symbols
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.tools.hermes import END, START, Hermes
+from penstock.testing.grammar_walks import accepts, byte_vocabulary, random_answer, split_pieces
 from tests.plugins.structure_texts import ADDED, OBJECT, allows, choice, regex, schema, structures, texts, texts_of
 
 NO_TOKENS: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from penstock.engine.structure import FreeText, Marker, Repeat, Structure, TextU
 from penstock.engine.structure import Sequence as Parts
 from penstock.engine.tool_format import CallableTool, ToolFormat
 from penstock.engine.turn import Turn
-from penstock.grammar_walks import accepts, allowed_tokens, byte_vocabulary, pieces_of, random_answer, tokens_of
+from penstock.testing.grammar_walks import accepts, allowed_tokens, byte_vocabulary, pieces_of, random_answer, tokens_of
 
 Tools = Mapping[str, Mapping[str, Any]]
 SAMPLE_TOOLS: Tools = {
@@ -185,3 +185,33 @@ def _calls(events: Iterable[Event]) -> list[tuple[str, str]]:
             name, arguments = calls[event.index]
             calls[event.index] = (name, arguments + event.fragment)
     return calls
+
+
+def check_tool_format(
+    factory: ToolParserFactory,
+    *,
+    markers: Sequence[str] = (),
+    tools: Tools = SAMPLE_TOOLS,
+    num_walks: int = 12,
+    backend: GrammarBackendFactory | None = None,
+) -> None:
+    """Raises `AssertionError` where a tool parser's `tool_format` and the parser itself are not about the same calls.
+
+    - What the grammar allows, the parser reads as calls of the offered tools, one where one is asked for, with arguments that are valid
+      by their schemas, and with no text but white space left over. The same holds with text around the calls.
+    - What calls another tool, does not fit its schema, is cut off, or is a second call where one is asked for, the grammar does not allow.
+    - Text that opens no call is allowed where the model chooses; so is an opening that is quoted where the vocabulary has it as a token.
+
+    `markers` are the texts that the format looks for: everything is checked with a vocabulary that has them as plain text, and with one
+    that holds each as a single token. `tools` are the schemas of at least two tools' arguments by their names, `num_walks` says how many
+    answers are made up by walking at random through each grammar, `backend` compiles them, by default `llguidance`.
+    """
+    assert len(tools) > 1, "to tell one tool from another takes two"
+    for added_tokens in [(), tuple(markers)] if markers else [()]:
+        ToolFormatCheck(factory, added_tokens, markers, tools, backend or _default_backend()).run(num_walks)
+
+
+def _default_backend() -> GrammarBackendFactory:
+    from penstock.plugins.grammars.llguidance import LlguidanceBackend
+
+    return LlguidanceBackend

@@ -1,0 +1,14 @@
+"""What every parser and every tool format must pass, for the tests of plug-ins. Needs `hypothesis`, and no particular test runner.
+
+from penstock.testing import check_parser
+
+def test_any_cut_and_any_stop_give_the_same_answer() -> None:
+    check_parser(MyParser, ["<mine>why</mine>because"], markers=["<mine>", "</mine>"])
+"""
+
+from penstock.testing.answers import join_atoms, merged, read, split_atoms
+from penstock.testing.cost_check import check_cost
+from penstock.testing.parser_check import check_parser
+from penstock.testing.tool_format_check import check_tool_format
+
+__all__ = ["check_cost", "check_parser", "check_tool_format", "join_atoms", "merged", "read", "split_atoms"]

@@ -1,0 +1,148 @@
+"""Whether a parser keeps its promises: any cut, any stop, nothing lost, at a cost that does not grow."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Parser, Phase
+from penstock.engine.turn import Turn
+from penstock.testing.answers import join_atoms, read, split_atoms
+from penstock.testing.cost_check import check_cost
+
+CALLS_ALLOWED = Turn(tool_choice="auto")
+
+
+def check_parser(
+    factory: Callable[[Turn], Parser],
+    samples: Iterable[str],
+    *,
+    markers: Sequence[str] = (),
+    turn: Turn = CALLS_ALLOWED,
+    max_examples: int = 100,
+) -> None:
+    """Raises `AssertionError` where a parser breaks a promise of its contract.
+
+    - Any cut, same answer: whole, one character at a time, every split in two, and every added token as a piece of its own.
+    - Any stop, same answer: after every prefix, `finish` gives back what is held, and no text is lost. What a parser may take out are
+      `markers` and whatever stands next to a tool call; all else comes out as `Text` or `Reasoning`, in order, added tokens as pieces.
+    - The cost of a piece does not grow with what came before.
+
+    Checked on `samples` and on text generated from them and the markers, both with a vocabulary as `turn` has it and with one that holds
+    the markers as single tokens.
+    """
+    samples = list(samples)
+    assert samples, "there is nothing to check a parser with"
+    for vocabulary in (turn.added_tokens, turn.added_tokens | frozenset(markers)):
+        this_turn = replace(turn, added_tokens=vocabulary)
+        for sample in samples:
+            atoms = split_atoms(sample, vocabulary)
+            _check_every_split(factory, this_turn, atoms)
+            for end in range(len(atoms) + 1):
+                _check_answer(factory, this_turn, atoms[:end], markers)
+        _check_generated(factory, this_turn, samples, markers, max_examples)
+    for sample in samples:
+        check_cost(factory, sample, turn)
+
+
+def _check_every_split(factory: Callable[[Turn], Parser], turn: Turn, atoms: Sequence[str]) -> None:
+    whole = join_atoms(atoms)
+    expected = read(factory(turn), whole)
+    for position in range(1, len(atoms)):
+        cut = [*join_atoms(atoms[:position]), *join_atoms(atoms[position:])]
+        _check_same(whole, expected, cut, read(factory(turn), cut))
+
+
+def _check_answer(factory: Callable[[Turn], Parser], turn: Turn, atoms: Sequence[str], markers: Sequence[str]) -> None:
+    """The answer that ends after these atoms: the same in the largest and in the smallest pieces, and with no text lost."""
+    whole = join_atoms(atoms)
+    expected = read(factory(turn), whole)
+    _check_same(whole, expected, atoms, read(factory(turn), atoms))
+    assert _phase(factory(turn), whole) is _phase(factory(turn), atoms), f"the phase after {whole} depends on how it is cut"
+    calls = [event.index for event in expected if isinstance(event, ToolCallStart)]
+    assert calls == list(range(len(calls))), f"{whole}: tool calls are numbered {calls}"
+    assert _accounts_for(expected, atoms, markers), f"{whole}: text is lost, added or out of order in {expected}"
+
+
+def _check_same(whole: Sequence[str], expected: list[Event], cut: Sequence[str], events: list[Event]) -> None:
+    assert events == expected, f"{list(whole)} gives {expected}, but cut as {list(cut)} it gives {events}"
+    apart = [isinstance(event, Text | Reasoning) and isinstance(event.text, SpecialText) for event in events]
+    expected_apart = [isinstance(event, Text | Reasoning) and isinstance(event.text, SpecialText) for event in expected]
+    assert apart == expected_apart, f"cut as {list(cut)}, other added tokens come out as plain text in {events}"
+
+
+def _phase(parser: Parser, pieces: Iterable[str]) -> Phase | None:
+    for piece in pieces:
+        for _ in parser.feed(piece):
+            pass
+    phase = getattr(parser, "phase", None)
+    assert phase is None or isinstance(phase, Phase)
+    return phase
+
+
+def _accounts_for(events: Iterable[Event], atoms: Sequence[str], markers: Sequence[str]) -> bool:
+    """Whether the atoms are the events' text with nothing between but markers, and anything at all where a tool call stands."""
+    wanted: list[str | None] = []  # None: a tool call
+    for event in events:
+        if isinstance(event, ToolCallStart | ToolCallArguments):
+            wanted.extend([] if wanted and wanted[-1] is None else [None])
+        elif isinstance(event.text, SpecialText):
+            wanted.append(event.text)
+        else:
+            wanted.extend(event.text)
+    reached: list[set[int]] = [set() for _ in range(len(atoms) + 1)]  # how many of `wanted` may be accounted for before each atom
+    reached[0].add(0)
+    for position, numbers in enumerate(reached):
+        numbers |= {number + 1 for number in numbers if number < len(wanted) and wanted[number] is None}
+        if position == len(atoms):
+            break
+        ends = [end for marker in markers if (end := _marker_end(atoms, position, marker)) is not None]
+        for number in numbers:
+            for end in ends:
+                reached[end].add(number)
+            if number < len(wanted) and _is_same_atom(wanted[number], atoms[position]):
+                reached[position + 1].add(number + 1)
+            if number and wanted[number - 1] is None:
+                reached[position + 1].add(number)
+    return len(wanted) in reached[-1]
+
+
+def _marker_end(atoms: Sequence[str], position: int, marker: str) -> int | None:
+    length = 0
+    while length < len(marker) and position < len(atoms) and marker.startswith(atoms[position], length):
+        length += len(atoms[position])
+        position += 1
+    return position if length == len(marker) else None
+
+
+def _is_same_atom(wanted: str | None, atom: str) -> bool:
+    return wanted == atom and isinstance(wanted, SpecialText) == isinstance(atom, SpecialText)
+
+
+def _check_generated(
+    factory: Callable[[Turn], Parser], turn: Turn, samples: Sequence[str], markers: Sequence[str], max_examples: int
+) -> None:
+    """Text made of markers, whole and in part, words of the samples and anything else, in any order and cut anywhere."""
+    words = {word for sample in samples for word in re.findall(r"\w+|\s+|[^\w\s]", sample)}
+    parts = sorted(words | {marker[:end] for marker in markers for end in range(1, len(marker) + 1)})
+    specials: list[str] = [SpecialText(token) for token in sorted(turn.added_tokens)]
+    known = [st.sampled_from(choices) for choices in (parts, samples, specials) if choices]
+    texts = st.lists(st.one_of(*known, st.text(max_size=3)), max_size=12)
+
+    @settings(max_examples=max_examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(texts, st.sets(st.integers(0, 60)))
+    def check(parts: list[str], cuts: set[int]) -> None:
+        atoms: list[str] = []
+        for part in parts:
+            atoms.extend([part] if isinstance(part, SpecialText) else part)
+        _check_answer(factory, turn, atoms, markers)
+        places = [0, *sorted(cut for cut in cuts if cut < len(atoms)), len(atoms)]
+        pieces = [piece for start, end in pairwise(places) for piece in join_atoms(atoms[start:end])]
+        whole = join_atoms(atoms)
+        _check_same(whole, read(factory(turn), whole), pieces, read(factory(turn), pieces))
+
+    check()
