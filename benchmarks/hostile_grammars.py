@@ -181,6 +181,8 @@ def main(argv: list[str] | None = None) -> int:
     except (BadAnswer, TargetError, aiohttp.ClientError, TimeoutError) as error:
         print(f"benchmarks/hostile_grammars.py: error: {str(error) or type(error).__name__}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(f"{'input':32} {'status':12} " + " ".join(f"{heading:>9}" for heading in ("answer", "gap", "quiet gap", "excess")))
     for name, trials in results.items():
         print(line(name, trials))

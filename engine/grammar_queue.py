@@ -18,7 +18,7 @@ NUM_QUICK = 1
 MAX_RUNNING = 4
 SLOW_SECONDS = 0.1
 NICENESS = 5
-SLOW_NICENESS = 19
+SLOW_NICENESS = 10  # not the lowest: it may hold the interpreter's lock when it is set aside for others
 STACK_BYTES = 2**26  # engines recurse into what they compile; only what is used of it takes memory
 
 
@@ -40,7 +40,7 @@ class Job:
 class GrammarQueue:
     """Runs work in few threads of low priority: a step of the model needs every core there is, and goes first.
 
-    Clients take turns, one job each. One that runs for longer than `SLOW_SECONDS` falls to the lowest priority and makes room for the next
+    Clients take turns, one job each. One that runs for longer than `SLOW_SECONDS` falls to a lower one and makes room for the next
     beside it, until `MAX_RUNNING` run: so the quick ones do not wait behind it. A thread cannot be stopped, so the work itself has to be
     bounded. Each job has a thread of its own, since a priority once lowered cannot be raised again.
     """

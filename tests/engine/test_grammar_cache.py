@@ -269,6 +269,7 @@ def test_what_is_too_large_reaches_no_backend_and_the_refusal_is_kept() -> None:
 
 def test_one_client_cannot_keep_another_from_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_queue, "MAX_PENDING_OF_CLIENT", 3)
+    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
     backend = Backend()
     grammars = compiler(backend)
 
@@ -288,7 +289,8 @@ def test_one_client_cannot_keep_another_from_its_grammar(monkeypatch: pytest.Mon
     grammars.check_integrity()
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
+def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
     backend = Backend()
     grammars = compiler(backend)
 
@@ -308,7 +310,8 @@ def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
     grammars.check_integrity()
 
 
-def test_a_constraint_whose_turn_does_not_come_in_time_is_told_to_come_again() -> None:
+def test_a_constraint_whose_turn_does_not_come_in_time_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
     backend = Backend()
     grammars = compiler(backend, time_limit=0.05)
 

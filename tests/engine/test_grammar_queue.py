@@ -32,7 +32,8 @@ class Work:
         return run
 
 
-def test_clients_take_turns() -> None:
+def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
     work = Work()
 
     async def run() -> None:
@@ -72,6 +73,7 @@ def test_what_is_slow_steps_aside_for_the_quick_until_too_many_run(monkeypatch: 
 
 
 def test_a_client_that_floods_is_turned_away_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
     monkeypatch.setattr(grammar_queue, "MAX_PENDING_OF_CLIENT", 2)
     monkeypatch.setattr(grammar_queue, "MAX_PENDING", 4)
     work = Work()
