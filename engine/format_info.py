@@ -13,6 +13,10 @@ class FormatInfo:
     `signs` are texts that a model's own chat template or added tokens hold, all of them, where it writes this format; none of the
     `counter_signs` may be there. Of several parsers that fit, `--plugin auto` takes the one with the most signs, and of these the one
     whose signs are longest. Without signs it is never chosen automatically.
+
+    `prompt_tail` is how these models' prompts end after the last assistant header, with thinking on where it can be switched: what
+    `penstock parse` assumes unless it is told. `example` is an answer in the format, short and whole; that of a tool parser calls the tool
+    `weather` with the argument `city`, a string that is `Oslo`.
     """
 
     models: str
@@ -21,3 +25,5 @@ class FormatInfo:
     aliases: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     counter_signs: tuple[str, ...] = ()
+    prompt_tail: str = ""
+    example: str = ""
