@@ -1,8 +1,8 @@
 """Reasoning between a start marker and an end marker: what most model families write."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from penstock.engine.events import Event, Reasoning, Text
+from penstock.engine.events import Event, Reasoning, SpecialText, Text
 from penstock.engine.parsing import Phase
 from penstock.plugins.markers import MarkerBuffer
 
@@ -12,7 +12,9 @@ class ThinkTags:
 
     `phase` is where the answer starts. A start marker at the very start is taken out in UNDECIDED and in REASONING (a model may repeat the
     one that its prompt opened), and white space before it belongs to the reasoning. An implicit end stays in the content, for the
-    next parser to read. `num_stray_ends` end markers are taken out of the content; any more stay visible.
+    next parser to read. `num_stray_ends` end markers are taken out of the content; any more stay visible. Where `drops_leading_end`, so is
+    one that the answer begins with. `newlines_after_start` and `newlines_after_end` say how many line breaks right after a marker are part
+    of it. `content_blocks` are content that stands within the reasoning, from each key to its value; both stay visible.
     """
 
     def __init__(
@@ -23,18 +25,27 @@ class ThinkTags:
         ends: Sequence[str] = ("</think>",),
         implicit_ends: Sequence[str] = (),
         num_stray_ends: int = 0,
+        drops_leading_end: bool = False,
+        newlines_after_start: int = 0,
+        newlines_after_end: int = 0,
+        content_blocks: Mapping[str, str] | None = None,
         added_tokens: frozenset[str] = frozenset(),
     ) -> None:
         self.start_marker = starts[0]
         self.end_marker = ends[0]
         self._starts = tuple(starts)
         self._ends = tuple(ends)
-        self._implicit_ends = frozenset(implicit_ends)
-        self._all_ends = (*ends, *implicit_ends)
         self._num_stray_ends = num_stray_ends
+        self._drops_leading_end = drops_leading_end
+        self._newlines_after_start = newlines_after_start
+        self._newlines_after_end = newlines_after_end
+        self._blocks = dict(content_blocks or {})
+        self._all_ends = (*ends, *implicit_ends, *self._blocks)
+        self._block_end: str | None = None  # what ends the content block that the reasoning is interrupted by
+        self._num_newlines = 0  # that would still belong to the last marker
         self._buffer = MarkerBuffer(added_tokens)
         self._phase = phase
-        self._is_at_start = phase is not Phase.CONTENT
+        self._is_at_start = phase is not Phase.CONTENT or drops_leading_end
 
     @property
     def phase(self) -> Phase:
@@ -57,13 +68,9 @@ class ThinkTags:
         if self._is_at_start:
             return self._open(events)
         if self._phase is Phase.REASONING:
-            pieces, marker = self._buffer.take_until(*self._all_ends)
-            events += self._events(pieces)
-            if marker is not None:
-                self._phase = Phase.CONTENT
-                if marker in self._implicit_ends:
-                    events.append(Text(marker))
-            return marker is not None
+            return self._read_reasoning(events)
+        if self._block_end is not None:
+            return self._read_block(events, self._block_end)
         pieces, marker = self._buffer.take_until(*(self._ends if self._num_stray_ends else ()))
         events += self._events(pieces)
         if marker is not None:
@@ -71,16 +78,61 @@ class ThinkTags:
         return marker is not None
 
     def _open(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(*self._starts)
+        starts = () if self._phase is Phase.CONTENT else self._starts
+        start = self._buffer.take_start(*starts, *(self._ends if self._drops_leading_end else ()))
         if start is None:
             return False
         space, marker = start
         self._is_at_start = False
+        if marker is not None and marker in self._ends:
+            events += self._events(space)
+            self._enter(Phase.CONTENT, self._newlines_after_end)
+            return True
         if self._phase is Phase.UNDECIDED:
             self._phase = Phase.CONTENT if marker is None else Phase.REASONING
         events += self._events(space)
+        self._num_newlines = 0 if marker is None else self._newlines_after_start
         return True
+
+    def _read_reasoning(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(*self._all_ends)
+        events += self._events(pieces)
+        if marker is None:
+            return False
+        if marker in self._ends:
+            self._enter(Phase.CONTENT, self._newlines_after_end)
+        else:
+            self._enter(Phase.CONTENT)
+            self._block_end = self._blocks.get(marker)
+            events.append(Text(marker))
+        return True
+
+    def _read_block(self, events: list[Event], end: str) -> bool:
+        pieces, marker = self._buffer.take_until(end)
+        events += self._events(pieces)
+        if marker is None:
+            return False
+        events.append(Text(marker))
+        self._block_end = None
+        self._enter(Phase.REASONING)
+        return True
+
+    def _enter(self, phase: Phase, num_newlines: int = 0) -> None:
+        self._phase = phase
+        self._num_newlines = num_newlines
 
     def _events(self, pieces: list[str]) -> list[Event]:
         kind = Reasoning if self._phase is Phase.REASONING else Text
-        return [kind(piece) for piece in pieces]
+        return [kind(piece) for piece in map(self._without_newlines, pieces) if piece]
+
+    def _without_newlines(self, piece: str) -> str:
+        """The piece without the line breaks that still belong to the marker before it."""
+        if not self._num_newlines:
+            return piece
+        num_newlines = 0 if isinstance(piece, SpecialText) else _num_leading_newlines(piece, self._num_newlines)
+        self._num_newlines = self._num_newlines - num_newlines if num_newlines == len(piece) else 0
+        return piece[num_newlines:] if num_newlines else piece
+
+
+def _num_leading_newlines(text: str, most: int) -> int:
+    return next((position for position, character in enumerate(text[:most]) if character != "\n"), min(most, len(text)))
