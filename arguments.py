@@ -14,7 +14,7 @@ from penstock.engine.config import CompileMode, Dtype, EngineConfig
 from penstock.engine.errors import ConfigurationError
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
-COMMANDS = ("serve", "plugins", "grammar")  # `grammar` has flags of its own: see `grammar_arguments`
+COMMANDS = ("serve", "plugins", "parse", "grammar", "new-plugin")  # all but the first have flags of their own: see `commands`
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -23,11 +23,12 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 class Arguments:
     """What the command line said, parsed and checked. Sizes are in bytes, times in seconds."""
 
-    command: str
     engine: EngineConfig
     served_model_names: tuple[str, ...]
     plugins: tuple[str, ...]
     without: tuple[str, ...]
+    reasoning_parser: str
+    tool_parser: str
     chat_template: str | None
     thinking_token_budget: int | None
     trust_request_chat_template: bool
@@ -59,14 +60,13 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
     """Raises `ConfigurationError` for values that do not go together; argparse itself exits with code 2 for those it cannot read."""
     parser = build_parser()
     given = parser.parse_args(argv)
-    if given.command == "grammar":
-        parser.error("`grammar` goes before all flags: penstock grammar check FILE, penstock grammar test FILE")
+    if given.command != "serve":
+        parser.error(f"`{given.command}` goes before all flags: see penstock {given.command} --help")
     environment_keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",")]
     api_keys = tuple(given.api_key or [key for key in environment_keys if key])
     if any(not key.strip() for key in api_keys):
         raise ConfigurationError("--api-key is empty")
     return Arguments(
-        command=given.command,
         engine=EngineConfig(
             model=given.model,
             dtype=given.dtype,
@@ -85,6 +85,8 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
         served_model_names=tuple(given.served_model_name),
         plugins=tuple(given.plugin),
         without=tuple(given.without),
+        reasoning_parser=given.reasoning_parser,
+        tool_parser=given.tool_parser,
         chat_template=given.chat_template,
         thinking_token_budget=given.thinking_token_budget,
         trust_request_chat_template=given.trust_request_chat_template,
@@ -105,8 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="penstock",
         description="Serve a language model over OpenAI's HTTP interface. Without flags: a small default model at http://127.0.0.1:8000/v1.",
-        epilog="`penstock plugins` lists the plug-ins that are loaded, and what each registers. `penstock grammar --help` says how to try "
-        "schemas and grammars without a server.",
+        epilog="`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "
+        "a model's output, `penstock grammar` tries schemas and grammars, and `penstock new-plugin` begins a plug-in. Each has a --help.",
         allow_abbrev=False,
     )
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="serve", help="what to do (default: serve)")
@@ -151,14 +153,31 @@ def add_plugin_choice(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME|MODULE|FILE.py",
-        help="load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable",
+        help="load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable. auto, the default: parsers that "
+        "are not named are those that the model's own chat template and vocabulary show; none: there are no others",
     )
     group.add_argument("--without", action="append", default=[], metavar="NAME", help="do not load this plug-in; repeatable")
+
+
+def add_parser_choice(group: argparse._ArgumentGroup, default: str) -> None:
+    """`auto` where there is a model that can decide."""
+    options = "NAME" + "|auto" * (default == "auto") + "|none"
+    group.add_argument(
+        "--reasoning-parser", metavar=options, default=default, help="how the model writes its reasoning (default: %(default)s)"
+    )
+    group.add_argument(
+        "--tool-parser",
+        "--tool-call-parser",
+        metavar=options,
+        default=default,
+        help="how the model writes tool calls (default: %(default)s)",
+    )
 
 
 def _add_format_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("formats and plug-ins")
     add_plugin_choice(group)
+    add_parser_choice(group, "auto")
     group.add_argument("--chat-template", metavar="FILE|NAME", help="a Jinja file, or one of: think, chatml (default: the model's own)")
     group.add_argument(
         "--thinking-token-budget",

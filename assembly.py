@@ -20,6 +20,8 @@ from penstock.engine.model_store import model_name, resolve_model
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
+from penstock.plugins.recognition import Evidence
+from penstock.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
     tokenizer = Tokenizer.load(directory, config.trust_remote_code)
     workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="penstock-worker")
     chat_template = build_chat_template(template, tokenizer, workers)
+    plugins.recognize(evidence_of(tokenizer, template))
     budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, template)
     loaded = load(directory, config)
     core = build_core(loaded, tokenizer, config)
@@ -88,8 +91,8 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
     pool, block_size = core.scheduler.pool, core.scheduler.block_size
     cache_bytes = pool.num_blocks * block_bytes(loaded.kv_layout, block_size, loaded.dtype)
     parts = [
-        f"reasoning: {context.plugins.reasoning_parsers.active or 'none'}",
-        f"tools: {context.plugins.tool_parsers.active or 'none'}",
+        f"reasoning: {selection(context.plugins.reasoning_parsers)}",
+        f"tools: {selection(context.plugins.tool_parsers)}",
         f"context: {context.max_model_len} tokens",
         f"KV cache: {cache_bytes / 2**30:.2f} GiB, {pool.num_blocks * block_size} tokens",
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
@@ -97,6 +100,18 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
     if loaded.device.type == "cpu":
         parts.append(f"threads: {core.runner.num_threads}")
     return "; ".join(parts)
+
+
+def selection(registry: Registry[Any]) -> str:
+    """The parser in use, and whether the model's own files chose it."""
+    return (registry.active or "none") + (" (auto)" if registry.is_automatic else "")
+
+
+def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
+    """The model's own templates; the operator's `template` says what the model writes only where the model brings none."""
+    own = tuple(tokenizer.chat_templates.values())
+    asked = () if template is None else (template,)
+    return Evidence(own or asked, frozenset(token.text for token in tokenizer.added_tokens.values()))
 
 
 def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: ThreadPoolExecutor) -> ChatTemplate:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock import __version__
 from penstock.arguments import Arguments, parse_arguments
+from penstock.commands import COMMANDS
 from penstock.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -28,36 +29,24 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 after a shutdown that was asked for, 2 where the server cannot start as asked."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        if words[:1] == ["grammar"]:
-            return try_grammars(words[1:])
+        if words and words[0] in COMMANDS:
+            set_up_logging("warning")
+            return COMMANDS[words[0]](words[1:])
         arguments = parse_arguments(words)
         set_up_logging(arguments.log_level, access_log=arguments.access_log)
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
         from penstock.plugins.manager import Plugins
 
-        plugins = Plugins.start(arguments.plugins, arguments.without)
-        if arguments.command == "plugins":
-            print(plugin_table(plugins))
-        else:
-            serve(arguments, plugins)
+        plugins = Plugins.start(
+            arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
+        )
+        serve(arguments, plugins)
     except ConfigurationError as error:
         print(f"penstock: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def try_grammars(words: list[str]) -> int:
-    """`penstock grammar`: returns 0 or 1, as its help says."""
-    from penstock.commands.grammar_arguments import parse_grammar_arguments
-
-    arguments = parse_grammar_arguments(words)
-    set_up_logging("warning")
-    from penstock.commands.grammar_command import run_grammar_command
-    from penstock.plugins.manager import Plugins
-
-    return run_grammar_command(arguments, Plugins.start(arguments.plugins, arguments.without))
 
 
 def serve(arguments: Arguments, plugins: "Plugins") -> None:
@@ -137,16 +126,6 @@ def start_line(assembled: "Assembled", listener: socket.socket, seconds: float) 
     address = f"[{host}]" if ":" in host else host
     names = ", ".join(assembled.context.model_names)
     return f"penstock {__version__} serves {names} at http://{address}:{port}/v1 ({assembled.summary}; started in {seconds:.1f} s)"
-
-
-def plugin_table(plugins: "Plugins") -> str:
-    """What is loaded: kind, name (with a star where it is selected), distribution and version, plug-in."""
-    rows = [("KIND", "NAME", "FROM", "PLUG-IN")]
-    for row in plugins.listing():
-        source = f"{row.distribution} {row.version}" if row.distribution else "-"
-        rows.append((row.kind, row.name + " *" * row.is_active, source, row.plugin))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def set_up_logging(level: str, *, access_log: bool = False) -> None:

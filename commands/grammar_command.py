@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import BinaryIO
 
+from penstock.commands.files import opened
 from penstock.commands.grammar_arguments import KINDS, GrammarArguments
 from penstock.commands.grammar_bench import GrammarBench
 from penstock.commands.grammar_check import check, check_as_json, check_as_text
@@ -86,17 +86,3 @@ def grammar_bench(arguments: GrammarArguments, plugins: Plugins) -> Iterator[Gra
         yield bench
     finally:
         bench.close()
-
-
-@contextmanager
-def opened(path: str) -> Iterator[BinaryIO]:
-    """`-` is standard input."""
-    if path == "-":
-        yield sys.stdin.buffer
-        return
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(path, "rb"))
-        except OSError as error:
-            raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from error
-        yield file

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.events import Event, Reasoning, SpecialText, Text
+from penstock.engine.events import Event, Text
 from penstock.engine.parser_chain import ParserChain
 from penstock.engine.parsing import Parser, Phase, ReasoningParser
 from penstock.engine.stop_strings import StopStrings
+from penstock.engine.visible_events import visible_events
 
 
 class _Tap:
@@ -100,17 +101,4 @@ class Answer:
         return [event for piece in pieces for event in self._chain.feed(piece)]
 
     def _visible(self, events: Iterable[Event]) -> list[Event]:
-        """Without hidden special tokens, every text a plain `str`, and neighbours of one kind joined."""
-        visible: list[Event] = []
-        for event in events:
-            if not isinstance(event, Text | Reasoning):
-                visible.append(event)
-                continue
-            if not event.text or (self._skip_special_tokens and isinstance(event.text, SpecialText) and event.text.is_hidden):
-                continue
-            last = visible[-1] if visible else None
-            if isinstance(last, Text | Reasoning) and type(last) is type(event):
-                visible[-1] = type(event)(last.text + event.text)
-            else:
-                visible.append(type(event)(str(event.text)))
-        return visible
+        return visible_events(events, skip_special_tokens=self._skip_special_tokens)

@@ -20,7 +20,8 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.turn import Turn
 from penstock.plugins import reasoning, tools
-from penstock.plugins.registry import Registry
+from penstock.plugins.recognition import Evidence
+from penstock.plugins.registry import AUTO, NONE, Registry
 
 GROUP = "penstock"
 FOLDERS = (reasoning, tools)  # each module in them is a plug-in
@@ -54,6 +55,7 @@ class Listing:
     distribution: str | None
     version: str | None
     is_active: bool
+    aliases: tuple[str, ...] = ()
 
 
 class Plugins:
@@ -75,13 +77,26 @@ class Plugins:
         self._dropped: set[str] = set()
 
     @classmethod
-    def start(cls, names: Sequence[str] = (), without: Sequence[str] = ()) -> "Plugins":
-        """Loads the built-ins, what is installed, and `names` in their order; then checks."""
+    def start(
+        cls, names: Sequence[str] = (), without: Sequence[str] = (), *, reasoning_parser: str = AUTO, tool_parser: str = AUTO
+    ) -> "Plugins":
+        """Loads the built-ins, what is installed, and `names` in their order; then checks.
+
+        `names` may hold `auto`, which says nothing new, or `none`: then no parser is used but those that are named. `reasoning_parser` and
+        `tool_parser` are one name of their kind, `auto` or `none`.
+        """
         plugins = cls(without)
         plugins.load_builtins()
         plugins.load_entry_points()
+        if AUTO in names and NONE in names:
+            raise ConfigurationError(f"`--plugin {AUTO}` and `--plugin {NONE}` contradict each other")
         for name in names:
-            plugins.load(name)
+            if name not in (AUTO, NONE):
+                plugins.load(name)
+        plugins.select(plugins.reasoning_parsers, "--reasoning-parser", reasoning_parser)
+        plugins.select(plugins.tool_parsers, "--tool-parser", tool_parser)
+        if NONE in names:
+            plugins.reasoning_parsers.is_open = plugins.tool_parsers.is_open = False
         plugins.check()
         return plugins
 
@@ -98,6 +113,32 @@ class Plugins:
     def tool_parser(self) -> hooks.ToolParserFactory | None:
         """The one that `--plugin` selected."""
         return self.tool_parsers.active_factory
+
+    def select(self, registry: Registry[Any], option: str, name: str) -> None:
+        """Selects one name of one kind; with `none` no parser of that kind, and with `auto` nothing."""
+        if name == AUTO:
+            return
+        if name != NONE:
+            registry.activate(self.resolve(registry, option, name))
+        elif registry.active is not None:
+            raise ConfigurationError(f"`{option} {NONE}` contradicts `--plugin`, which names the {registry.kind} {registry.active!r}")
+        registry.is_open = False
+
+    def resolve(self, registry: Registry[Any], option: str, name: str) -> str:
+        """The registered name for itself or for an alias. Raises `ConfigurationError` with the near ones where there is none."""
+        known = registry.resolve(name)
+        if known is None:
+            names = [*registry, *registry.aliases]
+            other = next((other for other in self.registries if other is not registry and other.resolve(name) is not None), None)
+            hint = self._hint(name, names) if other is None else f"it is the name of a {other.kind}"
+            raise ConfigurationError(f"`{option} {name}`: there is no {registry.kind} of that name; {hint}")
+        return known
+
+    def recognize(self, evidence: Evidence) -> None:
+        """Selects the parsers that a model's own files show, of each kind that the operator has left open."""
+        for registry in (self.reasoning_parsers, self.tool_parsers):
+            registry.choose(evidence)
+        self._check_selected()
 
     def load_builtins(self) -> None:
         """The plug-ins that come with the server."""
@@ -152,6 +193,9 @@ class Plugins:
             self._raise_unknown("--without", name)
         for registry in self.registries:
             registry.check()
+        self._check_selected()
+
+    def _check_selected(self) -> None:
         self._check_active(self.reasoning_parsers, ("feed", "finish", "start_marker", "end_marker", "phase"))
         self._check_active(self.tool_parsers, ("feed", "finish"))
 
@@ -161,7 +205,8 @@ class Plugins:
         for registry in self.registries:
             for name, origin in sorted(registry.origins.items()):
                 source = self._origins[origin]
-                rows.append(Listing(registry.kind, name, origin, source.distribution, source.version, name == registry.active))
+                aliases = tuple(sorted(registry.spellings(name)))
+                rows.append(Listing(registry.kind, name, origin, source.distribution, source.version, name == registry.active, aliases))
         return rows
 
     def _check_active(self, registry: Registry[Any], promised: Sequence[str]) -> None:
@@ -217,6 +262,8 @@ class Plugins:
             raise ConfigurationError(
                 f"plug-in {origin} called register({name!r}, {factory!r}): it takes a name and a factory, and perhaps a FormatInfo"
             )
+        if {AUTO, NONE} & {name, *(info.aliases if info else ())}:
+            raise ConfigurationError(f"plug-in {origin} cannot register {name!r}: {AUTO!r} and {NONE!r} mean something else")
         if name in self._without:
             self._dropped.add(name)
             return
@@ -231,10 +278,22 @@ class Plugins:
         return sorted({name for registry in self.registries for name in (*registry, *registry.aliases)})
 
     def _raise_unknown(self, option: str, name: str) -> NoReturn:
-        near = difflib.get_close_matches(name, [*self._names(), *self._origins], n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the registered names are {', '.join(self._names())}"
+        hint = self._hint(name, [*self._names(), *self._origins])
         kinds = "registered name, plug-in, module or .py file" if option == "--plugin" else "registered name or plug-in"
         raise ConfigurationError(f"`{option} {name}`: no {kinds} of that name; {hint}")
+
+    def _hint(self, name: str, known: Sequence[str]) -> str:
+        """The names that are near, aliases among them; where none is, all that are registered."""
+        by_spelling = {_plain(spelling): spelling for spelling in known}
+        near = [by_spelling[plain] for plain in difflib.get_close_matches(_plain(name), by_spelling, n=3, cutoff=0.5)]
+        if near:
+            return f"did you mean {' or '.join(map(self._spelled, near))}?"
+        return f"the registered names are {', '.join(sorted(name for name in known if name not in self._origins))}"
+
+    def _spelled(self, name: str) -> str:
+        """An alias is shown with what it stands for."""
+        meanings = {registry.aliases[name] for registry in self.registries if name in registry.aliases}
+        return repr(name) + (f" (= {', '.join(map(repr, sorted(meanings)))})" if meanings else "")
 
     def _nearest_hook(self, plugin: object) -> str:
         known = [registry.hook for registry in self.registries]
@@ -243,6 +302,11 @@ class Plugins:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0)
                 return f"; did you mean {near[0]!r}?"
         return ""
+
+
+def _plain(name: str) -> str:
+    """Names are as near as they are without case and hyphens."""
+    return name.lower().replace("-", "_")
 
 
 def _entry_points() -> list[tuple[Distribution, EntryPoint]]:

@@ -5,6 +5,10 @@ from typing import TypeVar
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.format_info import FormatInfo
+from penstock.plugins.recognition import Evidence, recognize
+
+AUTO = "auto"
+NONE = "none"
 
 Factory = TypeVar("Factory")
 
@@ -13,7 +17,8 @@ class Registry(Mapping[str, Factory]):
     """Factories by name, in the order in which they were registered.
 
     `origins` has the plug-in that registered each name, `infos` what its format is known by where it said so, and `aliases` the names that
-    stand for others. Where `is_choice`, an answer is read by one of them, `active`.
+    stand for others. Where `is_choice`, an answer is read by one of them at most, `active`; unless it was named, or `is_open` was taken
+    away, the model's own files decide (`choose`), and then `is_automatic`.
     """
 
     def __init__(self, kind: str, hook: str, *, is_choice: bool = False) -> None:
@@ -24,6 +29,8 @@ class Registry(Mapping[str, Factory]):
         self.infos: dict[str, FormatInfo] = {}
         self.aliases: dict[str, str] = {}
         self.active: str | None = None
+        self.is_open = is_choice
+        self.is_automatic = False
         self._factories: dict[str, Factory] = {}
         self._undecided: dict[str, list[str]] = {}  # plug-ins that were activated and offer several
 
@@ -56,12 +63,25 @@ class Registry(Mapping[str, Factory]):
         """Selects a name. Raises `ConfigurationError` where another is selected already."""
         if not self.is_choice or self.active == name:
             return
+        assert not self.is_automatic, "the model decided already"
         if self.active is not None:
             raise ConfigurationError(
                 f"two {self.kind}s cannot be active at once: {self.active!r} of plug-in {self.origins[self.active]!r} "
                 f"and {name!r} of plug-in {self.origins[name]!r}"
             )
         self.active = name
+        self.is_open = False
+
+    def choose(self, evidence: Evidence) -> None:
+        """Selects what a model's own files show, unless the operator has decided."""
+        if self.is_open:
+            self.active = recognize(self.infos, evidence)
+            self.is_automatic = True
+            self.is_open = False
+
+    def spellings(self, name: str) -> list[str]:
+        """The aliases of a name."""
+        return [alias for alias, known in self.aliases.items() if known == name]
 
     def activate_plugin(self, plugin: str) -> None:
         """Selects what a plug-in registered; where it registered several factories, a name has to be given as well."""

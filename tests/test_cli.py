@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.arguments import Arguments, build_parser, parse_arguments, parse_size
+from penstock.commands import COMMANDS
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 
@@ -18,11 +19,26 @@ ROOT = Path(__file__).parent.parent
 
 EVERY_FLAG = """
     --model m --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10 --trust-remote-code
-    --plugin deepseek_r1 --plugin hermes --without granite --chat-template think --thinking-token-budget 5 --trust-request-chat-template
+    --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes --chat-template think --thinking-token-budget 5 --trust-request-chat-template
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --no-prefix-caching --max-waiting-requests 4 --compile off --threads 2 --seed 11
 """
+
+
+def test_the_tool_parser_has_vllms_name_too() -> None:
+    assert parse_arguments(["--tool-call-parser", "hermes"]).tool_parser == "hermes"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_other_commands_go_before_all_flags(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert f"`{command}` goes before all flags" in complaint(capsys, "--port", "0", command)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_of_other_commands_does_not_wait_for_torch(command: str) -> None:
+    loaded = loaded_after(f"import penstock.server\ntry:\n    penstock.server.main(['{command}', '--help'])\nexcept SystemExit: pass")
+    assert not {"torch", "transformers", "aiohttp", "jinja2", "pluggy"} & loaded
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -36,7 +52,8 @@ def test_no_flags_mean_the_default_model_at_the_default_address(monkeypatch: pyt
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     arguments = parse_arguments([])
     assert arguments.engine == EngineConfig()
-    assert (arguments.command, arguments.host, arguments.port, arguments.api_keys) == ("serve", "127.0.0.1", 8000, ())
+    assert (arguments.host, arguments.port, arguments.api_keys) == ("127.0.0.1", 8000, ())
+    assert (arguments.plugins, arguments.reasoning_parser, arguments.tool_parser) == ((), "auto", "auto")
 
 
 def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +75,12 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         trust_remote_code=True,
     )
     expected = Arguments(
-        command="serve",
         engine=engine,
         served_model_names=("a", "b"),
         plugins=("deepseek_r1", "hermes"),
         without=("granite",),
+        reasoning_parser="deepseek_r1",
+        tool_parser="hermes",
         chat_template="think",
         thinking_token_budget=5,
         trust_request_chat_template=True,
@@ -80,7 +98,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_arguments(argv) == expected
     default = parse_arguments([])
     same = {field.name for field in dataclasses.fields(Arguments) if getattr(default, field.name) == getattr(expected, field.name)}
-    assert same == {"command"}, "a flag is not in this test"
+    assert same == set(), "a flag is not in this test"
 
 
 def test_keys_come_from_the_environment_unless_flags_name_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,11 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 from transformers import GenerationConfig
 
-from penstock.assembly import build_chat_template, knows_marker, sampling_defaults, thinking_budget
+from penstock.assembly import build_chat_template, evidence_of, knows_marker, sampling_defaults, thinking_budget
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.tokenizer import Tokenizer
-from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.server import bind, main, plugin_table
+from penstock.server import bind, main
 
 ROOT = Path(__file__).parent.parent
 
@@ -149,20 +148,17 @@ def test_a_mistake_of_the_operator_is_one_line(capsys: pytest.CaptureFixture[str
     assert words in refusal(capsys, *argv)
 
 
-def test_plugins_are_listed_with_their_distribution(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "--plugin", "deepseek_r1"]) == 0
-    rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == ["KIND", "NAME", "FROM", "PLUG-IN"]
-    parser = next(row for row in rows if row[1].startswith("deepseek_r1"))
-    assert parser[0] == "reasoning parser"
-    assert parser[1] == "deepseek_r1 *"
-    assert re.fullmatch(r"penstock \d+\.\d+\.\d+", parser[2])
+def test_a_models_own_files_tell_how_it_writes() -> None:
+    own = evidence_of(tokenizer_that_knows("<tool_call>", template="{{ '<think>' }}"), "<other>")
+    assert own.shows("<tool_call>")
+    assert own.shows("<think>")
+    assert not own.shows("<other>")
 
 
-def test_a_plugin_from_nowhere_has_no_distribution() -> None:
-    plugins = Plugins()
-    plugins.load(str(ROOT / "plugins" / "tools" / "hermes.py"))
-    assert re.search(r"tool parser\s+hermes \*\s+-\s+/", plugin_table(plugins))
+def test_the_operators_template_tells_only_where_the_model_has_none() -> None:
+    bare = Tokenizer(Backend(models.BPE(vocab={"a": 0}, merges=[])), {}, {})
+    assert evidence_of(bare, "<other>").shows("<other>")
+    assert not evidence_of(bare, None).shows("<other>")
 
 
 def tokenizer_that_knows(*texts: str, template: str = "{{ messages }}") -> Tokenizer:

@@ -11,5 +11,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "penstock-plugin-thought-tags
 def install_example_plugin(target: Path, workspace: Path) -> None:
     """Puts the distribution into `target`, for `PYTHONPATH`, and builds it in `workspace`, which does not exist yet. Needs no network."""
     shutil.copytree(EXAMPLE, workspace)  # a build leaves files beside its source
+    pip_install(target, workspace)
+
+
+def pip_install(target: Path, *sources: Path) -> None:
+    """Into a folder for `PYTHONPATH`, without network."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*install, "--target", target, workspace], check=True)
+    subprocess.run([*install, "--target", target, *sources], check=True)

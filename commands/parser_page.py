@@ -1,0 +1,86 @@
+"""The page docs/parsers.md: every parser as it describes itself."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.engine.format_info import FormatInfo
+from penstock.plugins.manager import Plugins
+from penstock.plugins.registry import Registry
+
+INTRODUCTION = """\
+# Parsers
+
+What the built-in parsers say of themselves: `penstock plugins --markdown` prints this page. A parser is named by `--plugin`, or by
+`--reasoning-parser` and `--tool-parser`, under its name or one of its aliases. Without a name, the server takes the parser whose signs are
+all in the model's own chat template or among its added tokens: where several fit, the one with the most signs. One without signs has to be
+named.
+
+`penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows what parsers make of a text. It assumes that the prompt ended
+as the column *prompt ends with* says, unless `--prompt-tail` says otherwise; the server reads the real prompt.
+"""
+TITLES = {"reasoning parser": "Reasoning", "tool parser": "Tool calls"}
+
+
+def parser_page(plugins: Plugins) -> str:
+    """Markdown: a table for each kind, then what is to be known of single formats, then an example of each."""
+    return "\n".join(_lines(plugins))
+
+
+def _lines(plugins: Plugins) -> Iterator[str]:
+    yield INTRODUCTION
+    for registry in (plugins.reasoning_parsers, plugins.tool_parsers):
+        yield f"## {TITLES[registry.kind]}\n"
+        yield from _table(registry)
+        yield ""
+        yield from _notes(registry)
+
+
+def _table(registry: Registry[Any]) -> Iterator[str]:
+    is_reasoning = registry.kind == "reasoning parser"
+    last = "prompt ends with" if is_reasoning else "example"
+    yield f"| parser | models | markers | aliases | {last} |"
+    yield "|---|---|---|---|---|"
+    for name, info in sorted(registry.infos.items()):
+        cells = (
+            f"`{name}`",
+            info.models,
+            " ".join(cell(marker) for marker in info.markers),
+            " ".join(f"`{alias}`" for alias in info.aliases),
+            cell(info.prompt_tail if is_reasoning else info.example),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _notes(registry: Registry[Any]) -> Iterator[str]:
+    for name, info in sorted(registry.infos.items()):
+        if info.quirks or info.signs:
+            yield f"- **`{name}`**: {info.quirks} {_signs(info)}".rstrip()
+    yield ""
+
+
+def _signs(info: FormatInfo) -> str:
+    if not info.signs:
+        return "Has to be named."
+    counter = f", and no {' or '.join(map(code, info.counter_signs))}" if info.counter_signs else ""
+    return f"Signs: {' '.join(map(code, info.signs))}{counter}."
+
+
+def cell(text: str) -> str:
+    """Code in a table, where bars would end the cell."""
+    return code(text).replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    """As Markdown shows it: line breaks as in Python, and more backticks around than there are within."""
+    if not text:
+        return ""
+    shown = text.replace("\n", "\\n")
+    fence = "`" * (1 + max((len(run) for run in _runs(shown)), default=0))
+    pad = " " if "`" in shown or shown[0] == shown[-1] == " " else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"
+
+
+def _runs(text: str) -> list[str]:
+    """The runs of backticks in a text."""
+    return re.findall("`+", text)

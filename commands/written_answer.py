@@ -1,0 +1,55 @@
+"""A text that a model has written, read as the server reads it while it is generated."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from penstock.api.chat_protocol import AssistantMessage
+from penstock.api.folds import ChoiceFold, MessageFold, ReasoningView
+from penstock.engine.events import SpecialText
+from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
+from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.parser_chain import ParserChain
+from penstock.engine.parsing import Parser
+from penstock.engine.turn import Turn
+from penstock.engine.visible_events import visible_events
+from penstock.plugins.automaton import split_symbols
+from penstock.plugins.markers import join_pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenAnswer:
+    """`special_tokens` are those that are special tokens in the text; `chunk_sizes`, in characters, begin again when they are used up."""
+
+    text: str
+    prompt_tail: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    special_tokens: frozenset[str] = frozenset()
+    chunk_sizes: Sequence[int] = ()
+
+    @property
+    def turn(self) -> Turn:
+        return Turn(prompt_tail=self.prompt_tail, added_tokens=self.special_tokens, tools=self.tools, tool_choice="auto")
+
+    def pieces(self) -> Iterator[str]:
+        """The text as parsers get it: each special token by itself, and the rest in chunks."""
+        sizes = cycle(self.chunk_sizes or (max(len(self.text), 1),))
+        for piece in join_pieces(split_symbols(self.text, self.special_tokens)):
+            start = 0
+            while start < len(piece):
+                end = len(piece) if isinstance(piece, SpecialText) else start + next(sizes)
+                yield piece if isinstance(piece, SpecialText) else piece[start:end]
+                start = end
+
+    def message(self, reasoning_parser: ReasoningParserFactory | None, tool_parser: ToolParserFactory | None) -> AssistantMessage:
+        """What a whole answer would hold: the same fold over the same chain of parsers."""
+        parsers: list[Parser] = [make(self.turn) for make in (reasoning_parser, tool_parser) if make is not None]
+        chain = ParserChain(parsers)
+        choice, message = ChoiceFold(0, ReasoningView()), MessageFold(0)
+        for piece in self.pieces():
+            events = visible_events(chain.feed(piece), skip_special_tokens=True)
+            message.feed(choice.feed(SequenceDelta(0, events=events)))
+        events = visible_events(chain.finish(), skip_special_tokens=True)
+        message.feed(choice.feed(SequenceDelta(0, events=events, finish_reason=FinishReason.STOP)))
+        return message.choice(has_reasoning_parser=reasoning_parser is not None).message

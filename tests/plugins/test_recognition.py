@@ -1,0 +1,131 @@
+"""What `--plugin auto` goes by: signs in a model's own files."""
+
+import pytest
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.format_info import FormatInfo
+from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.turn import Turn
+from penstock.plugins.manager import Origin, Plugins
+from penstock.plugins.recognition import Evidence, recognize
+from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+
+
+def info(*signs: str, but_not: tuple[str, ...] = (), aliases: tuple[str, ...] = ()) -> FormatInfo:
+    return FormatInfo(models="", markers=(), signs=signs, counter_signs=but_not, aliases=aliases)
+
+
+def test_signs_stand_in_any_template_or_are_added_tokens() -> None:
+    evidence = Evidence(("{% if tools %}<call>", "other"), frozenset({"<think>"}))
+    assert recognize({"mine": info("<call>", "<think>", "oth")}, evidence) == "mine"
+
+
+def test_part_of_an_added_token_is_no_sign() -> None:
+    assert recognize({"mine": info("<think")}, Evidence((), frozenset({"<think>"}))) is None
+
+
+def test_a_format_needs_all_its_signs_and_none_of_the_others() -> None:
+    evidence = Evidence(("<a><b>",))
+    assert recognize({"missing": info("<a>", "<c>"), "counter": info("<a>", but_not=("<b>",))}, evidence) is None
+
+
+def test_a_format_without_signs_is_never_recognized() -> None:
+    assert recognize({"mine": info()}, Evidence(("anything",))) is None
+
+
+def test_most_signs_count_before_longest_ones() -> None:
+    evidence = Evidence(("<a><b><long>",))
+    assert recognize({"one": info("<long>"), "two": info("<a>", "<b>")}, evidence) == "two"
+    assert recognize({"short": info("<a>"), "long": info("<long>")}, evidence) == "long"
+
+
+def plugins_with(**infos: FormatInfo) -> Plugins:
+    class Plugin:
+        @hookimpl
+        def register_reasoning_parsers(self, register: Register) -> None:
+            for name, format_info in infos.items():
+                register(name, deepseek_r1, format_info)
+
+    plugins = Plugins()
+    plugins._add(Origin("test"), Plugin)
+    return plugins
+
+
+def test_what_the_operator_left_open_is_chosen_from_the_model() -> None:
+    plugins = plugins_with(mine=info("<a>"))
+    plugins.recognize(Evidence(("<a>",)))
+    assert plugins.reasoning_parsers.active == "mine"
+    assert plugins.reasoning_parsers.is_automatic
+    assert plugins.tool_parsers.active is None
+    assert plugins.reasoning_parser is not None
+    assert plugins.reasoning_parser(Turn()).end_marker == "</think>"
+
+
+def test_what_the_operator_named_stays() -> None:
+    plugins = plugins_with(mine=info("<a>"), other=info("<b>"))
+    plugins.reasoning_parsers.activate("other")
+    plugins.recognize(Evidence(("<a>",)))
+    assert plugins.reasoning_parsers.active == "other"
+    assert not plugins.reasoning_parsers.is_automatic
+
+
+def test_naming_one_kind_leaves_the_other_open() -> None:
+    plugins = Plugins.start(["deepseek_r1"])
+    assert (plugins.reasoning_parsers.is_open, plugins.tool_parsers.is_open) == (False, True)
+    plugins = Plugins.start(tool_parser="hermes")
+    assert (plugins.reasoning_parsers.is_open, plugins.tool_parsers.is_open) == (True, False)
+    assert plugins.tool_parsers.active == "hermes"
+
+
+def test_auto_is_the_default_and_none_switches_it_off() -> None:
+    assert Plugins.start(["auto", "hermes"]).reasoning_parsers.is_open
+    plugins = Plugins.start(["none", "hermes"])
+    assert not plugins.reasoning_parsers.is_open
+    assert plugins.tool_parsers.active == "hermes"
+    assert not Plugins.start(reasoning_parser="none").reasoning_parsers.is_open
+    assert Plugins.start(reasoning_parser="none").tool_parsers.is_open
+
+
+@pytest.mark.parametrize("names", [["auto", "none"], ["none", "auto"]])
+def test_auto_and_none_contradict_each_other(names: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="contradict"):
+        Plugins.start(names)
+
+
+def test_none_of_a_kind_contradicts_a_name_of_it() -> None:
+    with pytest.raises(ConfigurationError, match="contradicts `--plugin`, which names the reasoning parser 'deepseek_r1'"):
+        Plugins.start(["deepseek_r1"], reasoning_parser="none")
+
+
+def test_two_names_of_one_kind_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="two reasoning parsers"):
+        Plugins.start(["deepseek_r1"], reasoning_parser="qwen3")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"reasoning_parser": "deepseek-r2"}, "`--reasoning-parser deepseek-r2`: .*did you mean .*'deepseek_r1'"),
+        ({"tool_parser": "hermse"}, "`--tool-parser hermse`: .*did you mean 'hermes'"),
+        ({"tool_parser": "deepseek_r1"}, "it is the name of a reasoning parser"),
+        ({"tool_parser": "../mine.py"}, "the registered names are .*hermes"),
+    ],
+)
+def test_a_wrong_name_of_a_kind_is_answered_with_near_ones(names: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Plugins.start(**names)
+
+
+def test_a_near_alias_is_shown_with_what_it_stands_for() -> None:
+    plugins = plugins_with(mine=info(aliases=("their-name",)))
+    with pytest.raises(ConfigurationError, match=r"did you mean 'their-name' \(= 'mine'\)"):
+        plugins.resolve(plugins.reasoning_parsers, "--reasoning-parser", "Their_Nam")
+    assert plugins.resolve(plugins.reasoning_parsers, "", "their-name") == "mine"
+
+
+@pytest.mark.parametrize("name", ["auto", "none"])
+def test_the_words_of_the_flag_are_no_names(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="mean something else"):
+        plugins_with(**{name: info()})
+    with pytest.raises(ConfigurationError, match="mean something else"):
+        plugins_with(mine=info(aliases=(name,)))
