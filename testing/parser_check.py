@@ -1,5 +1,6 @@
 """Whether a parser keeps its promises: any cut, any stop, nothing lost, at a cost that does not grow."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import Parser, Phase
 from penstock.engine.turn import Turn
+from penstock.plugins.json_scanner import JsonScanner, State
 from penstock.testing.answers import join_atoms, read, split_atoms
 from penstock.testing.cost_check import check_cost
 
@@ -30,12 +32,15 @@ def check_parser(
     - Any cut, same answer: whole, one character at a time, every split in two, and every added token as a piece of its own.
     - Any stop, same answer: after every prefix, `finish` gives back what is held, and no text is lost. What a parser may take out are
       `markers` and whatever stands next to a tool call; all else comes out as `Text` or `Reasoning`, in order, added tokens as pieces.
+    - Calls are numbered from 0, and the arguments of each are the beginning of one JSON document wherever the answer stops.
     - The cost of a piece does not grow with what came before.
 
     Checked on `samples` and on text generated from them and the markers, both with a vocabulary as `turn` has it and with one that holds
-    the markers as single tokens.
+    the markers as single tokens. `max_examples` texts are generated for each of the two; PENSTOCK_PARSER_EXAMPLES in the environment
+    makes them at least that many in every check.
     """
     samples = list(samples)
+    max_examples = max(max_examples, int(os.environ.get("PENSTOCK_PARSER_EXAMPLES", "0")))
     assert samples, "there is nothing to check a parser with"
     for vocabulary in (turn.added_tokens, turn.added_tokens | frozenset(markers)):
         this_turn = replace(turn, added_tokens=vocabulary)
@@ -63,9 +68,26 @@ def _check_answer(factory: Callable[[Turn], Parser], turn: Turn, atoms: Sequence
     expected = read(factory(turn), whole)
     _check_same(whole, expected, atoms, read(factory(turn), atoms))
     assert _phase(factory(turn), whole) is _phase(factory(turn), atoms), f"the phase after {whole} depends on how it is cut"
-    calls = [event.index for event in expected if isinstance(event, ToolCallStart)]
-    assert calls == list(range(len(calls))), f"{whole}: tool calls are numbered {calls}"
+    _check_calls(whole, expected)
     assert _accounts_for(expected, atoms, markers), f"{whole}: text is lost, added or out of order in {expected}"
+
+
+def _check_calls(whole: Sequence[str], events: Iterable[Event]) -> None:
+    """Each call begins once, in order, and all that came of its arguments can still become one JSON document."""
+    arguments: list[JsonScanner] = []
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            assert event.index == len(arguments), f"{whole}: call {len(arguments)} is numbered {event.index}"
+            assert event.name, f"{whole}: a call has no name"
+            arguments.append(JsonScanner())
+        elif isinstance(event, ToolCallArguments):
+            assert event.index < len(arguments), f"{whole}: arguments come before their call: {event}"
+            scanner, fragment = arguments[event.index], event.fragment
+            position = 0
+            while position < len(fragment) and not scanner.is_over:
+                position = scanner.take(fragment, position)
+            is_json = scanner.state is not State.MALFORMED and not fragment[position:].strip()
+            assert is_json, f"{whole}: the arguments cannot be JSON: {fragment!r}, from {fragment[position:]!r}"
 
 
 def _check_same(whole: Sequence[str], expected: list[Event], cut: Sequence[str], events: list[Event]) -> None:

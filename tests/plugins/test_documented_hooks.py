@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine import hooks
-from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.errors import UnsupportedKind
 from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Marker, Sequence
@@ -20,27 +20,38 @@ from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, check_tool_format, read
 from penstock.testing.grammar_walks import accepts, byte_vocabulary
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "plugins.md").read_text(encoding="utf-8")
+PAGES = {
+    "register_reasoning_parsers": "reasoning-parsers.md",
+    "register_tool_parsers": "tool-parsers.md",
+    "register_logits_processors": "logits-processors.md",
+    "register_grammar_backends": "grammar-backends.md",
+}
 HOOKS = [name for name, function in inspect.getmembers(hooks, inspect.isfunction) if hasattr(function, "penstock_spec")]
 
 
+def blocks_of(hook: str) -> list[str]:
+    """The Python on the hook's page."""
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / PAGES[hook]).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
 def load_example(hook: str, folder: Path) -> Plugins:
-    """The one example of this hook on the page, loaded as a file."""
-    (example,) = [block for block in BLOCKS if f"@hookimpl\ndef {hook}(" in block]
+    """The one example of this hook on its page, loaded as a file."""
+    (example,) = [block for block in blocks_of(hook) if f"@hookimpl\ndef {hook}(" in block]
     path = folder / f"documented_{hook}.py"
     path.write_text(example)
     return Plugins.start([str(path)])
 
 
-def test_there_are_hooks() -> None:
-    assert len(HOOKS) == 4
+def test_every_hook_has_a_page() -> None:
+    assert set(HOOKS) == set(PAGES)
+    assert all(f"| `{hook}` |" in PAGE and f"]({PAGES[hook]})" in PAGE for hook in HOOKS)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_documented_and_its_example_has_a_test(hook: str) -> None:
-    assert f"[`{hook}`]" in PAGE
-    assert sum(f"@hookimpl\ndef {hook}(" in block for block in BLOCKS) == 1
+    assert sum(f"@hookimpl\ndef {hook}(" in block for block in blocks_of(hook)) == 1
     assert callable(getattr(sys.modules[__name__], f"test_the_example_of_{hook}", None))
 
 
@@ -62,7 +73,7 @@ def test_the_example_of_register_tool_parsers(tmp_path: Path) -> None:
 
 
 def test_the_example_of_a_tool_format() -> None:
-    (example,) = [block for block in BLOCKS if "tool_format = " in block]
+    (example,) = [block for block in blocks_of("register_tool_parsers") if "tool_format = " in block]
     names: dict[str, Any] = {}
     exec(example, names)
     check_tool_format(names["ShortHermes"], markers=["<tool_call>", "</tool_call>"], num_walks=2)
@@ -88,7 +99,10 @@ def test_the_example_of_register_grammar_backends(tmp_path: Path) -> None:
     factory = load_example("register_grammar_backends", tmp_path).grammar_backends["one_of"]
     token_bytes = (b"ye", b"s", b"no", b"nope", *[b"x"] * 27, b"n", None)
     backend = factory(Vocabulary(token_bytes, size=40, stop_token_ids=frozenset({32}), fingerprint=""))
-    matcher = backend.compile(GrammarSpec(GrammarKind.CHOICE, '["yes", "no", "nope"]')).matcher()
+    compiled = backend.compile(GrammarSpec(GrammarKind.CHOICE, '["yes", "no", "nope"]'))
+    assert compiled.num_bytes
+    assert not compiled.warnings
+    matcher = compiled.matcher()
 
     def allowed() -> list[int]:
         row = torch.full((2,), -1, dtype=torch.int32)
@@ -105,7 +119,7 @@ def test_the_example_of_register_grammar_backends(tmp_path: Path) -> None:
     assert matcher.advance(1)
     assert matcher.finished
     assert matcher.advance(32)
-    with pytest.raises(UnsupportedGrammar, match="choices only"):
+    with pytest.raises(UnsupportedKind, match="choices only"):
         backend.compile(GrammarSpec(GrammarKind.REGEX, "a*"))
 
 
