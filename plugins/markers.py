@@ -23,6 +23,8 @@ class MarkerBuffer:
         self._space: list[str] = []  # white space before a marker that `take_start` is waiting for
         self._unread: deque[str] = deque()
         self._offset = 0  # into the first unread piece, so that a long one is never copied
+        self.marker_pieces: list[str] = []
+        """The last marker as it came: in several pieces where it holds added tokens and other text."""
 
     def feed(self, piece: str) -> None:
         """Adds text as it arrived. A `SpecialText` is a piece of its own."""
@@ -47,11 +49,10 @@ class MarkerBuffer:
         return join_pieces(taken), None
 
     def _take_marker(self, marker: str) -> str:
-        if len(self._held) == 1:
-            marker = self._held[0]
+        self.marker_pieces = join_pieces(self._held)
         self._state = 0
-        self._held.clear()
-        return marker
+        self._held = []
+        return self.marker_pieces[0] if len(self.marker_pieces) == 1 else marker
 
     def _read(self, automaton: MarkerAutomaton, piece: str, taken: list[str]) -> None:
         """Reads plain text to its end, or to the end of the first marker."""

@@ -104,7 +104,7 @@ class ThinkTags:
         else:
             self._enter(Phase.CONTENT)
             self._block_end = self._blocks.get(marker)
-            events.append(Text(marker))
+            events += map(Text, self._buffer.marker_pieces)
         return True
 
     def _read_block(self, events: list[Event], end: str) -> bool:
@@ -112,7 +112,7 @@ class ThinkTags:
         events += self._events(pieces)
         if marker is None:
             return False
-        events.append(Text(marker))
+        events += map(Text, self._buffer.marker_pieces)
         self._block_end = None
         self._enter(Phase.REASONING)
         return True

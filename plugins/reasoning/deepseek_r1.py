@@ -23,7 +23,7 @@ def register_reasoning_parsers(register: Register) -> None:
             markers=("<think>", "</think>"),
             quirks="Always reasons: without `</think>`, everything is reasoning. What follows the marker is kept as it stands.",
             aliases=("deepseek-r1", "step5"),
-            signs=("</think>", "<｜Assistant｜>"),
+            signs=("split('</think>')[-1]", "<｜Assistant｜>"),
             prompt_tail="<think>\n",
             example="Capitals.\n</think>\n\nOslo.",
         ),

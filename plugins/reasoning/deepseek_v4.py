@@ -31,7 +31,7 @@ def register_reasoning_parsers(register: Register) -> None:
             markers=("<think>", "</think>"),
             quirks="On unless `thinking` or `enable_thinking` is false or `reasoning_effort` is `none`. Tool calls end the reasoning.",
             aliases=("deepseek-v4", "deepseek_v41", "deepseek-v41"),
-            signs=("<think>", "</think>", "<｜Assistant｜>", "thinking", "｜DSML｜", "tool_calls"),
+            signs=("<think>", "</think>", "<｜Assistant｜>", "thinking", "｜DSML｜", "tool_calls>"),
             prompt_tail="<think>",
             example="Capitals.</think>Oslo.",
         ),

@@ -29,7 +29,7 @@ def register_reasoning_parsers(register: Register) -> None:
                 "Always reasons: without `</think>`, everything is reasoning. `<response>` around the content is taken out, as are line "
                 "breaks after `</think>`."
             ),
-            signs=("<think>", "</think>", "<response>", "</response>"),
+            signs=("<think>", "<response>", "<global_setting>", "think_mode=True"),
             prompt_tail="<think>\n",
             example="Capitals.\n</think>\n\n<response>\nOslo.\n</response>\n",
         ),

@@ -44,6 +44,7 @@ def register_reasoning_parsers(register: Register) -> None:
             markers=("<think>", "</think>"),
             quirks=f"{quirks} The same parser as `glm45`; these models' prompts open the reasoning.",
             aliases=("ling3",),
+            signs=("<think>", "</think>", "<role>ASSISTANT</role>"),
             prompt_tail="<think>",
             example="Capitals.</think>Oslo.",
         ),

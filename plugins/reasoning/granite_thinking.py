@@ -34,6 +34,7 @@ def register_reasoning_parsers(register: Register) -> None:
             quirks="As `nemotron_v3`; line breaks after `</think>` belong to it.",
             aliases=("granite-thinking", "granite_thinking_parser"),
             signs=("<think>", "</think>", "<|start_of_role|>"),
+            counter_signs=("<response>",),  # Granite 3.3 writes another format
             prompt_tail="<think>\n",
             example="Capitals.\n</think>\nOslo.",
         ),

@@ -20,9 +20,10 @@ def register_reasoning_parsers(register: Register) -> None:
         "holo2",
         holo2,
         FormatInfo(
-            models="Holo2",
+            models="Holo2, and models that are not listed but mark their reasoning so",
             markers=("<think>", "</think>"),
             quirks="As `deepseek_v3`, but on unless `thinking` or `enable_thinking` is false.",
+            signs=("<think>", "</think>"),
             prompt_tail="<think>\n",
             example="Capitals.\n</think>\n\nOslo.",
         ),

@@ -35,6 +35,7 @@ def register_reasoning_parsers(register: Register) -> None:
             quirks="On unless `enable_thinking` is false. `<tool_call>` ends the reasoning; a second `</think>` is taken out.",
             aliases=("qwen3-thinking", "qwen3_thinking"),
             signs=("<think>", "</think>", "<|im_start|>", "<tool_call>"),
+            counter_signs=("<｜Assistant｜>",),  # a distillation of DeepSeek-R1 has the vocabulary
             prompt_tail="<think>\n",
             example="Capitals.\n</think>\n\nOslo.",
         ),

@@ -323,3 +323,12 @@ def test_hy_v3_finds_the_suffix_of_its_markers() -> None:
 def test_old_kimi_opens_its_reasoning_itself() -> None:
     assert split(kimi, UNTOLD, "◁thi", "nk▷why◁/th", "ink▷because") == ("why", "because")
     assert split(kimi, UNTOLD, "plain") == ("", "plain")
+
+
+def test_an_end_of_several_pieces_stays_in_pieces() -> None:
+    turn = Turn(prompt_tail="<think>", added_tokens=frozenset({"｜DSML｜"}))
+    events = read(deepseek_v4(turn), ["why<", SpecialText("｜DSML｜", is_hidden=False), "tool_calls>x"])
+    assert events == [Reasoning("why"), Text("<"), Text("｜DSML｜"), Text("tool_calls>x")]
+    assert isinstance(events[2], Text)
+    assert isinstance(events[2].text, SpecialText)
+    assert not events[2].text.is_hidden
