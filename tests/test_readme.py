@@ -15,6 +15,9 @@ from penstock.api.app import build_app
 from penstock.api.decoding import REFUSED
 from penstock.arguments import build_parser
 from penstock.commands.grammar_arguments import PARSERS as GRAMMAR_PARSERS
+from penstock.commands.new_plugin_arguments import build_new_plugin_parser
+from penstock.commands.parse_arguments import build_parse_parser
+from penstock.commands.plugins_arguments import build_plugins_parser
 from penstock.engine.config import EngineConfig
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser
@@ -26,7 +29,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
-PARSERS = [build_parser(), *(build() for build in GRAMMAR_PARSERS.values())]
+BUILDERS = [build_parser, build_plugins_parser, build_parse_parser, build_new_plugin_parser, *GRAMMAR_PARSERS.values()]
+PARSERS = [build() for build in BUILDERS]
 FLAGS = {flag for parser in PARSERS for action in parser._actions for flag in action.option_strings}
 LAYERS = ("commands", "api", "plugins", "engine", "testing")
 
@@ -130,8 +134,16 @@ def test_the_server_starts_as_the_script_starts_it(tmp_path: Path) -> None:
     assert words_of_serve(tmp_path, "--port", "0") == f"{tmp_path}/{said} --port 0"
 
 
-@pytest.mark.parametrize("flags", [("--plugin", "qwen3", "--plugin", "hermes"), ("--port", "0", "--plugin=./mine.py")])
-def test_whoever_names_a_plugin_chooses_all_of_them(tmp_path: Path, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--plugin", "qwen3", "--plugin", "hermes"),
+        ("--port", "0", "--plugin=./mine.py"),
+        ("--reasoning-parser", "qwen3"),
+        ("--model", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_whoever_names_a_parser_or_a_model_chooses_all_of_them(tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert words_of_serve(tmp_path, *flags) == " ".join([f"{tmp_path}/server.py", *flags])
 
 
