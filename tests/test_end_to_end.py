@@ -11,16 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import instructor
 import openai
 import pytest
 from aiohttp import web
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from penstock.api.app import build_app, build_runner
 from penstock.arguments import parse_arguments
 from penstock.assembly import assemble
 from penstock.plugins.manager import Plugins
 from tests.api.mutations import CHAT, COMPLETION, mutated_bodies
+from tests.api.test_structured_clients import Province
 
 T = TypeVar("T")
 MODEL = "scripted"
@@ -173,6 +175,12 @@ class Trip(BaseModel):
     then: Walk | Ride | None
 
 
+class Visit(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    province: Province
+    by: Walk | Ride
+
+
 class Nap(BaseModel):
     minutes: Literal[10, 20]
 
@@ -189,6 +197,20 @@ def test_a_forced_call_is_of_its_model_after_the_reasoning(server: Server) -> No
         assert not choice.message.content
         [call] = choice.message.tool_calls
         assert isinstance(call.function.parsed_arguments, kind)
+
+
+def test_helpers_of_clients_give_models_after_the_reasoning(server: Server) -> None:
+    """The model's vocabulary has none of these characters: they are spelled in bytes."""
+    fields: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 120, "temperature": 0}
+    [whole] = server.client.chat.completions.parse(response_format=Visit, **fields).choices
+    with server.client.chat.completions.stream(response_format=Visit, **fields) as stream:
+        [streamed] = stream.get_final_completion().choices
+    assert isinstance(whole.message.parsed, Visit)
+    assert streamed.message.parsed == whole.message.parsed
+    assert whole.message.reasoning_content
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client: Any = instructor.from_openai(server.client, mode=mode)
+        assert isinstance(client.create(response_model=Visit, max_retries=0, **fields), Visit)
 
 
 def test_a_stop_string_ends_the_text_before_it(server: Server) -> None:
