@@ -83,7 +83,7 @@ def test_deep_nesting_needs_no_recursion() -> None:
     assert scan("[" * 100_000 + "]" * 100_000) == (State.COMPLETE, 200_000)
 
 
-@given(documents, st.booleans(), st.sampled_from([None, 2]))
+@given(st.dictionaries(st.text(), documents, max_size=4), st.booleans(), st.sampled_from([None, 2]))
 def test_arguments_are_given_out_as_they_were_written(document: object, name_first: bool, indent: int | None) -> None:
     keys = [("name", "f"), ("arguments", document), ("other", [document])]
     text = json.dumps(dict(keys if name_first else reversed(keys)), indent=indent)

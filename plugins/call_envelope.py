@@ -1,0 +1,26 @@
+"""What stands around tool calls in a wire format."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEnvelope:
+    """The markers of a format; white space between them is part of it.
+
+    A call begins after one of `openings`, which may stand alone or first in one of `sections`. After a call, `closings` may follow, in this
+    order and each at most once, and then the next call. `separators` stand between calls that have no opening of their own.
+
+    With `is_array`, `openings` are followed by an array of calls. `bare` are texts with which calls begin that have no opening at all: the
+    first character of an array or of an object, and what more it takes to tell it from prose.
+    """
+
+    openings: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    closings: tuple[str, ...] = ()
+    separators: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+    is_array: bool = False
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (*self.sections, *self.openings, *self.bare)

@@ -1,0 +1,34 @@
+"""What reads the text of one tool call in JSON, wherever that stands."""
+
+from typing import Protocol
+
+
+class JsonCallReader(Protocol):
+    """Reads one call as it arrives: its name, the id that the format itself gives it, and its arguments.
+
+    `can_start` says that this is a call, and which one: from then on its arguments may be given out. `is_refused` says that it may be
+    well-formed and is none, so that nothing in it is taken for one either. `is_malformed` at the first character that cannot be right.
+    """
+
+    name: str | None
+    call_id: str | None
+    is_malformed: bool
+    is_refused: bool
+
+    @property
+    def can_start(self) -> bool: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def feed(self, text: str, position: int) -> int:
+        """Reads from `position`; returns where it stopped: the end of the text, or of the call, or what is malformed."""
+        ...
+
+    def take_arguments(self) -> str:
+        """The arguments that have come since the last call of this."""
+        ...
+
+    def stop(self) -> None:
+        """No more comes: arguments that were held back may be taken."""
+        ...
