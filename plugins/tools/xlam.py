@@ -1,0 +1,34 @@
+"""xLAM: `[{"name": …, "arguments": …}, …]`, a bare array or one in any of the envelopes of other models."""
+
+from penstock.engine.format_info import FormatInfo
+from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.structure import Literal
+from penstock.engine.turn import Turn
+from penstock.plugins.call_envelope import CallEnvelope
+from penstock.plugins.json_call import CallKeys, JsonCall
+from penstock.plugins.json_tool_calls import JsonToolCalls
+from penstock.plugins.json_tool_format import JsonToolFormat
+
+OPENINGS = ("[TOOL_CALLS]", "<tool_call>", "```json")
+CLOSINGS = ("```", "</tool_call>")
+BARE = ("[{", "[ {", "[\n")  # no more than tells an array of objects from a marker in brackets
+KEYS = CallKeys(is_bare=True)
+ENVELOPE = CallEnvelope(openings=OPENINGS, closings=CLOSINGS, bare=BARE, is_array=True)
+OPENED = '{"name": "'
+FORMAT = JsonToolFormat(f"[{OPENED}", opened=OPENED, separator=(Literal(f", {OPENED}"),), closing=(Literal("]"),))
+
+
+def xlam(turn: Turn) -> JsonToolCalls:
+    return JsonToolCalls(turn, ENVELOPE, FORMAT, call=lambda: JsonCall(KEYS))
+
+
+@hookimpl
+def register_tool_parsers(register: Register) -> None:
+    info = FormatInfo(
+        models="xLAM 2",
+        markers=(*OPENINGS, *CLOSINGS),
+        quirks="A call has a name and arguments that are an object; any other array is content. So is text around the array.",
+        signs=('[{"name": "tool_call_name"',),
+        example='[{"name": "weather", "arguments": {"city": "Oslo"}}]',
+    )
+    register("xlam", xlam, info)

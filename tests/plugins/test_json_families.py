@@ -1,0 +1,145 @@
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.engine.events import SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.format_info import FormatInfo
+from penstock.engine.parsing import Parser
+from penstock.engine.turn import Turn
+from penstock.testing import check_parser, check_tool_format, read, split_atoms
+
+MODULES = """
+    apertus cohere deepseek_v3 deepseek_v31 ernie45 granite granite4 granite_20b_fc hermes hunyuan_a13b internlm jamba kimi_k2
+    llama3_json longcat mistral phi4_mini_json xlam
+"""
+AUTO = Turn(tool_choice="auto")
+
+
+def registered(module: str) -> tuple[Callable[[Turn], Parser], FormatInfo]:
+    found: list[tuple[Any, FormatInfo | None]] = []
+
+    def register(name: str, factory: Any, info: FormatInfo | None = None) -> None:
+        found.append((factory, info))
+
+    importlib.import_module(f"penstock.plugins.tools.{module}").register_tool_parsers(register)
+    ((factory, info),) = found
+    assert info is not None
+    return factory, info
+
+
+FAMILIES = {module: registered(module) for module in MODULES.split()}
+families = pytest.mark.parametrize(("factory", "info"), FAMILIES.values(), ids=FAMILIES)
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = {"f": NOTHING, "g-2": NOTHING | {"properties": {"x": {"enum": ["]}", "日本"]}}, "required": ["x"]}}
+WEATHER = [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "Oslo"}')]
+
+
+def content_of(info: FormatInfo) -> str:
+    """The example without its reasoning, which another parser reads."""
+    return info.example.rpartition("</think>")[2].strip()
+
+
+def tokens_of(info: FormatInfo) -> frozenset[str]:
+    return frozenset(marker for marker in info.markers if marker[0] in "<[" and not marker.endswith("["))
+
+
+@families
+def test_any_cut_and_any_stop_give_the_same_answer(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    example = content_of(info)
+    broken = example.replace('"Oslo"', "oops")
+    tricky = example.replace("Oslo", '[\\"{}\\"] </tool_call>, \\u00e9')
+    check_parser(factory, [f"Hm. {example}\nDone.", broken, tricky], markers=info.markers, max_examples=15)
+
+
+@families
+def test_what_the_format_allows_is_read_as_calls(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    check_tool_format(factory, markers=sorted(tokens_of(info)), tools=TOOLS, num_walks=3)
+
+
+@families
+def test_the_example_is_one_call(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    example = content_of(info)
+    assert read(factory(AUTO), [example]) == WEATHER
+    tokens = tokens_of(info)
+    assert read(factory(Turn(tool_choice="auto", added_tokens=tokens)), split_atoms(example, tokens)) == WEATHER
+
+
+@families
+def test_text_around_a_call_stays(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    events = read(factory(AUTO), [f"Let me see: {content_of(info)} That is all"])
+    assert events == [Text("Let me see: "), *WEATHER, Text(" That is all")]
+
+
+@families
+def test_what_is_quoted_calls_nothing_where_the_markers_are_tokens(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    example = content_of(info)
+    tokens = tokens_of(info)
+    if any(token in example for token in tokens):
+        assert read(factory(Turn(tool_choice="auto", added_tokens=tokens)), [example]) == [Text(example)]
+
+
+@families
+def test_with_tool_choice_none_everything_is_text(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    assert read(factory(Turn(tool_choice="none")), [info.example]) == [Text(info.example)]
+
+
+@families
+def test_string_arguments_stream_character_by_character(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    parser = factory(AUTO)
+    head, tail = content_of(info).split("Oslo")
+    events = [*parser.feed(head)]
+    assert isinstance(events[0], ToolCallStart)
+    assert [event.fragment for event in events[1:] if isinstance(event, ToolCallArguments)] == ['{"city": "']
+    for char in "Oslo":
+        assert [*parser.feed(char)] == [ToolCallArguments(0, char)]
+    assert [*parser.feed(tail), *parser.finish()] == [ToolCallArguments(0, '"}')]
+
+
+@families
+def test_a_call_that_is_cut_keeps_what_came(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    cut = content_of(info).partition("slo")[0]
+    assert read(factory(AUTO), [cut]) == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "O')]
+
+
+@families
+def test_a_call_that_is_cut_before_its_name_is_text(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    cut = content_of(info).partition("ther")[0]
+    assert read(factory(AUTO), [cut]) == [Text(cut)]
+
+
+@families
+def test_all_kinds_of_arguments_come_out_as_they_were_written(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    arguments = {"s": 'a "b" \\ \n', "i": 42, "f": -2e-3, "b": True, "n": None, "l": ["a", [], {}], "o": {"k": {}}, "u": "日本 🎉", "": ""}
+    written = json.dumps(arguments, ensure_ascii=False)
+    events = read(factory(AUTO), [content_of(info).replace('{"city": "Oslo"}', written)])
+    assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, written)]
+    empty = read(factory(AUTO), [content_of(info).replace('{"city": "Oslo"}', "{}")])
+    assert empty == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, "{}")]
+
+
+@families
+def test_calls_are_numbered(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    example = content_of(info)
+    events = read(factory(AUTO), [f"{example}\n{example}"])
+    assert events == [*WEATHER, ToolCallStart(1, "weather", ""), ToolCallArguments(1, '{"city": "Oslo"}')]
+
+
+@families
+def test_an_object_in_a_string_stands_for_itself(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    example = content_of(info)
+    assert read(factory(AUTO), [example.replace('{"city": "Oslo"}', r'"{\"city\": \"Oslo\"}"')]) == WEATHER
+
+
+@families
+def test_an_end_token_in_the_middle_of_a_call_ends_it(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    tokens = tokens_of(info)
+    end = next((marker for marker in info.markers if marker in tokens and ("/" in marker or "end" in marker.lower())), None)
+    if end is None:
+        return
+    head = content_of(info).partition("slo")[0]
+    events = read(factory(Turn(tool_choice="auto", added_tokens=tokens)), [*split_atoms(head, tokens), SpecialText(end), " after"])
+    assert events[:2] == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "O')]
+    assert events[-1] == Text(" after")
