@@ -28,7 +28,9 @@ class AppendThink:
         return [Text(prefix), Text(text)] if prefix else [Text(text)]
 
     def finish(self) -> list[Event]:
-        return []
+        """Gives the marker even where nothing came after it."""
+        prefix, self._prefix = self._prefix, ""
+        return [Text(prefix)] if prefix else []
 
 
 @hookimpl

@@ -24,7 +24,6 @@ from penstock.engine.parsing import Phase
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
-from penstock.plugins.recognition import Evidence, recognize
 from penstock.plugins.registry import Registry
 
 OFF: Mapping[str, Any] = {"enable_thinking": False}
@@ -243,29 +242,3 @@ def test_reasoning_tokens_are_counted_by_their_phase() -> None:
     answer = answer_to("qwen-3", "qwen3", *tail("qwen-3", [USER], {}), {})
     read(answer, token_ids)
     assert answer.num_reasoning_tokens == 1 + token_ids.index(tokenizer("qwen-3").encode("</think>", add_special_tokens=False)[0])
-
-
-RECOGNIZED = {
-    "deepseek-r1": "deepseek_r1",
-    "deepseek-r1-0528-qwen3-8b": "deepseek_r1",
-    "deepseek-r1-distill-llama-8b": "deepseek_r1",
-    "deepseek-r1-distill-qwen-7b": "deepseek_r1",
-    "deepseek-v3": None,
-    "deepseek-v3.1": "deepseek_v3",
-    "glm-4": None,
-    "glm-4.5v": "glm45",
-    "glm-4.7-flash": "glm45",
-    "minimax": "minimax_m2",
-    "minimax-m1-40k": None,
-    "minimax-m3": "minimax_m3",
-    "qwen-2.5": None,
-    "qwen-3": "qwen3",
-    "qwen-3.5": "qwen3",
-    "qwq-32b": "qwen3",
-}
-
-
-@pytest.mark.parametrize(("model", "parser"), RECOGNIZED.items())
-def test_a_model_is_recognized_by_its_own_files(model: str, parser: str | None) -> None:
-    added_tokens = frozenset(token["content"] for token in config(model).get("added_tokens_decoder", {}).values())
-    assert recognize(parsers().infos, Evidence((template(model) or "",), added_tokens)) == parser

@@ -271,6 +271,11 @@ def test_append_think_puts_the_start_marker_back(pieces: Sequence[str]) -> None:
     assert not any(isinstance(event.text, SpecialText) for event in events if isinstance(event, Text))
 
 
+def test_append_think_says_so_even_of_an_empty_answer() -> None:
+    assert split(AppendThink, OPEN) == ("", "<think>")
+    assert split(AppendThink, CLOSED) == ("", "")
+
+
 def test_append_think_leaves_other_tokens_as_pieces() -> None:
     events = read(AppendThink(OPEN), ["why", SpecialText("<minimax:tool_call>"), "x"])
     assert [type(event.text) for event in events if isinstance(event, Text)] == [str, SpecialText, str]
