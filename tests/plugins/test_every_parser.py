@@ -1,0 +1,91 @@
+"""What holds for every parser that comes with the server: its own example is read, and text made of its own markers is read the same
+however it is cut. PENSTOCK_PARSER_EXAMPLES in the environment makes that hundreds of texts for each."""
+
+import json
+from functools import lru_cache
+
+import pytest
+
+from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.turn import Turn
+from penstock.plugins.manager import Plugins
+from penstock.testing import check_parser, read
+
+MAX_EXAMPLES = 10
+HARMONY = ("assistant", "analysis", "commentary", "final", " json")
+TAKEN = {  # beyond what a format is known by: white space and words that belong to markers
+    "ernie45": ("\n", " "),
+    "gemma4": ("<|channel>", "thought\n"),
+    "granite_thinking": ("\n", " "),
+    "hunyuan_a13b": ("\n", " "),
+    "openai": HARMONY,
+    "openai_gptoss": ("<|channel|>", "<|message|>", *HARMONY),
+    "step3p5": ("\n", " "),
+}
+ADDING = "minimax_m2_append_think"  # puts back the marker that the prompt has taken, and tells no reasoning apart
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+}
+
+
+@lru_cache
+def plugins() -> Plugins:
+    return Plugins.start(["none"])
+
+
+REASONING = sorted(plugins().reasoning_parsers)
+TOOLS = sorted(plugins().tool_parsers)
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_a_reasoning_parser_is_known_by_something(name: str) -> None:
+    info = plugins().reasoning_parsers.infos[name]
+    assert info.models
+    assert info.markers
+    assert info.example
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_parser_is_known_by_something(name: str) -> None:
+    info = plugins().tool_parsers.infos[name]
+    assert info.models
+    assert info.markers
+    assert info.example
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_the_example_of_a_reasoning_parser_has_reasoning_and_content(name: str) -> None:
+    registry = plugins().reasoning_parsers
+    info = registry.infos[name]
+    events = read(registry[name](Turn(prompt_tail=info.prompt_tail)), [info.example])
+    assert {type(event) for event in events} == ({Text} if name == ADDING else {Reasoning, Text}), events
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_example_of_a_tool_parser_calls_the_tool(name: str) -> None:
+    registry = plugins().tool_parsers
+    info = registry.infos[name]
+    turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
+    events = read(registry[name](turn), [info.example])
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["weather"]
+    fragments = [event.fragment for event in events if isinstance(event, ToolCallArguments)]
+    assert json.loads("".join(fragments)) == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_a_reasoning_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
+    registry = plugins().reasoning_parsers
+    info = registry.infos[name]
+    turn = Turn(prompt_tail="</think>" if name == ADDING else info.prompt_tail)
+    markers = () if name == ADDING else (*info.markers, *TAKEN.get(name, ()))
+    check_parser(registry[name], [info.example], markers=markers, turn=turn, max_examples=MAX_EXAMPLES)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
+    registry = plugins().tool_parsers
+    info = registry.infos[name]
+    turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
+    markers = [marker for marker in info.markers if not marker[0].isspace()]  # others are no single tokens
+    check_parser(registry[name], [info.example], markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=MAX_EXAMPLES)
