@@ -18,6 +18,10 @@ named.
 
 `penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows what parsers make of a text. It assumes that the prompt ended
 as the column *prompt ends with* says, unless `--prompt-tail` says otherwise; the server reads the real prompt.
+
+Where servers disagree about a format, the choice made here is in its notes below; what concerns all formats is in
+[Reasoning parsers](reasoning-parsers.md#where-other-servers-differ) and
+[Tool parsers](tool-parsers.md#where-other-servers-differ).
 """
 TITLES = {"reasoning parser": "Reasoning", "tool parser": "Tool calls"}
 
@@ -55,8 +59,14 @@ def _table(registry: Registry[Any]) -> Iterator[str]:
 def _notes(registry: Registry[Any]) -> Iterator[str]:
     for name, info in sorted(registry.infos.items()):
         if info.quirks or info.signs:
-            yield f"- **`{name}`**: {info.quirks} {_signs(info)}".rstrip()
+            yield f"- **`{name}`**: {_sentence(info.quirks)}{_signs(info)}"
     yield ""
+
+
+def _sentence(text: str) -> str:
+    if not text:
+        return ""
+    return f"{text[0].upper()}{text[1:].removesuffix('.')}. "
 
 
 def _signs(info: FormatInfo) -> str:
