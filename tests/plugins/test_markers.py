@@ -148,3 +148,14 @@ def test_a_marker_at_the_start_is_told_from_anything_else(text: str, start: tupl
 def test_pieces_are_joined_but_added_tokens_are_not() -> None:
     special = SpecialText("b")
     assert join_pieces(["a", "a", special, special, "c", "c"]) == ["aa", "b", "b", "cc"]
+
+
+def test_a_marker_of_several_tokens_can_be_given_back_as_it_came() -> None:
+    buffer = MarkerBuffer(frozenset({"｜DSML｜"}))
+    for piece in ("why <", SpecialText("｜DSML｜", is_hidden=False), "calls> on"):
+        buffer.feed(piece)
+    assert buffer.take_until("<｜DSML｜calls>") == (["why "], "<｜DSML｜calls>")
+    assert buffer.marker_pieces == ["<", "｜DSML｜", "calls>"]
+    assert isinstance(buffer.marker_pieces[1], SpecialText)
+    assert not buffer.marker_pieces[1].is_hidden
+    assert buffer.finish() == [" on"]
