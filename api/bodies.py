@@ -13,6 +13,7 @@ from penstock.engine.errors import NoSuchModel
 T = TypeVar("T")
 
 LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond
+IGNORED_HEADER = "x-ignored-fields"
 MAX_HEADER = 1000
 
 
@@ -30,7 +31,7 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
 
 def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:
     """Names come from the client: whatever could break out of a header is percent-encoded."""
-    return {"x-ignored-fields": quote(", ".join(names), safe=" ,.[]")[:MAX_HEADER]} if names else {}
+    return {IGNORED_HEADER: quote(", ".join(names), safe=" ,.[]")[:MAX_HEADER]} if names else {}
 
 
 def served_model(context: ServerContext, name: str | None) -> str:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from penstock.api.answer_check import WARNING_HEADER
+from penstock.api.bodies import IGNORED_HEADER
 from penstock.api.context import CONTEXT
 from penstock.api.errors import error_body, error_response, json_response
 from penstock.api.metrics import ARRIVED, TIMER
@@ -25,6 +27,7 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 STARTED: web.RequestKey[web.StreamResponse] = web.RequestKey("started", web.StreamResponse)
 OPEN_PATHS = frozenset({"/health", "/ping"})
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that did not wait for its answer
+EXPOSED_HEADERS = f"x-request-id, {WARNING_HEADER}, {IGNORED_HEADER}"
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -203,7 +206,7 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
     origins = request.app[CONTEXT].options.cors_origins
     if origins and _is_allowed(request, origins):
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if "*" in origins else request.headers[hdrs.ORIGIN]
-        response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = "x-request-id"
+        response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EXPOSED_HEADERS
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)
 
 

@@ -230,6 +230,15 @@ def test_a_star_allows_every_origin() -> None:
     serve(scenario, ServerOptions(cors_origins=("*",)))
 
 
+def test_pages_may_read_the_headers_that_say_something_of_the_answer() -> None:
+    async def scenario(server: Running) -> None:
+        async with server.http.post("/v1/chat/completions", json=CHAT, headers={"Origin": "http://any"}) as response:
+            exposed = response.headers["Access-Control-Expose-Headers"].split(", ")
+            assert exposed == ["x-request-id", "x-structured-output-warning", "x-ignored-fields"]
+
+    serve(scenario, ServerOptions(cors_origins=("*",)))
+
+
 def test_a_server_that_stops_refuses_new_requests_and_finishes_those_it_has() -> None:
     async def scenario(server: Running) -> None:
         server.engine.gate = asyncio.Event()
