@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from penstock.engine.answer import Answer
 from penstock.engine.batch import Batch, build_batch
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.events import Text
+from penstock.engine.events import Reasoning, Text
 from penstock.engine.grammar_gate import GrammarGate
 from penstock.engine.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.mask_filler import MaskFiller
@@ -223,7 +223,8 @@ class EngineCore:
         )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
-        if request.params.thinking_token_budget is None or not answer.end_marker:
+        """Also without a budget under a grammar: a model that would end its answer while it reasons has not given what it is held to."""
+        if (request.params.thinking_token_budget is None and request.grammar is None) or not answer.end_marker:
             return None
         return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
 
@@ -289,6 +290,8 @@ class EngineCore:
             named = token_id in sequence.request.params.stop_token_ids
             if named and sequence.request.params.include_stop_str_in_output:
                 delta.events += sequence.answer.feed(token_id)
+            if sequence.gate is not None and not sequence.gate.is_open(sequence.answer):
+                return self._finish(sequence, delta, FinishReason.LENGTH)  # the marker that would have ended the reasoning has no room
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         was_reasoning = sequence.answer.phase is Phase.REASONING
         self._append(sequence, token_id, delta)
@@ -298,13 +301,17 @@ class EngineCore:
     def _begin_grammar(self, sequence: Sequence, gate: GrammarGate, delta: SequenceDelta) -> None:
         """Holds to the grammar what followed the end of the reasoning in the same token: a tag that ended it, or text after the marker.
 
-        White space there belongs to the marker, as far as a constrained answer goes. The next token is no end.
+        White space there belongs to the marker, as far as a constrained answer goes, and what the grammar does not begin with to the
+        reasoning. The next token is no end.
         """
         rest = sequence.answer.new_content
         if rest.isspace():
             delta.events = [event for event in delta.events if not isinstance(event, Text)]
         elif rest and not gate.advance_rest(self.tokenizer.encode(rest, add_special_tokens=False)):
-            return self._fail(sequence, delta, "the text in the token that ended the reasoning does not fit the grammar")
+            if "".join(event.text for event in delta.events if isinstance(event, Text)) != rest:
+                # A parser holds it, and would read what follows as a part of it.
+                return self._fail(sequence, delta, "the text in the token that ended the reasoning does not fit the grammar")
+            delta.events = [Reasoning(event.text) if isinstance(event, Text) else event for event in delta.events]
         if self._is_grammar_finished(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif not gate.has_begun:

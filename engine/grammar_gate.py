@@ -81,12 +81,17 @@ class GrammarGate:
         return True
 
     def advance_rest(self, token_ids: list[int]) -> bool:
-        """Takes what the last token held beyond the end of the reasoning, as tokens of its own; False where the grammar forbids it."""
-        for token_id in token_ids:
+        """Takes what the last token held beyond the end of the reasoning, as tokens of its own.
+
+        False, with nothing changed, where the grammar forbids it.
+        """
+        for num_taken, token_id in enumerate(token_ids):
             if not self._matcher.advance(token_id):
+                if num_taken:
+                    self._matcher.rollback(num_taken)
                 return False
-            self._taken[-1] += 1
-            self._num_accepted += 1
+        self._taken[-1] += len(token_ids)
+        self._num_accepted += len(token_ids)
         return True
 
     def rollback(self, num_tokens: int) -> None:

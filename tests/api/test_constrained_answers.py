@@ -11,7 +11,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from penstock.api.answer_check import WARNING_HEADER
-from tests.api.improvised import MODEL, Improvised, improvise
+from penstock.engine.tokenizer import Tokenizer
+from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 
 SCHEMA = {
     "type": "object",
@@ -152,3 +153,28 @@ def test_what_cannot_be_kept_is_refused_before_the_first_byte(fields: dict[str, 
             assert caught.value.param == param
 
     improvise(scenario)
+
+
+@pytest.mark.parametrize(
+    ("end", "tokenizer"),
+    [
+        ("</think>", MARKER_TOKENS),
+        ("<tool_call>", MARKER_TOKENS),
+        ("<tool_call>", NO_MARKER_TOKENS),
+        ("<|im_end|>", MARKER_TOKENS),
+    ],
+    ids=["marker", "tool tag", "spelled tool tag", "end of the answer"],
+)
+def test_however_the_reasoning_ends_the_constraint_is_kept(end: str, tokenizer: Tokenizer) -> None:
+    """A tool tag is no content here, where there are no tools; and an answer that ends in its reasoning has not begun."""
+
+    async def scenario(improvised: Improvised) -> None:
+        for fields, check in FORMS[:9:2]:
+            [choice] = (await improvised.ask(extra_body=fields)).choices
+            check(choice.message.content)
+            assert choice.finish_reason == "stop"
+            assert choice.message.reasoning_content.strip() == "Hm." + (end if end == "<tool_call>" else "")
+            chunks = await improvised.stream(extra_body=fields)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+
+    improvise(scenario, tail="<think>\n", opening="Hm." + end, plugins=("hermes", "qwen3"), tokenizer=tokenizer)

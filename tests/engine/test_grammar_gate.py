@@ -13,6 +13,7 @@ from penstock.engine.grammar_gate import GrammarGate
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.parsing import Phase
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.granite import STARTS, granite
 from penstock.plugins.reasoning.qwen3 import qwen3
 from penstock.plugins.think_tags import ThinkTags
 from tests.fakes import (
@@ -304,9 +305,39 @@ def test_a_tag_that_is_all_the_grammar_allows_ends_the_answer() -> None:
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
-def test_a_tag_that_the_grammar_does_not_begin_with_is_an_error() -> None:
+def test_a_tag_that_the_grammar_does_not_begin_with_belongs_to_the_reasoning() -> None:
+    deltas = tag_ends_reasoning("hm{no", tool_parser=False, grammar=Grammar(lambda: Spelling("[yes]")))
+    assert (reasoning(deltas), content(deltas)) == ("hm{", "[yes]")
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_tag_that_a_parser_holds_and_the_grammar_does_not_begin_with_is_an_error() -> None:
     deltas = tag_ends_reasoning("hm{no", tool_parser=True, grammar=Grammar(lambda: Spelling("[")))
     assert "does not fit the grammar" in str(deltas[-1].error)
+
+
+def test_what_the_grammar_takes_only_in_part_leaves_it_as_it_was() -> None:
+    answer = make_request(parser=deepseek_r1).make_answer()
+    gate = GrammarGate(Spelling("yes"), THINK)
+    assert gate.advance(answer, END_THINK)
+    assert not gate.advance_rest(ids("yet"))
+    assert not gate.has_begun
+    answer.feed(END_THINK)
+    assert allowed(gate, answer) == set(ids("y"))
+
+
+@pytest.mark.parametrize("stop", ["", "!"])
+def test_an_end_in_the_reasoning_closes_it_without_a_budget_too(stop: str) -> None:
+    request = make_request(grammar=YES, parser=deepseek_r1, stop_token_ids=tuple(ids(stop)))
+    deltas = generate(make_core(saying("hm" + stop)), request)
+    assert (reasoning(deltas), content(deltas)) == ("hm", "yes")
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_an_end_in_the_reasoning_that_leaves_no_room_to_close_it_is_a_cut() -> None:
+    deltas = generate(make_core(saying("hm")), make_request(grammar=YES, parser=granite, tail=STARTS[0], max_tokens=4))
+    assert (reasoning(deltas), content(deltas)) == ("hm", "")
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
 class Optional(Matcher):
