@@ -9,7 +9,7 @@ from penstock.plugins.json_call import CallKeys, JsonCall
 from penstock.plugins.json_tool_calls import JsonToolCalls
 from penstock.plugins.json_tool_format import JsonToolFormat
 
-OPENINGS = ("[TOOL_CALLS]", "<tool_call>", "```json")
+OPENINGS = ("[TOOL_CALLS]", "<tool_call>", "```json", "```\n")
 CLOSINGS = ("```", "</tool_call>")
 BARE = ("[{", "[ {", "[\n")  # no more than tells an array of objects from a marker in brackets
 KEYS = CallKeys(is_bare=True)
@@ -26,7 +26,7 @@ def xlam(turn: Turn) -> JsonToolCalls:
 def register_tool_parsers(register: Register) -> None:
     info = FormatInfo(
         models="xLAM 2",
-        markers=(*OPENINGS, *CLOSINGS),
+        markers=("[TOOL_CALLS]", "<tool_call>", "</tool_call>", "```json", "```"),
         quirks="A call has a name and arguments that are an object; any other array is content. So is text around the array.",
         signs=('[{"name": "tool_call_name"',),
         example='[{"name": "weather", "arguments": {"city": "Oslo"}}]',

@@ -1,0 +1,19 @@
+from penstock.engine.events import ToolCallArguments, ToolCallStart
+from penstock.engine.turn import Turn
+from penstock.plugins.tools.cohere import cohere
+
+BLOCK = """<|START_ACTION|>
+[
+    {"tool_call_id": "0", "tool_name": "f", "parameters": {"name": "x", "tool_name": "y"}},
+    {"tool_name": "g", "parameters": {}}
+]
+<|END_ACTION|>"""
+
+
+def test_ids_are_the_models_own_where_it_writes_them() -> None:
+    start, arguments, other, nothing = cohere(Turn(tool_choice="auto")).feed(BLOCK)
+    assert start == ToolCallStart(0, "f", "0")
+    assert arguments == ToolCallArguments(0, '{"name": "x", "tool_name": "y"}')
+    assert isinstance(other, ToolCallStart)
+    assert (other.index, other.name, other.id[:5]) == (1, "g", "call_")
+    assert nothing == ToolCallArguments(1, "{}")
