@@ -1,0 +1,83 @@
+"""Writes one JSON document piece by piece, for formats whose values are not JSON."""
+
+import json
+import re
+
+_CLOSERS = {"{": "}", "[": "]"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    """The inside of a JSON string. What is not ASCII stays as it is, but for halves of surrogate pairs, which have no encoding."""
+    return _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+class JsonWriter:
+    """What has been written so far can always be closed: a key comes out only with its value."""
+
+    def __init__(self) -> None:
+        self._out: list[str] = []
+        self._closers: list[str] = []
+        self._is_first = True
+        self._key: str | None = None
+        self._is_in_string = False
+
+    @property
+    def depth(self) -> int:
+        return len(self._closers)
+
+    def take(self) -> str:
+        """What has been written since the last call of this."""
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def key(self, name: str) -> None:
+        """Of the next value. One that never gets a value is left out."""
+        self._key = name
+
+    def begin(self, opener: str) -> None:
+        """An object or an array."""
+        self._before_value()
+        self._out.append(opener)
+        self._closers.append(_CLOSERS[opener])
+        self._is_first = True
+
+    def end(self) -> None:
+        """Closes the innermost object or array."""
+        self._key = None
+        self._out.append(self._closers.pop())
+        self._is_first = False
+
+    def scalar(self, json_text: str) -> None:
+        """A whole value."""
+        self._before_value()
+        self._out.append(json_text)
+
+    def begin_string(self) -> None:
+        self._before_value()
+        self._out.append('"')
+        self._is_in_string = True
+
+    def add(self, text: str) -> None:
+        """More of a string."""
+        self._out.append(escaped(text))
+
+    def end_string(self) -> None:
+        self._out.append('"')
+        self._is_in_string = False
+
+    def close(self) -> None:
+        """Ends whatever is open."""
+        if self._is_in_string:
+            self.end_string()
+        while self._closers:
+            self.end()
+
+    def _before_value(self) -> None:
+        if not self._is_first:
+            self._out.append(", ")
+        self._is_first = False
+        if self._key is not None:
+            self._out.append(f'"{escaped(self._key)}": ')
+            self._key = None

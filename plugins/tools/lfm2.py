@@ -1,0 +1,35 @@
+"""LFM2 and LFM2.5: a Python list of calls between `<|tool_call_start|>` and `<|tool_call_end|>`."""
+
+from penstock.engine.format_info import FormatInfo
+from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.structure import Literal, Marker
+from penstock.engine.turn import Turn
+from penstock.plugins.python_calls import PythonCalls, PythonEnvelope
+from penstock.plugins.python_tool_format import PythonToolFormat
+
+START, END = "<|tool_call_start|>", "<|tool_call_end|>"
+ENVELOPE = PythonEnvelope(start=START, end=END)
+
+
+class Lfm2(PythonCalls):
+    """Text may stand before and after the calls."""
+
+    tool_format = PythonToolFormat(START, before=(Literal("["),), closing=(Literal("]"), Marker(END)))
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__(turn, ENVELOPE)
+
+
+INFO = FormatInfo(
+    models="LFM2, LFM2.5",
+    markers=(START, END),
+    quirks="quotation marks inside strings of their own kind, line breaks in strings and numbers like `07` are read",
+    aliases=("lfm2.5",),
+    signs=(START, END),
+    example=f"{START}[weather(city='Oslo')]{END}",
+)
+
+
+@hookimpl
+def register_tool_parsers(register: Register) -> None:
+    register("lfm2", Lfm2, INFO)

@@ -1,0 +1,227 @@
+"""Calls in Python's notation: `pythonic`, `llama4_pythonic`, `olmo3` and `lfm2`."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.hooks import ToolParserFactory
+from penstock.engine.tool_format import CallableTool
+from penstock.engine.turn import Turn
+from penstock.plugins.tools.lfm2 import Lfm2
+from penstock.plugins.tools.llama4_pythonic import Llama4Pythonic
+from penstock.plugins.tools.olmo3 import Olmo3
+from penstock.plugins.tools.pythonic import Pythonic
+from penstock.testing import check_parser, check_tool_format, read
+
+AUTO = Turn(tool_choice="auto")
+FAMILIES: dict[str, tuple[ToolParserFactory, list[str], tuple[str, ...]]] = {
+    "pythonic": (Pythonic, ["[f(x='a', y=[1, {'b': None}]), g()] ", "[f(x=1), bad('a, (b'), g(s='it's", "[1, f(x=1)]"], ()),
+    "llama4": (
+        Llama4Pythonic,
+        ["a<|python_start|>[f(x=1)]<|python_end|>b", "[f(x=1)]<|python_end|>"],
+        ("<|python_start|>", "<|python_end|>"),
+    ),
+    "olmo3": (
+        Olmo3,
+        ["a<function_calls>f(x=true)\nbad(s)\ng(y='b')</function_calls>b", "<function_calls>f(x={'a'"],
+        ("<function_calls>", "</function_calls>"),
+    ),
+    "lfm2": (
+        Lfm2,
+        ["a<|tool_call_start|>[f(x={'a', 'b'}), g(y='say 'hi' now')]<|tool_call_end|>", "<|tool_call_start|>[]<|tool_call_end|>"],
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+}
+
+
+def calls(events: list[Event]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            found.append((event.name, ""))
+        elif isinstance(event, ToolCallArguments):
+            found[event.index] = (found[event.index][0], found[event.index][1] + event.fragment)
+    return found
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def arguments_of(written: str) -> str:
+    ((name, arguments),) = calls(read(Pythonic(AUTO), list(f"[f({written})]")))
+    assert name == "f"
+    json.loads(arguments)
+    return arguments
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_cut_and_any_stop_give_the_same_answer(family: str) -> None:
+    factory, samples, markers = FAMILIES[family]
+    check_parser(factory, samples, markers=markers, max_examples=15)
+
+
+@pytest.mark.parametrize("family", ["llama4", "olmo3", "lfm2"])
+def test_what_the_format_allows_is_read_as_calls(family: str) -> None:
+    factory, _, markers = FAMILIES[family]
+    check_tool_format(factory, markers=markers, num_walks=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_tool_choice_none_everything_is_text(family: str) -> None:
+    factory, samples, _ = FAMILIES[family]
+    assert read(factory(Turn(tool_choice="none")), [samples[0]]) == [Text(samples[0])]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("city='San Francisco', metric=\"celsius\"", '{"city": "San Francisco", "metric": "celsius"}'),
+        (
+            "a={'x': 'y', 'z': {}}, b=[], c=None, d=True, e=null, f=false,",
+            '{"a": {"x": "y", "z": {}}, "b": [], "c": null, "d": true, "e": null, "f": false}',
+        ),
+        (
+            "a=-1, b=+2.50, c=1e5, d=07, e=1_000, f=0x1F, g=.5, h=5.",
+            '{"a": -1, "b": 2.5, "c": 1e5, "d": 7, "e": 1000, "f": 31, "g": 0.5, "h": 5.0}',
+        ),
+        (r"city='Martha\'s Vineyard', metric='\"cool units\"'", '{"city": "Martha\'s Vineyard", "metric": "\\"cool units\\""}'),
+        (r"x='\u00e9\x41\101\N{BULLET}\d\/'", '{"x": "éAA•\\\\d/"}'),
+        ("x='a\nb', y='\x00'", '{"x": "a\\nb", "y": "\\u0000"}'),
+        ("x='''it's''', y=\"\"\"a\"b\"\"\"", '{"x": "it\'s", "y": "a\\"b"}'),
+        ("x='a' 'b'\n'c'", '{"x": "abc"}'),
+        ("x=('a', 1), y={'a', 'b'}, z={1: 2}", '{"x": ["a", 1], "y": ["a", "b"], "z": {"1": 2}}'),
+        ("x='grep -F \"]\" log', y='a)b'", '{"x": "grep -F \\"]\\" log", "y": "a)b"}'),
+        ("command='sed -n '360,450p' /x'", '{"command": "sed -n \'360,450p\' /x"}'),
+        ("x=r'\\d'", '{"x": "\\\\d"}'),
+        ("x='晴れ \\ud83d\\ude00'", '{"x": "晴れ \\ud83d\\ude00"}'),
+        ("", "{}"),
+    ],
+)
+def test_literals_become_json(written: str, arguments: str) -> None:
+    assert arguments_of(written) == arguments
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.recursive(SCALARS, lambda values: st.lists(values) | st.dictionaries(st.text(), values)))
+def test_whatever_python_prints_is_read(value: object) -> None:
+    assert json.loads(arguments_of(f"x={value!r}")) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("[f(x=1), g()]", ["f", "g"]),
+        (" \n[f(x=1),g()]\n", ["f", "g"]),
+        ("[grocery.order(a=1)]", ["grocery.order"]),
+        ("How can I help?", []),
+        ("See [f(x=1)]", []),
+        ("[1, 2]", []),
+        ("[see](http://x)", []),
+        ("[]", []),
+        ("f(x=1)", []),
+        ("[f('Tokyo')]", []),
+        ("[f(x=)]", []),
+        ("[f(x=y)]", []),
+        ("[f(**x)]", []),
+        ("[f(x=1+2)]", []),
+    ],
+)
+def test_a_list_of_calls_is_the_whole_answer(text: str, names: list[str]) -> None:
+    events = read(Pythonic(AUTO), list(text))
+    assert [name for name, _ in calls(events)] == names
+    assert text_of(events) == ("" if names else text)
+
+
+@pytest.mark.parametrize("bad", ["bad(x=b'z')", "bad(x=1e999)", "bad('a, (b')", "bad(x=y)"])
+@pytest.mark.parametrize("pattern", ["[{bad}, f(x=1)]", "[f(x=1), {bad}]"])
+def test_what_is_no_call_does_not_keep_others_from_being_read(bad: str, pattern: str) -> None:
+    events = read(Pythonic(AUTO), [pattern.format(bad=bad)])
+    assert calls(events) == [("f", '{"x": 1}')]
+    assert bad in text_of(events)
+
+
+def test_strings_stream_character_by_character() -> None:
+    parser = Pythonic(AUTO)
+    assert parser.feed("[f(x=") == []
+    assert [type(event) for event in parser.feed("'")] == [ToolCallStart, ToolCallArguments]
+    assert [event.fragment for char in 'a"\n字' for event in parser.feed(char) if isinstance(event, ToolCallArguments)] == [
+        "a",
+        '\\"',
+        "\\n",
+        "字",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cut", "arguments"),
+    [("x='San", '{"x": "San"}'), ("x=[1, {'a': 'b", '{"x": [1, {"a": "b"}]}'), ("x=1, y", '{"x": 1}'), ("x='a', y=Tr", '{"x": "a"}')],
+)
+def test_a_call_that_is_cut_is_closed(cut: str, arguments: str) -> None:
+    assert calls(read(Pythonic(AUTO), list(f"[f({cut}"))) == [("f", arguments)]
+
+
+def test_arguments_that_go_wrong_keep_what_came_and_leave_the_rest_visible() -> None:
+    events = read(Pythonic(AUTO), ["[f(x=1 2), g()]"])
+    assert calls(events) == [("f", '{"x": 1'), ("g", "{}")]
+    assert text_of(events) == "2)"
+
+
+@pytest.mark.parametrize(
+    "text", ["<|python_start|>[f(x=1)]<|python_end|>", "[f(x=1)]", "<|python_start|>[f(x=1)]", " <|python_start|> [f(x=1)]"]
+)
+def test_llama4_may_leave_its_markers_out(text: str) -> None:
+    events = read(Llama4Pythonic(AUTO), list(text))
+    assert calls(events) == [("f", '{"x": 1}')]
+    assert not text_of(events)
+
+
+def test_llama4_keeps_code_that_is_no_call() -> None:
+    text = "Run <|python_start|>print(1)<|python_end|>"
+    assert read(Llama4Pythonic(AUTO), [text]) == [Text(text)]
+
+
+def test_olmo3_writes_a_line_for_each_call() -> None:
+    events = read(Olmo3(AUTO), list("Look:\n<function_calls>\nf(x=null)\n\ng(y='b')\n</function_calls>\n"))
+    assert calls(events) == [("f", '{"x": null}'), ("g", '{"y": "b"}')]
+    assert text_of(events) == "Look:\n"
+
+
+def test_lfm2_may_write_text_around_its_calls() -> None:
+    events = read(Lfm2(AUTO), list("Let me check. <|tool_call_start|> [f(x='a'), g()]<|tool_call_end|>\nDone."))
+    assert calls(events) == [("f", '{"x": "a"}'), ("g", "{}")]
+    assert text_of(events) == "Let me check. \nDone."
+
+
+def test_a_quoted_marker_calls_nothing_where_it_is_a_token() -> None:
+    turn = Turn(tool_choice="auto", added_tokens=frozenset({"<|tool_call_start|>", "<|tool_call_end|>"}))
+    text = "<|tool_call_start|>[f(x=1)]<|tool_call_end|>"
+    assert read(Lfm2(turn), [text]) == [Text(text)]
+    pieces = [SpecialText("<|tool_call_start|>"), "[f(x='<|tool_call_end|>')]", SpecialText("<|tool_call_end|>")]
+    assert calls(read(Lfm2(turn), pieces)) == [("f", '{"x": "<|tool_call_end|>"}')]
+
+
+def test_the_end_token_ends_a_call_even_inside_a_string() -> None:
+    turn = Turn(tool_choice="auto", added_tokens=frozenset({"<|tool_call_start|>", "<|tool_call_end|>"}))
+    events = read(Lfm2(turn), [SpecialText("<|tool_call_start|>"), "[f(x='a", SpecialText("<|tool_call_end|>"), "b"])
+    assert calls(events) == [("f", '{"x": "a"}')]
+    assert text_of(events) == "b"
+
+
+@pytest.mark.parametrize("is_lenient", [True, False])
+def test_schemas_that_are_no_list_of_properties_are_refused_where_they_are_strict(is_lenient: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "minProperties": 1}
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "tools[0]", is_lenient=is_lenient)
+    if is_lenient:
+        Lfm2.tool_format.calls([CallableTool("f", spec)], is_single=True)
+    else:
+        with pytest.raises(UnsupportedGrammar, match="minProperties"):
+            Lfm2.tool_format.calls([CallableTool("f", spec)], is_single=True)
