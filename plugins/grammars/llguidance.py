@@ -53,6 +53,10 @@ class LlguidanceBackend:
         leaves = _Leaves()
         grammar = self._source(spec, leaves)
         start = self._start(grammar)
+        if start.is_error() and any(part.is_lenient for part in leaves.specs):
+            leaves = _Leaves(is_relaxed=True)
+            grammar = self._source(spec, leaves)
+            start = self._start(grammar)
         if start.is_error():
             raise self._refusal(spec, leaves, read_complaint(start.get_error()))
         warnings = tuple(dict.fromkeys(leaves.warnings))
@@ -129,12 +133,13 @@ def _first_set(mask: bytes) -> int:
 class _Leaves:
     """Remembers the parts of one grammar."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_relaxed: bool = False) -> None:
+        self.is_relaxed = is_relaxed
         self.specs: list[GrammarSpec] = []
         self.warnings: list[str] = []
 
     def make(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
-        leaf = make_leaf(spec, vocabulary)
+        leaf = make_leaf(spec, vocabulary, is_relaxed=self.is_relaxed)
         self.specs.append(spec)
         self.warnings += leaf.warnings
         return leaf

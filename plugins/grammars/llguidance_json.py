@@ -4,6 +4,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,8 +16,11 @@ from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.llguidance_regex import MAX_PLACES, UnwritableRegex, check_size, to_pattern
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
 from penstock.plugins.grammars.regular import MisplacedAnchor, full_match, search
+from penstock.plugins.grammars.schema_keywords import unknown_keywords
+from penstock.plugins.grammars.schema_negation import Inexpressible
+from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
 from penstock.plugins.grammars.schema_shape import resolve
-from penstock.plugins.grammars.schema_walk import Steps, path, subschemas, walk
+from penstock.plugins.grammars.schema_walk import Steps, path, pointer, reachable, subschemas, walk
 
 DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
 
@@ -25,22 +30,43 @@ _LARGEST_EXACT = 2**53  # numbers are doubles there
 _LARGEST_BOUND = 2**63 - 1024  # the largest double of 64 bits with a sign
 _CLASSES = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
 _SET_OPERATORS = re.compile(r"(?<!\\)\[|&&|--|~~")  # characters in the classes of JSON Schema's regexes, operators in Rust's
+_LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 _COUNTS = re.compile(r"(\d{1,9})\}")
+_MOVED = "penstock-moved-"
+MAX_REWRITTEN = 500
 _UNREAD = ("title", "description", "default", "examples", "$comment")  # and may be long
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 
 
-def read_schema(spec: GrammarSpec) -> Any:
-    """The schema to compile, checked and made exact. Raises `UnsupportedGrammar` with the path of what is at fault."""
+def read_schema(spec: GrammarSpec) -> tuple[Any, tuple[str, ...]]:
+    """The schema to compile, checked and made exact, and what of a lenient one is left out.
+
+    Raises `UnsupportedGrammar` with the path of what is at fault.
+    """
     if spec.kind is GrammarKind.JSON_OBJECT:
-        return _ANY_OBJECT
+        return _ANY_OBJECT, ()
     schema = parse_document(spec.text, spec.param)
     _check_text(schema, spec.param)
     if isinstance(schema, dict) and _OPTIONS in schema:
         raise UnsupportedGrammar(f"`{_OPTIONS}` is refused: what it sets is not the schema's to say", f"{spec.param}.{_OPTIONS}")
-    has_identifiers = any(isinstance(part.get(keyword), str) for _, part in walk(schema) for keyword in ("$id", "id"))
-    return _Reading(schema, spec.param, has_identifiers=has_identifiers).exact(schema, ())
+    reading = _Reading(schema, spec.param, _Identifiers.of(schema, spec.text), is_lenient=spec.is_lenient)
+    return reading.whole(), tuple(dict.fromkeys(reading.warnings))
+
+
+class _Identifiers(Enum):
+    """Whether parts of a document have names of their own, from which references count."""
+
+    NONE = auto()
+    OF_ROOT = auto()
+    OF_PARTS = auto()
+
+    @classmethod
+    def of(cls, schema: Any, text: str) -> "_Identifiers":
+        if not any(keyword in text for keyword in ('"$id"', '"id"', "\\u")):
+            return cls.NONE
+        places = [steps for steps, part in walk(schema) if any(isinstance(part.get(keyword), str) for keyword in ("$id", "id"))]
+        return cls.OF_PARTS if any(places) else cls.OF_ROOT if places else cls.NONE
 
 
 def schema_source(schema: Any, whitespace_pattern: str | None, param: str) -> str:
@@ -65,10 +91,32 @@ def _whitespace(pattern: str, param: str) -> str:
 class _Reading:
     """One pass over the schemas of a document; the result shares what it did not change."""
 
-    def __init__(self, root: Any, param: str, *, has_identifiers: bool) -> None:
+    def __init__(self, root: Any, param: str, identifiers: _Identifiers, *, is_lenient: bool) -> None:
         self.root = root
         self.param = param
-        self.has_identifiers = has_identifiers
+        self.has_identifiers = identifiers is not _Identifiers.NONE
+        self.has_one_base = identifiers is not _Identifiers.OF_PARTS
+        self.is_lenient = is_lenient
+        self.warnings: list[str] = []
+        self.origins: dict[int, Steps] = {}
+        self.num_rewritten = 0
+        self.definitions: dict[str, tuple[str, Any]] = {}
+        self.unknown = unknown_keywords(root)
+        self.rewriting = Rewriting(root if self.has_one_base else None, self.unknown)
+        self.checks: dict[str, Callable[[dict[str, Any], str, Steps], None]] = {
+            "$ref": self.reference,
+            "const": self.values,
+            "enum": self.values,
+            "pattern": self.pattern,
+            "properties": self.properties,
+            **dict.fromkeys((*_LOWER_BOUNDS, *_UPPER_BOUNDS), self.bound),
+        }
+
+    def whole(self) -> Any:
+        exact = self.exact(self.root, ())
+        if self.definitions:
+            exact["$defs"] = {**exact.get("$defs", {}), **dict(self.definitions.values())}
+        return exact
 
     def refusal(self, message: str, steps: Steps) -> UnsupportedGrammar:
         return UnsupportedGrammar(message, self.param + path(steps))
@@ -76,27 +124,64 @@ class _Reading:
     def exact(self, schema: Any, steps: Steps) -> Any:
         if not isinstance(schema, dict):
             return schema
-        exact = {keyword: value for keyword, value in schema.items() if keyword not in _UNREAD}
+        steps = self.origins.get(id(schema), steps)
+        exact = {keyword: value for keyword, value in schema.items() if keyword not in _UNREAD and keyword not in self.unknown}
         for below, child in subschemas(schema):
+            if below[0] not in exact or below[0] in REWRITTEN:
+                continue
             inner = self.exact(child, steps + below)
             if inner is not child:
                 _replace(exact, schema, below, inner)
-        for keyword, check in self.checks.items():
+        for keyword in [keyword for keyword in exact if keyword in self.checks]:
+            self.checks[keyword](exact, keyword, steps)
+        if ("pattern" in exact or "patternProperties" in exact) and (keyword := _with_look_around(exact)):
+            self.give_up(exact, schema, keyword, steps)
+        for keyword in [keyword for keyword in exact if keyword in REWRITTEN]:
             if keyword in exact:
-                check(exact, keyword, steps)
+                self.rewrite(exact, schema, keyword, steps)
+        if "format" in exact and exact.keys() == {"type", "format"} and exact["type"] == "string" and self.has_one_base:
+            return self.shared_format(exact)
         return exact
 
-    @property
-    def checks(self) -> dict[str, Callable[[dict[str, Any], str, Steps], None]]:
-        return {
-            "$ref": self.reference,
-            "const": self.values,
-            "enum": self.values,
-            "pattern": self.pattern,
-            "uniqueItems": self.unique_items,
-            "properties": self.properties,
-            **dict.fromkeys((*_LOWER_BOUNDS, *_UPPER_BOUNDS), self.bound),
-        }
+    def shared_format(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A reference to one definition for all: llguidance reads its regex as often as it stands there, a millisecond each."""
+        name, _ = self.definitions.setdefault(str(schema["format"]), (f"{_MOVED}{len(self.definitions)}", schema))
+        return {"$ref": f"#/$defs/{name}"}
+
+    def rewrite(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        """Says the keyword with others, where that is exact; else refuses it or, in a lenient schema, leaves it out."""
+        if not self.origins:  # what is put together of the client's schemas is found again where the client has it
+            self.origins = {id(part): place for place, part in walk(self.root)}
+        self.num_rewritten += 1
+        num_warnings = len(self.warnings)
+        try:
+            if self.num_rewritten > MAX_REWRITTEN:
+                raise Inexpressible
+            additions = self.rewriting.additions(schema, keyword)
+            if additions is None:
+                return
+            additions = [self.exact(addition, steps) for addition in additions]
+        except (Inexpressible, TypeError, AttributeError):  # the last two where a value is not what the keyword takes
+            del self.warnings[num_warnings:]
+            self.give_up(exact, schema, keyword, steps)
+            return
+        replace_keyword(exact, keyword, additions)
+
+    def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        if not self.has_identifiers and pointer(steps) not in self.reachable:
+            return
+        if not self.is_lenient:
+            raise self.refusal(unsupported(schema, keyword), (*steps, keyword))
+        self.warnings.append(f"`{keyword}` at {self.param}{path((*steps, keyword))}")
+        if keyword == "patternProperties":
+            exact.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
+        parts = schema[keyword]
+        additions = [{"anyOf": [self.exact(part, steps) for part in parts]}] if keyword == "oneOf" and isinstance(parts, list) else []
+        replace_keyword(exact, keyword, additions)
+
+    @cached_property
+    def reachable(self) -> frozenset[str]:
+        return reachable(self.root)
 
     def reference(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         reference = schema[keyword]
@@ -104,8 +189,18 @@ class _Reading:
             raise self.refusal("a reference must be a string", (*steps, keyword))
         if not reference.startswith("#") and not self.has_identifiers:
             raise self.refusal("a reference to another document is not followed", (*steps, keyword))
-        if reference.startswith("#/") and not self.has_identifiers:
-            resolve(self.root, unquote(reference), self.param + path((*steps, keyword)))
+        if reference.startswith("#/") and self.has_one_base:
+            place, target = resolve(self.root, unquote(reference), self.param + path((*steps, keyword)))
+            if not REWRITTEN.isdisjoint(place):
+                schema[keyword] = f"#/$defs/{self.moved(unquote(reference), target)}"
+
+    def moved(self, place: str, target: Any) -> str:
+        """The name of a definition that stands for what may not be found any more where it was."""
+        if place not in self.definitions:
+            name = f"{_MOVED}{len(self.definitions)}"
+            self.definitions[place] = name, True
+            self.definitions[place] = name, self.exact(target, ())
+        return self.definitions[place][0]
 
     def values(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         pending = [schema[keyword]]
@@ -138,10 +233,6 @@ class _Reading:
         if isinstance(schema[keyword], dict) and len(schema[keyword]) - num_required > MAX_OPTIONAL_PROPERTIES:
             raise self.refusal(f"more than {MAX_OPTIONAL_PROPERTIES} properties that are not required", (*steps, keyword))
 
-    def unique_items(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
-        if schema[keyword] is False:
-            del schema[keyword]
-
     def bound(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         """The nearest double within, where the bound itself is none. Whole numbers have 64 bits there."""
         bound = schema[keyword]
@@ -160,6 +251,14 @@ class _Reading:
         elif not is_lower and int(nearest) > bound:
             nearest = math.nextafter(nearest, -math.inf)
         schema[keyword] = int(nearest)
+
+
+def _with_look_around(schema: dict[str, Any]) -> str | None:
+    """The keyword, if any."""
+    pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
+    if isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
+        return "pattern"
+    return "patternProperties" if isinstance(patterns, dict) and any(map(_LOOK_AROUND.search, patterns)) else None
 
 
 def _replace(exact: dict[str, Any], original: dict[str, Any], below: Steps, inner: Any) -> None:

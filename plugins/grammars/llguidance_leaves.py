@@ -35,8 +35,11 @@ class Leaf:
     warnings: tuple[str, ...] = ()
 
 
-def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
-    """Any constraint but a structure. Raises `UnsupportedGrammar` for what can be seen without compiling."""
+def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = False) -> Leaf:
+    """Any constraint but a structure. Raises `UnsupportedGrammar` for what can be seen without compiling.
+
+    Where `is_relaxed`, a lenient schema is made one that compiles, by compiling parts of it, which is slow.
+    """
     match spec.kind:
         case GrammarKind.REGEX | GrammarKind.CHOICE:
             try:
@@ -44,10 +47,10 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
             except UnwritableRegex as error:
                 raise UnsupportedGrammar(str(error), spec.param) from error
         case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
-            schema = read_schema(spec)
-            warnings: tuple[str, ...] = ()
-            if spec.is_lenient:
-                schema, warnings = relaxed(schema, _schema_errors(spec), spec.param)
+            schema, warnings = read_schema(spec)
+            if spec.is_lenient and is_relaxed:
+                schema, more = relaxed(schema, _schema_errors(spec), spec.param)
+                warnings += more
             return Leaf(SCHEMA_PREFIX + schema_source(schema, spec.whitespace_pattern, spec.param), warnings=warnings)
         case GrammarKind.LARK | GrammarKind.GBNF:
             return Leaf(f"%lark {{\n{client_grammar(spec, vocabulary)}\n}}")
@@ -58,7 +61,7 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
 def explain(spec: GrammarSpec, complaint: Complaint) -> UnsupportedGrammar:
     """Why llguidance refuses `spec`, with the keyword and its path, or the place in a grammar."""
     if spec.kind is GrammarKind.JSON_SCHEMA and not complaint.is_about_size:
-        fault = find_fault(read_schema(spec), _schema_errors(spec))
+        fault = find_fault(read_schema(spec)[0], _schema_errors(spec))
         if fault is not None:
             return refusal(fault, spec.param)
     if complaint.line is not None and spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):

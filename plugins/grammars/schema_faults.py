@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from penstock.plugins.grammars.schema_keywords import ANNOTATIONS
+from penstock.plugins.grammars.schema_keywords import KEYWORDS_OF
 from penstock.plugins.grammars.schema_shape import resolve
 from penstock.plugins.grammars.schema_walk import Steps, pointer, subschemas
 
@@ -19,6 +19,9 @@ _COMPILED = frozenset(
         *("anyOf", "oneOf", "allOf"),
     }
 )
+_ASSERTIONS = frozenset(
+    {"type", "const", "enum", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
+).union(*KEYWORDS_OF.values())
 _BLAMED_LAST = ("items", "$ref", "properties", "type")
 _HOME = "penstock-schema"
 
@@ -85,8 +88,10 @@ class _Search:
             return None, None
         if message.startswith("min/maxProperties"):
             return next((keyword for keyword in ("minProperties", "maxProperties") if keyword in schema), None), None
+        if message.startswith("circular references"):  # whatever else is left out, it may only be met elsewhere
+            return next((keyword for keyword in ("allOf", "oneOf", "anyOf", "$ref") if keyword in schema), None), None
         moved = self.move(schema)
-        keywords = [keyword for keyword in moved if keyword not in ANNOTATIONS]
+        keywords = [keyword for keyword in moved if keyword in _ASSERTIONS]
         for keyword in keywords:
             own = self.error_of(self.document({keyword: moved[keyword]}))
             if own is not None:

@@ -1,5 +1,7 @@
 """The keywords of JSON Schema, by what they are about."""
 
+from typing import Any
+
 ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$comment"),
@@ -31,3 +33,17 @@ TRANSLATED = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     }
 )
+
+_SINCE_DRAFT = {
+    6: ("const", "contains", "propertyNames"),
+    7: ("if", "then", "else"),
+    8: ("dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "minContains", "maxContains"),
+}
+_OLD_DRAFTS = {f"http://json-schema.org/draft-0{number}/schema": number for number in (4, 6, 7)}
+
+
+def unknown_keywords(root: Any) -> frozenset[str]:
+    """Those that the document's draft does not know, so that they say nothing in it."""
+    dialect = root.get("$schema") if isinstance(root, dict) else None
+    draft = _OLD_DRAFTS.get(dialect.removesuffix("#"), 8) if isinstance(dialect, str) else 8
+    return frozenset(keyword for since, keywords in _SINCE_DRAFT.items() if since > draft for keyword in keywords)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 Steps = tuple[str | int, ...]  # from the document's root: names and positions
 
@@ -50,4 +51,34 @@ def pointer(steps: Steps) -> str:
 def at(document: Any, steps: Steps) -> Any:
     for step in steps:
         document = document[step]
+    return document
+
+
+def reachable(document: Any) -> frozenset[str]:
+    """Pointers to the subschemas that count: definitions only where something that counts refers to them."""
+    pending: list[tuple[str, Any]] = [("", document)]
+    found: set[str] = set()
+    while pending:
+        place, schema = pending.pop()
+        if place in found:
+            continue
+        found.add(place)
+        pending.extend((place + pointer(below), child) for below, child in subschemas(schema) if below[0] not in ("$defs", "definitions"))
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if isinstance(reference, str) and reference.startswith("#"):
+            target = unquote(reference[1:])
+            pending.append((target, _follow(document, target)))
+    return frozenset(found)
+
+
+def _follow(document: Any, target: str) -> Any:
+    """True, which has nothing in it, where it leads nowhere."""
+    for step in target.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(document, dict) and name in document:
+            document = document[name]
+        elif isinstance(document, list) and name.isascii() and name.isdigit() and int(name) < len(document):
+            document = document[int(name)]
+        else:
+            return True
     return document

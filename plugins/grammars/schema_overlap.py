@@ -1,0 +1,108 @@
+"""Whether two JSON Schemas can share a value, told from types, given values, and the properties that one requires."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.plugins.grammars.json_text import dumps, json_type
+from penstock.plugins.grammars.schema_shape import resolve
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")  # whole numbers are among the numbers
+ALL_TYPES = frozenset(TYPES)
+MAX_DEPTH = 12
+
+Schema = Mapping[str, Any]
+
+
+def types_of(schema: Schema) -> frozenset[str]:
+    """Those that `type` and the given values leave."""
+    given = schema.get("type", [*TYPES])
+    names = given if isinstance(given, list) else [given]
+    types = frozenset("number" if name == "integer" else name for name in names)
+    values = values_of(schema)
+    return types if values is None else types & {"number" if (name := json_type(value)) == "integer" else name for value in values}
+
+
+def values_of(schema: Schema) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def same_key(value: Any) -> str:
+    """Equal for what JSON Schema calls equal: 1.0 is 1, and members have no order."""
+    match value:
+        case float() if value.is_integer():
+            return dumps(int(value))
+        case list():
+            return "[" + ",".join(map(same_key, value)) + "]"
+        case dict():
+            return "{" + ",".join(sorted(f"{dumps(name)}:{same_key(item)}" for name, item in value.items())) + "}"
+    return dumps(value)
+
+
+class Overlap:
+    """Compares schemas of one document, through their references."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def follow(self, schema: Any) -> Any:
+        """What stands behind a reference that stands alone; anything else as it is."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+                return schema
+            try:
+                _, schema = resolve(self.root, unquote(reference), "")
+            except UnsupportedGrammar:
+                return schema
+        return True
+
+    def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """No fewer than the values of the schema have."""
+        schema = self.follow(schema)
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+            return frozenset() if schema is False else ALL_TYPES
+        types = types_of(schema)
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            parts = schema.get(keyword)
+            if isinstance(parts, list) and parts:
+                of_parts = [self.types(part, depth + 1) for part in parts]
+                types &= frozenset.intersection(*of_parts) if keyword == "allOf" else frozenset.union(*of_parts)
+        return types
+
+    def are_disjoint(self, left: Any, right: Any, types: frozenset[str] = ALL_TYPES, depth: int = 0) -> bool:
+        """True only where no value of these types satisfies both."""
+        left, right = self.follow(left), self.follow(right)
+        if left is False or right is False:
+            return True
+        if not isinstance(left, dict) or not isinstance(right, dict) or depth > MAX_DEPTH:
+            return False
+        for one, other in ((left, right), (right, left)):
+            for keyword in ("anyOf", "oneOf"):
+                parts = one.get(keyword)
+                if isinstance(parts, list) and all(self.are_disjoint(part, other, types, depth + 1) for part in parts):
+                    return True
+            parts = one.get("allOf")
+            if isinstance(parts, list) and any(self.are_disjoint(part, other, types, depth + 1) for part in parts):
+                return True
+        shared = self.types(left) & self.types(right) & types
+        if not shared:
+            return True
+        left_values, right_values = values_of(left), values_of(right)
+        if left_values is not None and right_values is not None:
+            return not {same_key(value) for value in left_values} & {same_key(value) for value in right_values}
+        return shared == {"object"} and self._have_disjoint_members(left, right, depth)
+
+    def _have_disjoint_members(self, left: Schema, right: Schema, depth: int) -> bool:
+        names = {name for schema in (left, right) for name in schema.get("required", ()) if isinstance(name, str)}
+        return any(self.are_disjoint(_member(left, name), _member(right, name), depth=depth + 1) for name in names)
+
+
+def _member(schema: Schema, name: str) -> Any:
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    return True if schema.get("patternProperties") else schema.get("additionalProperties", True)
