@@ -9,8 +9,8 @@ from penstock.plugins.json_writer import JsonWriter, escaped
 from penstock.plugins.python_string import PythonString
 
 _SPACE = re.compile(r"\s+")
-_NAME = re.compile(r"[\w.\-]+")
-_KEY = re.compile(r"[\w\-]+")
+NAME = re.compile(r"[\w.\-]+")
+KEY = re.compile(r"[\w\-]+")
 _TOKEN = re.compile(r"[\w.+\-]+")
 _WORDS = {"True": "true", "true": "true", "False": "false", "false": "false", "None": "null", "null": "null"}
 _JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
@@ -110,7 +110,7 @@ class PythonCall:
         return word
 
     def _read_name(self, text: str, position: int) -> int:
-        end = self._take_word(_NAME, text, position)
+        end = self._take_word(NAME, text, position)
         if end > position:
             return end
         if text[position] != "(" or not self._word:
@@ -125,7 +125,7 @@ class PythonCall:
         space = _SPACE.match(text, position)
         if space is not None and not self._word:
             return space.end()
-        end = self._take_word(_KEY, text, position)
+        end = self._take_word(KEY, text, position)
         if end > position:
             return end
         if text[position] == ")" and not self._word:

@@ -1,7 +1,6 @@
 """Python calls as a grammar: keywords in the order of the schema, and JSON for the values, which the parser takes for literals too."""
 
 import json
-from collections.abc import Mapping
 from collections.abc import Sequence as Tools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
+from penstock.plugins.python_call import KEY, NAME
 
 DEFINITIONS = ("$defs", "definitions")
 KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$id", *DEFINITIONS})
@@ -34,6 +34,8 @@ def _call(tool: CallableTool) -> Structure:
     schema = json.loads(tool.arguments.text)
     properties = schema.get("properties", {})
     required = schema.get("required", [])
+    if not all(map(KEY.fullmatch, properties)) or not NAME.fullmatch(tool.name):
+        raise UnsupportedGrammar(f"`{tool.name}` or one of its parameters has a name that Python has no notation for", tool.arguments.param)
     unknown = [keyword for keyword in schema if keyword not in KNOWN] + [name for name in required if name not in properties]
     if unknown and not tool.arguments.is_lenient:
         raise UnsupportedGrammar(f"calls in Python's notation cannot be held to {unknown[0]!r}", tool.arguments.param)
@@ -42,7 +44,7 @@ def _call(tool: CallableTool) -> Structure:
     return Sequence((Literal(f"{tool.name}("), _arguments(arguments), Literal(")")))
 
 
-def _argument(tool: CallableTool, name: str, schema: Any, definitions: Mapping[str, Any]) -> Structure:
+def _argument(tool: CallableTool, name: str, schema: Any, definitions: dict[str, Any]) -> Structure:
     text = json.dumps(schema | definitions if isinstance(schema, dict) else schema)
     spec = replace(tool.arguments, text=text, param=f"{tool.arguments.param}.properties.{name}")
     return Sequence((Literal(f"{name}="), Value(spec)))
