@@ -87,6 +87,14 @@ def test_the_example_of_a_tool_format() -> None:
         assert accepts(grammar.matcher(), vocabulary, [text])
 
 
+def test_the_example_of_json_between_markers() -> None:
+    (example,) = [block for block in blocks_of("register_tool_parsers") if "JsonToolCalls(" in block]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    check_parser(names["call_blocks"], ['a<call>{"name": "f"}</call>b'], markers=["<call>", "</call>"], max_examples=10)
+    check_tool_format(names["call_blocks"], markers=["<call>", "</call>"], num_walks=2)
+
+
 def test_the_example_of_register_logits_processors(tmp_path: Path) -> None:
     factory = load_example("register_logits_processors", tmp_path).logits_processors["recent_tokens"]
     process = factory(window=2, penalty=3.0)
