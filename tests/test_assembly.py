@@ -1,0 +1,58 @@
+"""Which parsers a server uses, told from the model's own files, from flags, or from both."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from penstock.arguments import parse_arguments
+from penstock.assembly import assemble
+from penstock.plugins.manager import Plugins
+from tests.tiny_models import tiny_model
+
+TEMPLATE = """{% if tools %}<tool_call>{"name": "f", "arguments": {}}</tool_call>{% endif %}{% for message in messages %}<|im_start|>
+{{ message.content.split('</think>')[-1] }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"""
+FLAGS = ["--compile", "off", "--kv-cache-memory", "1MiB", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without sense, whose tokenizer and template are like Qwen3's."""
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3").save_pretrained(directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>")])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}), encoding="utf-8")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("flags", "summary"),
+    [
+        ([], "reasoning: qwen3 (auto); tools: hermes (auto); "),
+        (["--plugin", "auto"], "reasoning: qwen3 (auto); tools: hermes (auto); "),
+        (["--plugin", "deepseek_r1"], "reasoning: deepseek_r1; tools: hermes (auto); "),
+        (["--reasoning-parser", "deepseek-r1", "--tool-parser", "none"], "reasoning: deepseek_r1; tools: none; "),
+        (["--tool-call-parser", "qwen3-coder"], "reasoning: qwen3 (auto); tools: qwen3_coder; "),
+        (["--plugin", "none"], "reasoning: none; tools: none; "),
+        (["--plugin", "none", "--plugin", "qwen25"], "reasoning: none; tools: hermes; "),
+        (["--chat-template", "chatml"], "reasoning: qwen3 (auto); tools: hermes (auto); "),
+    ],
+)
+def test_a_server_says_which_parsers_it_uses_and_why(model_dir: Path, flags: list[str], summary: str) -> None:
+    arguments = parse_arguments([*FLAGS, "--model", str(model_dir), *flags])
+    plugins = Plugins.start(
+        arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
+    )
+    assembled = assemble(arguments, plugins)
+    assert assembled.summary.startswith(summary)
+    assert assembled.context.reasoning_parser is plugins.reasoning_parser
+    assert assembled.context.tool_parser is plugins.tool_parser
+    assembled.context.workers.shutdown()
+    assembled.context.compile_grammar.close()
