@@ -5,6 +5,7 @@ in the client's own terms what is too much. Nothing here recurses: a document ma
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,13 +16,19 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 
 MAX_TEXT = 2**20  # characters, of all texts of a constraint together
-MAX_GRAMMAR = 2**17
+MAX_GRAMMAR = 2**16
 MAX_REGEX = 4096
 MAX_REGEXES = 2**16  # all of a constraint's together
 MAX_DEPTH = 64
 MAX_DEPTH_BEHIND_REFERENCES = 256  # objects within each other; engines recurse, and one that has no stack left ends the whole process
 MAX_RULES = 1000  # for the same reason: each may lead to the next
+MAX_REPEATS = 2000  # `?`, `*`, `+` and counts in a grammar: engines take the square of them
+MAX_INTERSECTIONS = 64
+MAX_SET = 2048
+MAX_SCHEMAS_IN_GRAMMAR = 512
+MAX_JOINED_PATTERNS = 8  # that one text has to match together: the automaton for all of them is as large as their product
 MAX_PROPERTIES = 5_000
+MAX_COMPOSITE_CHOICES = 5_000  # arrays and objects
 MAX_SCHEMAS = 20_000
 MAX_VALUES = 200_000
 MAX_CHOICES = 10_000  # of `enum` and choices, all together
@@ -37,6 +44,12 @@ _SCHEMA = frozenset(
 )
 _SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+
+# Lexemes of Lark and GBNF that may hold what outside them means something else.
+_LEXEMES = re.compile(
+    r"""(?P<comment>//[^\n]*|\#[^\n]*)|(?P<string>"(?:\\.|[^"\\\n])*")|(?P<regex>/(?:\\.|[^/\\\n])+/)|(?P<set>\[(?:\\.|[^\]\\\n])*\])|[?*+&~{]""",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +94,93 @@ def check_limits(spec: GrammarSpec) -> None:
         match own.kind:
             case GrammarKind.JSON_SCHEMA:
                 document = _decoded(own)
-                budget.add_schema(document, own.param)
-                check_references(document, own.param)
+                check_document(document, own.param, budget)
             case GrammarKind.CHOICE:
                 budget.add_choices(_decoded(own), own.param)
             case GrammarKind.REGEX:
                 budget.add_regex(own.text, own.param)
             case GrammarKind.LARK | GrammarKind.GBNF:
-                if len(own.text) > MAX_GRAMMAR:
-                    _refuse(f"a grammar of more than {MAX_GRAMMAR} characters", own.param)
-                if _num_rules(own.text) > MAX_RULES:
-                    _refuse(f"a grammar of more than {MAX_RULES} rules", own.param)
+                check_grammar(own, budget)
+
+
+def check_document(schema: Any, param: str, budget: "_Budget") -> None:
+    budget.add_schema(schema, param)
+    check_references(schema, param)
+    try:
+        if _JoinedPatterns(schema).number(schema) > MAX_JOINED_PATTERNS:
+            _refuse(f"a schema in which `allOf` joins more than {MAX_JOINED_PATTERNS} patterns and formats", param)
+    except RecursionError:
+        _refuse("a schema whose references follow each other that far", param)
+
+
+def check_grammar(spec: GrammarSpec, budget: "_Budget") -> None:
+    """Lexemes are looked for as in Lark; in GBNF a slash is a mistake."""
+    if len(spec.text) > MAX_GRAMMAR:
+        _refuse(f"a grammar of more than {MAX_GRAMMAR} characters", spec.param)
+    is_lark = spec.kind is GrammarKind.LARK
+    if (_num_rules(spec.text) if is_lark else spec.text.count("::=")) > MAX_RULES:
+        _refuse(f"a grammar of more than {MAX_RULES} rules", spec.param)
+    num_intersections = 0
+    num_repeats = len(re.findall(r"[?*+]|\{\s*\d", spec.text))
+    for found in _LEXEMES.finditer(spec.text):
+        text = found[0]
+        num_intersections += text in ("&", "~")
+        if found.lastgroup in ("string", "comment"):
+            num_repeats -= len(re.findall(r"[?*+]|\{\s*\d", text))
+        elif found.lastgroup == "regex" and is_lark:
+            budget.add_regex(text[1:-1], spec.param)
+        elif found.lastgroup == "set" and len(text) > MAX_SET:
+            _refuse(f"a set of more than {MAX_SET} characters", spec.param)
+    if num_intersections > MAX_INTERSECTIONS:
+        _refuse(f"a grammar with more than {MAX_INTERSECTIONS} times `&` or `~`", spec.param)
+    if num_repeats > MAX_REPEATS:
+        _refuse(f"a grammar with more than {MAX_REPEATS} repeats", spec.param)
+    if is_lark:
+        for schema in _schemas_in(spec):
+            check_document(schema, spec.param, budget)
+
+
+def _schemas_in(spec: GrammarSpec) -> Iterator[Any]:
+    """What may be a schema, wherever it stands: in a comment it costs no more than in a rule."""
+    num_characters = 0
+    for number, found in enumerate(re.finditer(r"%json\s*", spec.text)):
+        try:
+            schema, end = json.JSONDecoder().raw_decode(spec.text, found.end())
+        except RecursionError:
+            _refuse(f"a document nested deeper than {MAX_DEPTH}", spec.param)
+        except ValueError:  # for the backends to refuse
+            continue
+        num_characters += end - found.end()
+        if number >= MAX_SCHEMAS_IN_GRAMMAR or num_characters > MAX_GRAMMAR:
+            _refuse(f"a grammar with more than {MAX_SCHEMAS_IN_GRAMMAR} schemas", spec.param)
+        yield schema
+
+
+class _JoinedPatterns:
+    """How many patterns and formats a text in a schema's values may have to match at once, at most."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[int, int] = {}
+
+    def number(self, schema: Any) -> int:
+        if not isinstance(schema, dict | list):
+            return 0
+        if id(schema) in self._known:
+            return self._known[id(schema)]
+        self._known[id(schema)] = 0  # what it is while one looks at it from within
+        if isinstance(schema, list):
+            number = max(map(self.number, schema), default=0)
+        else:
+            joined = schema.get("allOf")
+            reference = schema.get("$ref")
+            number = sum(isinstance(schema.get(keyword), str) for keyword in ("pattern", "format"))
+            number += sum(map(self.number, joined)) if isinstance(joined, list) else 0
+            number += self.number(_target(self._root, reference)) if isinstance(reference, str) else 0
+            others = (child for keyword, child in schema.items() if keyword not in ("allOf", "$defs", "definitions", "enum", "const"))
+            number += max(map(self.number, others), default=0)
+        self._known[id(schema)] = number
+        return number
 
 
 def check_references(root: Any, param: str) -> None:
@@ -210,6 +299,9 @@ class _Budget:
             return
         self._spend("values to choose from", len(choices), MAX_CHOICES, path)
         self._spend(
+            "arrays and objects to choose from", sum(isinstance(value, dict | list) for value in choices), MAX_COMPOSITE_CHOICES, path
+        )
+        self._spend(
             "characters in values to choose from", sum(len(value) for value in choices if isinstance(value, str)), MAX_CHOICE_TEXT, path
         )
         for index, value in enumerate(choices):
@@ -246,6 +338,8 @@ class _Budget:
         """Counts what a keyword holds; returns the schemas in it, still to be looked at."""
         if keyword in ("properties", "patternProperties") and isinstance(value, dict):
             self._spend("properties", len(value), MAX_PROPERTIES, path)
+        if keyword == "required" and isinstance(value, list):
+            self._spend("required properties", len(value), MAX_PROPERTIES, path)
         if keyword == "patternProperties" and isinstance(value, dict):
             for pattern in value:
                 self.add_regex(pattern, path)

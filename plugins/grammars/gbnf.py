@@ -13,6 +13,8 @@ from penstock.plugins.grammars.gbnf_syntax import Alternatives, Expression, Name
 from penstock.plugins.grammars.llguidance_regex import quoted, to_terminal
 from penstock.plugins.grammars.regular import Node
 
+MAX_FUSED = 20_000  # characters and sets of what is made one text: rules that name others twice double it each time
+
 _SIGNS: Mapping[tuple[int, int | None], str] = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 
 
@@ -28,11 +30,12 @@ def to_lark(text: str) -> str:
 
 
 class _Fusion:
-    """Makes one text of what is regular, rules that are not recursive included."""
+    """Makes one text of what is regular, rules that are not recursive included, up to `MAX_FUSED`."""
 
     def __init__(self, rules: Mapping[str, Expression]) -> None:
         self._rules = rules
         self._nodes: dict[str, Node | None] = {}
+        self._sizes: dict[int, tuple[Node, int]] = {}
 
     def run(self) -> dict[str, Expression]:
         fused = {"root": self.fused(self._rules["root"])}
@@ -45,7 +48,7 @@ class _Fusion:
         return fused
 
     def node(self, expression: Expression) -> Node | None:
-        """None where the expression is not regular."""
+        """None where the expression is not regular, or too large to be one text."""
         match expression:
             case Text(node):
                 return node
@@ -56,12 +59,31 @@ class _Fusion:
                 return self._nodes[name]
             case Repeated(item, minimum, maximum):
                 inner = self.node(item)
-                return None if inner is None else regular.Repeat(inner, minimum, maximum)
+                return None if inner is None else self.bounded(regular.Repeat(inner, minimum, maximum))
             case Parts(items) | Alternatives(items):
                 nodes = [node for node in map(self.node, items) if node is not None]
                 if len(nodes) < len(items):
                     return None
-                return regular.Sequence(tuple(nodes)) if isinstance(expression, Parts) else regular.Either(tuple(nodes))
+                return self.bounded((regular.Sequence if isinstance(expression, Parts) else regular.Either)(tuple(nodes)))
+
+    def bounded(self, node: Node) -> Node | None:
+        return node if self.size(node) <= MAX_FUSED else None
+
+    def size(self, node: Node) -> int:
+        """Written out, without its repeats. What stands in several places is looked at once."""
+        if id(node) not in self._sizes:
+            size = 1
+            match node:
+                case regular.Literal(text):
+                    size += len(text)
+                case regular.Chars(chars):
+                    size += len(chars)
+                case regular.Sequence(items) | regular.Either(items):
+                    size += sum(map(self.size, items))
+                case regular.Repeat(item):
+                    size += self.size(item)
+            self._sizes[id(node)] = node, size  # with the node, whose identity is another's once it is gone
+        return self._sizes[id(node)][1]
 
     def fused(self, expression: Expression) -> Expression:
         node = self.node(expression)
@@ -72,20 +94,21 @@ class _Fusion:
                 parts: list[Expression] = []
                 for is_regular, run in groupby(items, key=lambda item: self.node(item) is not None):
                     members = tuple(run)
-                    parts += [Text(self.whole(Parts(members)))] if is_regular else map(self.fused, members)
+                    parts += self.whole(Parts(members)) if is_regular else map(self.fused, members)
                 return parts[0] if len(parts) == 1 else Parts(tuple(parts))
             case Alternatives(items):
                 texts = tuple(item for item in items if self.node(item) is not None)
                 others = [self.fused(item) for item in items if self.node(item) is None]
-                return Alternatives((*([Text(self.whole(Alternatives(texts)))] if texts else []), *others))
+                return Alternatives((*(self.whole(Alternatives(texts)) if texts else []), *others))
             case Repeated(item, minimum, maximum):
                 return Repeated(self.fused(item), minimum, maximum)
         return expression
 
-    def whole(self, expression: Expression) -> Node:
+    def whole(self, expression: Parts | Alternatives) -> list[Expression]:
+        """As one text where that is small enough, else each of its texts."""
         node = self.node(expression)
-        assert node is not None
-        return node
+        nodes = map(self.node, expression.items) if node is None else [node]
+        return [Text(node) for node in nodes if node is not None]
 
 
 def _names(expression: Expression) -> list[str]:

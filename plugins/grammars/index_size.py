@@ -34,8 +34,7 @@ class IndexSize:
 
 def measure(node: Node, openings: "TokenOpenings") -> IndexSize:
     """The size of the index of `node`'s full matches over a vocabulary. Raises `IndexTooLarge` as soon as that is certain."""
-    if _num_positions(node, 0) > MAX_POSITIONS:
-        raise IndexTooLarge(f"more than {MAX_POSITIONS} characters once repeats are written out")
+    _check_positions(node)
     work = _Work()
     nfa = _Nfa(work)
     start = nfa.add_state()
@@ -110,18 +109,34 @@ class TokenOpenings:
         return followed.total() if lead >= 0x80 else sum(followed[byte] for byte in second)
 
 
-def _num_positions(node: Node, depth: int) -> int:
-    if depth > MAX_DEPTH:
+def _check_positions(node: Node) -> None:
+    """Raises `IndexTooLarge`. What stands in several places of a tree is looked at once: written out, it can be exponentially larger."""
+    known: dict[int, tuple[int, int]] = {}
+
+    def measured(node: Node, depth: int) -> tuple[int, int]:
+        """How many characters' places, and how deeply nested."""
+        if depth > MAX_DEPTH:
+            raise IndexTooLarge(f"nested deeper than {MAX_DEPTH}")
+        if id(node) in known:
+            return known[id(node)]
+        items: tuple[Node, ...] = ()
+        match node:
+            case Sequence(parts) | Either(parts):
+                items = parts
+            case Repeat(item):
+                items = (item,)
+        inner = [measured(item, depth + 1) for item in items]
+        num_places = (len(node.text) if isinstance(node, Literal) else 1) + sum(num for num, _ in inner)
+        if isinstance(node, Repeat):
+            num_places = 1 + inner[0][0] * max(node.minimum, node.maximum or 1)
+        height = 1 + max((height for _, height in inner), default=0)
+        if num_places > MAX_POSITIONS:
+            raise IndexTooLarge(f"more than {MAX_POSITIONS} characters once repeats are written out")
+        known[id(node)] = num_places, height
+        return known[id(node)]
+
+    if measured(node, 0)[1] > MAX_DEPTH:
         raise IndexTooLarge(f"nested deeper than {MAX_DEPTH}")
-    match node:
-        case Literal(text):
-            return len(text)
-        case Chars() | Anchor() | Reference():
-            return 1
-        case Sequence(items) | Either(items):
-            return 1 + sum(_num_positions(item, depth + 1) for item in items)
-        case Repeat(item, minimum, maximum):
-            return 1 + max(minimum, maximum or 1) * _num_positions(item, depth + 1)
 
 
 @dataclass(slots=True)

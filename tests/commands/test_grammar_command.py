@@ -360,7 +360,11 @@ def test_a_file_that_holds_something_else_is_one_line_and_exit_code_2(
 
 def test_the_limits_in_the_docs_are_those_of_the_code() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "grammars.md").read_text(encoding="utf-8")
-    names = ("MAX_TEXT", "MAX_GRAMMAR", "MAX_REGEX", "MAX_DEPTH", "MAX_PROPERTIES", "MAX_CHOICES")
+    names = (
+        *("MAX_TEXT", "MAX_GRAMMAR", "MAX_RULES", "MAX_REPEATS", "MAX_INTERSECTIONS", "MAX_SET", "MAX_REGEX", "MAX_REGEXES", "MAX_DEPTH"),
+        *("MAX_DEPTH_BEHIND_REFERENCES", "MAX_PROPERTIES", "MAX_SCHEMAS", "MAX_JOINED_PATTERNS", "MAX_CHOICES", "MAX_COMPOSITE_CHOICES"),
+        "MAX_CONSTRAINED_PARTS",
+    )
     limits = [getattr(grammar_limits, name) for name in names] + [int(TIME_LIMIT)]
     assert re.findall(r"^\| [^|]+ \| ([\d,]+) \|$", page, re.MULTILINE) == [f"{limit:,}" for limit in limits]
 

@@ -43,7 +43,26 @@ def rules(num: int) -> str:
     return "".join(f"r{i}: r{i + 1} // : no: rule\n" for i in range(num))
 
 
+def joined(num_patterns: int) -> dict[str, Any]:
+    """Patterns for one and the same value, behind references and properties."""
+    branches = [{"properties": {"a": {"$ref": f"#/$defs/{i}"}}} for i in range(num_patterns)]
+    return {"$defs": {str(i): {"pattern": f"{i}$"} for i in range(num_patterns)}, "allOf": [{"allOf": branches[:3]}, *branches[3:]]}
+
+
+def lark(text: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.LARK, text, "guided_grammar")
+
+
 AT_THE_LIMIT = [
+    schema(joined(limits.MAX_JOINED_PATTERNS)),
+    schema({"anyOf": [{"pattern": "a"}, {"format": "date"}] * 20}),
+    schema({"required": [str(i) for i in range(limits.MAX_PROPERTIES)]}),
+    schema({"enum": [[i] for i in range(limits.MAX_COMPOSITE_CHOICES)]}),
+    lark("start: " + '"a"? ' * limits.MAX_REPEATS),
+    lark('start: "' + "?&" * limits.MAX_REPEATS + '" // ' + "*~" * limits.MAX_REPEATS),
+    lark("start: T\nT: /a/" + " & /b/" * limits.MAX_INTERSECTIONS),
+    lark("start: /" + "a" * limits.MAX_REGEX + "/"),
+    lark('start: %json {"items": {}}'),
     schema(chain(80)),
     schema({"$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/a"}, "c": {"$ref": "#"}}}}, "$ref": "#/$defs/a"}),
     GrammarSpec(GrammarKind.LARK, rules(limits.MAX_RULES)),
@@ -64,6 +83,18 @@ AT_THE_LIMIT = [
 ]
 
 BEYOND = [
+    (schema(joined(limits.MAX_JOINED_PATTERNS + 1)), "more than 8 patterns", "guided_json"),
+    (schema({"required": [str(i) for i in range(limits.MAX_PROPERTIES + 1)]}), "5000 required properties", "guided_json.required"),
+    (schema({"enum": [[i] for i in range(limits.MAX_COMPOSITE_CHOICES + 1)]}), "5000 arrays and objects", "guided_json.enum"),
+    (lark("start: " + '"a"? ' * (limits.MAX_REPEATS + 1)), "2000 repeats", "guided_grammar"),
+    (lark("start: /" + "a{3}" * 500 + "/ /" + "b{3}" * 501 + "/" + "x*" * 1000), "2000 repeats", "guided_grammar"),
+    (lark("start: T\nT: /a/" + " & /b/" * (limits.MAX_INTERSECTIONS + 1)), "64 times", "guided_grammar"),
+    (lark("start: /" + "a" * (limits.MAX_REGEX + 1) + "/"), "4096 characters", "guided_grammar"),
+    (lark("start: %json " + json.dumps(chain(1000))), "deeper than 256", "guided_grammar"),
+    (lark("start: %json " + '{"items":' * 70 + "{}" + "}" * 70), "deeper than 64", "guided_grammar"),
+    (lark('start: a\na: %json {"a": 1}' * 600), "512 schemas", "guided_grammar"),
+    (GrammarSpec(GrammarKind.GBNF, "root ::= [" + "a" * 2048 + "]", "guided_grammar"), "set of more than 2048", "guided_grammar"),
+    (GrammarSpec(GrammarKind.GBNF, "root ::= " + "r ::= r " * 1001, "guided_grammar"), "1000 rules", "guided_grammar"),
     (schema(properties(limits.MAX_PROPERTIES + 1)), "5000 properties", "guided_json.properties"),
     (
         schema({"$defs": {"a": properties(3000)}, "allOf": [{}, properties(3000)]}),
@@ -81,14 +112,14 @@ BEYOND = [
     (schema({"anyOf": [{}] * 20_001}), "20000 subschemas", "guided_json.anyOf["),
     (schema(chain(1000)), "deeper than 256", "guided_json"),
     (GrammarSpec(GrammarKind.LARK, rules(limits.MAX_RULES + 1), "guided_grammar"), "1000 rules", "guided_grammar"),
-    (GrammarSpec(GrammarKind.GBNF, rules(limits.MAX_RULES + 1).replace(":", "::=", 1), "guided_grammar"), "1000 rules", "guided_grammar"),
+    (GrammarSpec(GrammarKind.GBNF, rules(limits.MAX_RULES + 1).replace(": ", " ::= "), "guided_grammar"), "1000 rules", "guided_grammar"),
     (schema({"x-data": [0] * 200_001}), "200000 values", "guided_json.x-data"),
     (schema({"description": "a" * 2**20}), "1048576 characters", "guided_json"),
     (GrammarSpec(GrammarKind.JSON_SCHEMA, "{", "guided_json"), "not valid JSON", "guided_json"),
     (GrammarSpec(GrammarKind.REGEX, "a" * 4097, "guided_regex"), "4096 characters", "guided_regex"),
     (GrammarSpec(GrammarKind.CHOICE, json.dumps(["a"] * 10_001), "guided_choice"), "10000 values", "guided_choice"),
-    (GrammarSpec(GrammarKind.LARK, "a" * (2**17 + 1), "guided_grammar"), "131072 characters", "guided_grammar"),
-    (GrammarSpec(GrammarKind.GBNF, "a" * (2**17 + 1), "guided_grammar"), "131072 characters", "guided_grammar"),
+    (GrammarSpec(GrammarKind.LARK, "a" * (2**16 + 1), "guided_grammar"), "65536 characters", "guided_grammar"),
+    (GrammarSpec(GrammarKind.GBNF, "a" * (2**16 + 1), "guided_grammar"), "65536 characters", "guided_grammar"),
     (replace(schema({}), whitespace_pattern=" " * 4097), "4096 characters", "guided_json"),
     (structure(repeated(100_000)), "deeper than 64", "tools"),
     (structure(Either((Literal("a"),) * 10_001)), "10000 parts", "tools"),
