@@ -34,11 +34,17 @@ def to_lark(structure: Structure, to_leaf: ToLeaf, vocabulary: Vocabulary) -> tu
 
     Raises what that raises, and `UnsupportedGrammar` for parts that llguidance's lexer could not tell apart.
     """
-    translation = _Translation(to_leaf, vocabulary)
     try:
-        return translation.run(structure), tuple(dict.fromkeys(translation.warnings))
+        return _translated(_Translation(to_leaf, vocabulary), structure)
     except Indistinct as error:
-        raise UnsupportedGrammar(f"the parts cannot be told apart: {error}") from error
+        try:
+            return _translated(_Translation(to_leaf, vocabulary, are_options_apart=True), structure)
+        except Indistinct:
+            raise UnsupportedGrammar(f"the parts cannot be told apart: {error}") from error
+
+
+def _translated(translation: "_Translation", structure: Structure) -> tuple[str, tuple[str, ...]]:
+    return translation.run(structure), tuple(dict.fromkeys(translation.warnings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,13 @@ class _Part:
 
 
 class _Translation:
-    def __init__(self, to_leaf: ToLeaf, vocabulary: Vocabulary) -> None:
+    """`are_options_apart`: text that may be left out is a lexeme of its own where it has a clear end, not part of the one before it.
+
+    Neither is always right: on its own it may be covered by free text, and in one lexeme it begins like what could follow in its place.
+    """
+
+    def __init__(self, to_leaf: ToLeaf, vocabulary: Vocabulary, *, are_options_apart: bool = False) -> None:
+        self._are_options_apart = are_options_apart
         self.warnings: list[str] = []
         self._vocabulary = vocabulary
         self._added_tokens = frozenset(vocabulary.added_token_ids)
@@ -131,6 +143,8 @@ class _Translation:
             return []
         is_lexeme = all(part.is_lexeme for part in parts)
         part = _lexeme(parts) if is_lexeme else self._joined(parts)
+        if is_lexeme and self._are_options_apart and not part.edges.more and not part.edges.is_nullable:
+            is_lexeme, part = False, self._terminal(part)
         edges = (part_edges.lexeme_repeat if is_lexeme else part_edges.repeat)(part.edges, minimum, maximum)
         times = "*" if (minimum, maximum) == (0, None) else f"{{{minimum},{'' if maximum is None else maximum}}}"
         body = f"({part.body}){times}" if is_lexeme else self._rule(self._rule(part.body) + times)

@@ -249,7 +249,8 @@ def _is_swallowed(head: Head, text: Head) -> bool:
 def _merged(heads: tuple[Head, ...]) -> tuple[Head, ...]:
     merged: dict[tuple[object, ...], Head] = {}
     for head in heads:
-        key = (head.kind, head.is_last, head.without, head.holds if head.without is not None else None)
+        # By their starts, too: what literals of different starts share tells nothing apart from free text that begins like one of them.
+        key = (head.kind, head.is_last, head.without, head.start, head.holds if head.without is not None else None)
         other = merged.get(key)
         merged[key] = head if other is None else _both(other, head)
     return tuple(merged.values())
