@@ -39,8 +39,8 @@ def allowed_tokens(matcher: GrammarMatcher, vocabulary: Vocabulary) -> list[int]
 def random_answer(matcher: GrammarMatcher, vocabulary: Vocabulary, rng: random.Random, patience: int = 40) -> list[str]:
     """A random walk to an end, as the pieces in which it would reach a parser.
 
-    After `patience` tokens it leans towards what closes something. Raises `AssertionError` at a dead end, where the mask and
-    `advance` disagree, and where no end is in sight.
+    After `patience` tokens it leans towards what closes something: brackets, quotes, and all tokens of more than a byte. Raises
+    `AssertionError` at a dead end, where the mask and `advance` disagree, and where no end is in sight.
     """
     token_ids: list[int] = []
     while len(token_ids) < MAX_TOKENS:
@@ -52,7 +52,9 @@ def random_answer(matcher: GrammarMatcher, vocabulary: Vocabulary, rng: random.R
             return pieces_of(token_ids, vocabulary)
         choices = [token_id for token_id in choices if token_id not in vocabulary.stop_token_ids]
         if len(token_ids) > patience:
-            choices = [token_id for token_id in _CLOSERS if token_id in choices] or choices
+            markers = [token_id for token_id in choices if token_id > 255]
+            closers = [token_id for token_id in _CLOSERS if token_id in choices]
+            choices = markers if markers and rng.random() < 0.5 else closers or choices
         token_ids.append(rng.choice(choices))
         assert matcher.advance(token_ids[-1]), f"the last token is allowed, but not taken, in {pieces_of(token_ids, vocabulary)}"
     raise AssertionError(f"no end in sight: {''.join(pieces_of(token_ids, vocabulary))[:200]}")

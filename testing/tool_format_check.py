@@ -58,11 +58,12 @@ class ToolFormatCheck:
     ) -> None:
         self._factory = factory
         self._tools = tools
-        # Halves of markers as tokens: a walk that takes bytes at random would hardly ever write one.
-        halves = [part for marker in markers for part in (marker[: len(marker) // 2], marker[len(marker) // 2 :])]
-        self._vocabulary = byte_vocabulary(added_tokens, halves)
+        # Markers as ordinary text, whole and in halves: a walk that takes bytes at random would hardly ever write one.
+        parts = [part for marker in markers for part in (marker, marker[: len(marker) // 2], marker[len(marker) // 2 :])]
+        self._vocabulary = byte_vocabulary(added_tokens, parts)
         self._backend = backend(self._vocabulary)
-        self._turn = Turn(added_tokens=frozenset(added_tokens), tool_choice="auto")
+        offered = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools.items()]
+        self._turn = Turn(added_tokens=frozenset(added_tokens), tools=offered, tool_choice="auto")
 
     def run(self, num_walks: int) -> None:
         """Raises `AssertionError`, with the text that shows what is wrong."""
