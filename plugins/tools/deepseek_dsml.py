@@ -1,0 +1,75 @@
+"""DeepSeek-V3.2 and V4: DSML, in which each parameter says itself whether it is a string."""
+
+from collections.abc import Callable
+
+from penstock.engine.format_info import FormatInfo
+from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.turn import Turn
+from penstock.plugins.call_sections import CallSections
+from penstock.plugins.parameter_calls import parameter_calls
+from penstock.plugins.parameter_markup import ParameterMarkup, read_attribute_tag
+from penstock.plugins.parameter_tool_format import ParameterToolFormat
+
+TOKEN = "｜DSML｜"
+
+
+def _markup(section: str, space: str = "") -> ParameterMarkup:
+    return ParameterMarkup(
+        section=f"<{TOKEN}{section}>",
+        section_end=f"</{TOKEN}{section}>",
+        call=f"<{TOKEN}{space}invoke name=",
+        call_end=f"</{TOKEN}{space}invoke>",
+        parameter=f"<{TOKEN}{space}parameter name=",
+        value_end=f"</{TOKEN}{space}parameter>",
+        read_tag=read_attribute_tag,
+        wrappers=("arguments", "input"),
+    )
+
+
+def _tool_format(markup: ParameterMarkup) -> ParameterToolFormat:
+    return ParameterToolFormat(
+        markup=markup,
+        opening=markup.section,
+        call=f'\n{markup.call}"NAME">\n',
+        parameter=f'{markup.parameter}"NAME" string="IS_STRING">',
+        after="\n",
+        call_end=markup.call_end,
+        closing=f"\n{markup.section_end}",
+    )
+
+
+def _parser(markup: ParameterMarkup) -> Callable[[Turn], CallSections]:
+    tool_format = _tool_format(markup)
+
+    def dsml(turn: Turn) -> CallSections:
+        return parameter_calls(turn, markup, tool_format)
+
+    return dsml
+
+
+def _info(markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs: tuple[str, ...]) -> FormatInfo:
+    call = f'{markup.call}"weather">\n{markup.parameter}"city" string="true">Oslo{markup.value_end}\n{markup.call_end}'
+    return FormatInfo(
+        models=models,
+        markers=markup.markers,
+        quirks='`string="true"` is a string where the schema allows one, `string="false"` is JSON. What stands in one parameter `arguments` '
+        "or `input`, which the tool does not have, are the arguments.",
+        aliases=aliases,
+        signs=signs,
+        example=f"{markup.section}\n{call}\n{markup.section_end}",
+    )
+
+
+V32 = _markup("function_calls")
+V4 = _markup("tool_calls")
+V41 = _markup(" calls", space=" ")
+deepseek_v32 = _parser(V32)
+deepseek_v4 = _parser(V4)
+deepseek_v41 = _parser(V41)
+
+
+@hookimpl
+def register_tool_parsers(register: Register) -> None:
+    register("deepseek_v32", deepseek_v32, _info(V32, "DeepSeek-V3.2", ("deepseekv32", "deepseek-v32"), (TOKEN,)))
+    register("deepseek_v4", deepseek_v4, _info(V4, "DeepSeek-V4", ("deepseekv4", "deepseek-v4"), (TOKEN, "<｜latest_reminder｜>")))
+    register("deepseek_v41", deepseek_v41, _info(V41, "DeepSeek-V4.1", ("deepseekv41", "deepseek-v41"), (TOKEN, V41.section, V41.call)))
