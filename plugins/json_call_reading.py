@@ -22,6 +22,7 @@ class JsonCallReading:
         self._buffer = buffer
         self._ends = ends
         self._new_id = new_id
+        self._ids: set[str] = set()
 
     def open(self, reader: JsonCallReader, block: list[str]) -> None:
         """A call may begin here."""
@@ -63,11 +64,19 @@ class JsonCallReading:
                 return
             self.is_started = True
             self.block = []
-            events.append(ToolCallStart(self.num_calls, reader.name, reader.call_id or self._new_id()))
+            events.append(ToolCallStart(self.num_calls, reader.name, self._id_of(reader)))
             self.num_calls += 1
         fragment = reader.take_arguments()
         if fragment:
             events.append(ToolCallArguments(self.num_calls - 1, fragment))
+
+    def _id_of(self, reader: JsonCallReader) -> str:
+        """The format's own id, unless the model has written it before in this answer: results are told apart by it."""
+        call_id = reader.call_id
+        if call_id is None or call_id in self._ids:
+            return self._new_id()
+        self._ids.add(call_id)
+        return call_id
 
     def finish(self, events: list[Event]) -> None:
         """Generation is over: a call that has started keeps what came of it."""

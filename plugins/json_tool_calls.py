@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from penstock.engine.events import Event, Text
+from penstock.engine.events import Event, SpecialText, Text
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
+from penstock.plugins.automaton import split_symbols
 from penstock.plugins.call_envelope import CallEnvelope
 from penstock.plugins.call_head import CallHead, is_field
 from penstock.plugins.call_ids import new_call_id
@@ -41,6 +42,7 @@ class JsonToolCalls:
     ) -> None:
         if tool_format is not None:
             self.tool_format = tool_format
+        self._added_tokens = turn.added_tokens
         self._is_off = turn.tool_choice == "none"
         self._envelope = envelope
         self._call = call
@@ -81,7 +83,7 @@ class JsonToolCalls:
 
     def _enter(self, marker: str, before: list[str]) -> bool:
         """Where calls may begin, with what stands before it and is text unless one does."""
-        self._block = [*before, marker]
+        self._block = [*before, *self._as_written(marker)]
         self._closings = self._envelope.closings
         if marker in self._envelope.sections:
             self._step = self._read_section
@@ -127,7 +129,7 @@ class JsonToolCalls:
         self._block += space
         if marker is not None:
             self._is_in_array = True
-            self._block.append(marker)
+            self._block += self._as_written(marker)
             self._open(self._call())
         elif self._head is not None:
             self._start()
@@ -146,11 +148,11 @@ class JsonToolCalls:
             if marker in self._envelope.starts:
                 self._enter(marker, [])
             elif marker is not None:
-                events.append(Text(marker))
+                events += map(Text, self._as_written(marker))
             return True
         if marker is None:
             return False
-        self._block.append(marker)
+        self._block += self._as_written(marker)
         self._fields[self._field] = self._fields[self._field].strip()
         following = ends[marker]
         if following is not None:
@@ -206,12 +208,12 @@ class JsonToolCalls:
         elif marker == "]" and self._is_in_array:
             self._is_in_array = False
         elif marker in of_array:
-            self._block = [*space, marker]
+            self._block = [*space, *self._as_written(marker)]
             self._open(self._call())
         elif marker in self._closings:
             self._close(marker)
         elif marker in self._envelope.separators:
-            self._block = [*space, marker]
+            self._block = [*space, *self._as_written(marker)]
             self._step = self._read_separated
         else:
             self._enter(marker, space)
@@ -229,6 +231,10 @@ class JsonToolCalls:
         space, marker = start
         self._block += space
         return self._give_back(events) if marker is None else self._enter(marker, self._block)
+
+    def _as_written(self, marker: str) -> list[str]:
+        """A marker as the pieces in which it came: there may be added tokens in it."""
+        return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self._added_tokens))
 
     def _give_back(self, events: list[Event]) -> bool:
         """No call has come of it."""

@@ -15,6 +15,7 @@ MODULES = """
     apertus cohere deepseek_v3 deepseek_v31 ernie45 granite granite4 granite_20b_fc hermes hunyuan_a13b internlm jamba kimi_k2
     llama3_json longcat mistral phi4_mini_json xlam
 """
+FORMATS = sorted({*MODULES.split()} - {"hermes", "granite4", "ernie45"})  # Hermes' is tested with it, and theirs is the same
 AUTO = Turn(tool_choice="auto")
 
 
@@ -51,10 +52,10 @@ def test_any_cut_and_any_stop_give_the_same_answer(factory: Callable[[Turn], Par
     example = content_of(info)
     broken = example.replace('"Oslo"', "oops")
     tricky = example.replace("Oslo", '[\\"{}\\"] </tool_call>, \\u00e9')
-    check_parser(factory, [f"Hm. {example}\nDone.", broken, tricky], markers=info.markers, max_examples=15)
+    check_parser(factory, [f"a {broken}", f"{tricky}\nb"], markers=info.markers, max_examples=10)
 
 
-@families
+@pytest.mark.parametrize(("factory", "info"), [FAMILIES[module] for module in FORMATS], ids=FORMATS)
 def test_what_the_format_allows_is_read_as_calls(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
     check_tool_format(factory, markers=sorted(tokens_of(info)), tools=TOOLS, num_walks=3)
 

@@ -121,3 +121,11 @@ def test_an_end_token_ends_a_call_in_the_middle_of_a_string() -> None:
     pieces = [SpecialText("<calls>"), '[{"name": "f", "arguments": {"x": "y', SpecialText("</calls>"), "z"]
     events = read(array(Turn(tool_choice="auto", added_tokens=tokens)), pieces)
     assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": "y'), Text("z")]
+
+
+def test_an_added_token_in_a_marker_comes_back_as_one() -> None:
+    envelope = CallEnvelope(openings=("``json",), is_array=True)
+    parser = JsonToolCalls(Turn(tool_choice="auto", added_tokens=frozenset({"``"})), envelope)
+    (token, text) = [event.text for event in read(parser, [SpecialText("``"), "json x"]) if isinstance(event, Text)]
+    assert (token, text) == ("``", "json x")
+    assert isinstance(token, SpecialText)

@@ -60,3 +60,10 @@ def test_an_empty_section_is_content() -> None:
 def test_a_section_may_be_misspelt() -> None:
     text = f"<|tool_call_section_begin|>{call('functions.f:0', '{}')}<|tool_call_section_end|>!"
     assert read(kimi_k2(AUTO), [text]) == [ToolCallStart(0, "f", ""), ToolCallArguments(0, "{}"), Text("!")]
+
+
+def test_an_id_that_comes_again_is_given_out_once() -> None:
+    events = kimi_k2(AUTO).feed(f"{BEGIN}{call('functions.f:0', '{}') * 2}{END}")
+    first, second = (event.id for event in events if isinstance(event, ToolCallStart))
+    assert first == "functions.f:0"
+    assert second.startswith("call_")

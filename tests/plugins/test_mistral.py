@@ -66,4 +66,4 @@ def test_the_vocabulary_tells_how_calls_are_written() -> None:
     assert mistral(AUTO).tool_format is ARRAY
     assert mistral(Turn(added_tokens=frozenset({START}))).tool_format is ARRAY
     assert mistral(TOKENS).tool_format is NAMED
-    check_tool_format(mistral, markers=[START], num_walks=4)
+    check_tool_format(mistral, markers=[START], num_walks=3)
