@@ -54,6 +54,13 @@ class JsonWriter:
         self._before_value()
         self._out.append(json_text)
 
+    def begin_value(self) -> None:
+        """Of a value that `add_json` writes piece by piece."""
+        self._before_value()
+
+    def add_json(self, json_text: str) -> None:
+        self._out.append(json_text)
+
     def begin_string(self) -> None:
         self._before_value()
         self._out.append('"')
