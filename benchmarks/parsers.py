@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
@@ -78,16 +79,16 @@ def filler(num_tokens: int) -> str:
 
 
 def workloads(plugins: Plugins) -> Iterator[Workload]:
-    for reasoning, make in plugins.reasoning_parsers.items():
-        info = plugins.reasoning_parsers.infos.get(reasoning)
+    for name, make_reasoning in plugins.reasoning_parsers.items():
+        info = plugins.reasoning_parsers.infos.get(name)
         if info is not None and info.example:
-            turn = Turn(prompt_tail=info.prompt_tail)
-            yield Workload("reasoning", reasoning, lambda make=make, turn=turn: make(turn), long_thoughts(make(turn), info))
-    for tool, make_tools in plugins.tool_parsers.items():
-        info = plugins.tool_parsers.infos.get(tool)
+            make: Callable[[], Parser] = partial(make_reasoning, Turn(prompt_tail=info.prompt_tail))
+            yield Workload("reasoning", name, make, long_thoughts(make(), info))
+    for name, make_tools in plugins.tool_parsers.items():
+        info = plugins.tool_parsers.infos.get(name)
         if info is not None and info.example:
-            turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
-            yield Workload("tool", tool, lambda make=make_tools, turn=turn: make(turn), long_argument(info))
+            make = partial(make_tools, Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto"))
+            yield Workload("tool", name, make, long_argument(info))
 
 
 def long_thoughts(parser: Parser, info: FormatInfo) -> Callable[[int], str]:

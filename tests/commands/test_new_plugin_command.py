@@ -1,7 +1,6 @@
 """`penstock new-plugin`: what it writes can be installed, is found, and passes its own tests."""
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from penstock.commands.new_plugin_arguments import KINDS, parse_new_plugin_arguments
 from penstock.commands.new_plugin_command import package_files
+from penstock.plugins.manager import Plugins
 from penstock.server import main
 from tests.helpers.example_plugin import pip_install
 
@@ -27,28 +27,36 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables for a process in which all of them are installed."""
+def site(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of them are installed."""
     target = tmp_path_factory.mktemp("site")
     pip_install(target, *(packages / kind for kind in KINDS))
-    return {**os.environ, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"}
+    return target
 
 
-def test_what_is_installed_is_found(environment: dict[str, str], tmp_path: Path) -> None:
-    code = """if True:
-        import json
-        from penstock.plugins.manager import Plugins
-        print(json.dumps([(row.name, row.kind, row.distribution) for row in Plugins.start().listing()]))
-    """
-    said = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    rows = {name: (kind, distribution) for name, kind, distribution in json.loads(said)}
+def test_what_is_installed_is_found(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(site))
+    rows = {row.name: (row.kind, row.distribution) for row in Plugins.start().listing()}
     assert {kind: rows[f"my_{kind}"] for kind in KINDS} == {kind: (REGISTRIES[kind], f"penstock-plugin-my-{kind}") for kind in KINDS}
 
 
-def test_their_own_tests_pass(packages: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    tests = [packages / kind / "tests" for kind in KINDS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", tmp_path, *tests]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+def test_their_own_tests_pass(packages: Path, site: Path, tmp_path: Path) -> None:
+    tests = [str(packages / kind / "tests") for kind in KINDS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "--rootdir",
+        str(tmp_path),
+        *tests,
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}, cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
