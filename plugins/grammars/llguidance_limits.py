@@ -1,7 +1,7 @@
 """What one grammar may cost in llguidance.
 
 Measured on two shared cores with 49,152 tokens: with these limits a hostile grammar takes up to half a second to compile, one mask some
-tens of milliseconds, and the lexer 100 MB; the schemas of a public collection of 200, which take up to 0.1 s, all stay within them.
+tens of milliseconds, and the lexer 50 MB; the schemas of a public collection of 200, which take up to 0.1 s, all stay within them.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ def parser_limits() -> "LLParserLimits":
         initial_lexer_fuel=500_000,
         step_lexer_fuel=200_000,
         step_max_items=100_000,
-        max_lexer_states=50_000,  # of 1 to 2 kB, shared by all answers with one grammar
+        max_lexer_states=25_000,  # of 1 to 2 kB, shared by all answers with one grammar; the collection's schemas need a tenth
         max_grammar_size=500_000,
         verbose_errors=False,
     )

@@ -1,6 +1,7 @@
 """A grammar compiled by llguidance, and one sequence's place in it."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -13,6 +14,13 @@ MAX_FORCED_TOKENS = 64
 
 class MatcherFailed(Exception):
     """The grammar cannot go on: no token is left, or a step would cost too much. The message says which."""
+
+
+@dataclass(slots=True)
+class _Lexer:
+    """What is known of the lexer that a start and its copies share. Once spent it fails them all, and not always with an error."""
+
+    is_spent: bool = False
 
 
 class LlguidanceGrammar:
@@ -35,7 +43,7 @@ class LlguidanceGrammar:
     ) -> None:
         self._start = start
         self._make_start = make_start
-        self.has_failed = False
+        self._lexer = _Lexer()
         self.vocab_size = vocab_size
         self.can_force = can_force
         self.stop_token_ids = frozenset(stop_token_ids)
@@ -52,21 +60,29 @@ class LlguidanceGrammar:
         return self._warnings
 
     def matcher(self) -> "LlguidanceMatcher":
-        if self.has_failed:
-            self._start = self._make_start()
-            self.has_failed = False
-        return LlguidanceMatcher(self, self._start.deep_copy())
+        if self._lexer.is_spent:
+            self._start = self.new_start()
+            self._lexer = _Lexer()
+        return LlguidanceMatcher(self, self._start.deep_copy(), self._lexer)
+
+    def new_start(self) -> "LLMatcher":
+        """With a lexer that no other shares."""
+        return self._make_start()
 
 
 class LlguidanceMatcher:
     """One sequence's place. Every method may raise `MatcherFailed`; the matcher is of no use after that.
 
     Stop tokens never reach the engine: its parser takes one for the end only where the answer may end, and some copies of it uncounted.
+    The lexer's limits count what all sequences have had it work out, so the first failure is answered with a lexer of the sequence's own.
     """
 
-    def __init__(self, grammar: LlguidanceGrammar, matcher: "LLMatcher") -> None:
+    def __init__(self, grammar: LlguidanceGrammar, matcher: "LLMatcher", lexer: _Lexer) -> None:
         self._grammar = grammar
+        self._lexer = lexer
         self._matcher = matcher
+        self._token_ids: list[int] = []
+        self._is_alone = False
         self._is_ended = False
 
     def fill_bitmask(self, row: Tensor) -> None:
@@ -74,17 +90,27 @@ class LlguidanceMatcher:
             row.zero_()
             return
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
-        self._check()
+        if self._is_spoiled:
+            self._start_alone()
+            self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+            self._check()
 
     def advance(self, token_id: int) -> bool:
         """A token that spells what the grammar allows in another way than the tokenizer would is taken, though no mask may show it."""
         if self._is_ended or token_id >= self._grammar.vocab_size:
             return False
         if token_id in self._grammar.stop_token_ids:
+            if self._is_spoiled:
+                self._start_alone()
             self._is_ended = self._matcher.is_accepting()
             return self._is_ended
         is_taken = self._matcher.try_consume_tokens([token_id]) == 1
-        self._check()
+        if self._is_spoiled:
+            self._start_alone()
+            is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+            self._check()
+        if is_taken:
+            self._token_ids.append(token_id)
         return is_taken
 
     def rollback(self, num_tokens: int) -> None:
@@ -93,35 +119,70 @@ class LlguidanceMatcher:
             num_tokens -= 1
         if num_tokens:
             self._matcher.rollback(num_tokens)
-            self._check()
+            del self._token_ids[-num_tokens:]
+            if self._is_spoiled:
+                self._start_alone()
 
     def forced_tokens(self) -> list[int]:
         """At most `MAX_FORCED_TOKENS`."""
+        if not self._grammar.can_force or self._is_ended:
+            return []
+        forced = self._forced_tokens()
+        if self._is_spoiled:
+            self._start_alone()
+            forced = self._forced_tokens()
+            self._check()
+        return forced
+
+    def _forced_tokens(self) -> list[int]:
         forced: list[int] = []
-        while self._grammar.can_force and not self._is_ended and len(forced) < MAX_FORCED_TOKENS:
+        while len(forced) < MAX_FORCED_TOKENS:
             # One at a time: how the rest is spelled may depend on what is there already.
             token_ids = self._matcher.compute_ff_tokens()
             if not token_ids or token_ids[0] in self._grammar.stop_token_ids:
                 break
-            self._matcher.consume_token(token_ids[0])
-            self._check()
+            if not self._matcher.consume_token(token_ids[0]):
+                return []
             forced.append(token_ids[0])
         if forced:
             self._matcher.rollback(len(forced))
-        self._check()
         return forced
 
     @property
     def finished(self) -> bool:
-        if self._is_ended or self._matcher.is_stopped():
+        if self._is_ended:
+            return True
+        if self._is_spoiled:
+            self._start_alone()
+        if self._matcher.is_stopped():
             return True
         if not self._matcher.is_accepting():
             return False
-        mask = int.from_bytes(self._matcher.compute_bitmask(), "little")
+        mask = self._matcher.compute_bitmask()
+        if self._is_spoiled:
+            self._start_alone()
+            mask = self._matcher.compute_bitmask()
+            self._check()
+        return not int.from_bytes(mask, "little") & ~self._grammar.stop_bits
+
+    @property
+    def _is_spoiled(self) -> bool:
+        return self._lexer.is_spent or self._matcher.is_error()
+
+    def _start_alone(self) -> None:
+        """Once: takes the same tokens with a lexer of its own, and leaves a new one to the sequences to come."""
+        self._lexer.is_spent = True
+        message = self._matcher.get_error().partition("\n")[0]
+        if self._is_alone:
+            raise MatcherFailed(message)
+        self._is_alone = True
+        self._lexer = _Lexer()
+        self._matcher = self._grammar.new_start()
+        if self._matcher.is_error() or self._matcher.try_consume_tokens(self._token_ids) < len(self._token_ids):
+            raise MatcherFailed(message)
         self._check()
-        return not mask & ~self._grammar.stop_bits
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            self._grammar.has_failed = True
+            self._lexer.is_spent = True
             raise MatcherFailed(self._matcher.get_error().partition("\n")[0])

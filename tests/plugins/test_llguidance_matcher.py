@@ -199,6 +199,27 @@ def test_a_grammar_that_runs_out_of_budget_in_mid_stream_raises() -> None:
     assert allowed(grammar.matcher())
 
 
+def test_a_sequence_outlives_the_budget_that_another_has_used_up() -> None:
+    grammar = regex_grammar(r"((\w+ ?){1,300}){1,300}")
+    others = [walked(grammar, "ba") for _ in range(5)]
+    expected = allowed(others[0])
+    hungry = grammar.matcher()
+
+    def run() -> None:
+        while allowed(hungry):
+            assert hungry.advance(ord("a"))
+
+    with pytest.raises(MatcherFailed):
+        run()
+    assert allowed(others[0]) == expected
+    assert others[1].advance(ord(" "))
+    others[2].rollback(1)
+    assert allowed(others[2])
+    assert others[3].forced_tokens() == []
+    assert not others[4].finished
+    assert not others[1].advance(ord(" "))
+
+
 def test_repeats_within_repeats_are_refused() -> None:
     with pytest.raises(UnsupportedGrammar, match="repeats within repeats"):
         regex_grammar("(x{1000}){1000}")

@@ -1,0 +1,183 @@
+"""What llguidance is given instead of keywords that it does not compile allows nothing that the schema forbids."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.plugins.grammars.llguidance import LlguidanceBackend
+from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar
+from tests.plugins.grammar_walks import STOPS, VOCABULARY
+
+BACKEND = LlguidanceBackend(VOCABULARY)
+NAMES = ("a", "b", "c", "d")
+STRINGS = ("", "a", "b", "ab", "abc", "x")
+LEAVES: tuple[Any, ...] = (
+    *(True, False, {"type": "string"}, {"type": "integer"}, {"const": "a"}, {"enum": ["a", "ab"]}, {"enum": [1, 2, "x"]}),
+    *({"type": "number", "minimum": 2}, {"maximum": 2}, {"minLength": 2}, {"type": ["string", "null"]}, {"type": "boolean"}),
+    *({"type": "string", "pattern": "^a"}, {"$ref": "#/$defs/r"}, {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}),
+)
+DEFINITIONS = {"r": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
+
+
+def compiled(schema: Any) -> LlguidanceGrammar:
+    return BACKEND.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "guided_json"))
+
+
+def accepts(grammar: LlguidanceGrammar, value: Any) -> bool:
+    matcher = grammar.matcher()
+    return all(matcher.advance(byte) for byte in json.dumps(value, ensure_ascii=False).encode()) and matcher.advance(min(STOPS))
+
+
+def random_value(rng: random.Random, depth: int = 0) -> Any:
+    match rng.randrange(8 if depth < 2 else 5):
+        case 0:
+            return rng.choice((None, True, False))
+        case 1:
+            return rng.choice((0, 1, 2, 3, 5))
+        case 2:
+            return rng.choice((0.5, 1.5, 2.5))
+        case 3 | 4:
+            return rng.choice(STRINGS)
+        case 5:
+            return [random_value(rng, depth + 1) for _ in range(rng.randrange(3))]
+    return random_object(rng, depth)
+
+
+def random_object(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    return {name: random_value(rng, depth + 1) for name in NAMES if rng.random() < 0.5}
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> Any:
+    if rng.random() < (0.7 if depth > 2 else 0.2):
+        return rng.choice(LEAVES)
+    names = [name for name in NAMES[:3] if rng.random() < 0.5]
+    schema: dict[str, Any] = {"type": rng.choice(("object", ["object", "null"]))} if rng.random() < 0.6 else {}
+    schema |= {"properties": {name: random_schema(rng, depth + 2) for name in names}}
+    schema |= {"required": [name for name in NAMES[:3] if rng.random() < 0.4]} if rng.random() < 0.5 else {}
+    schema |= {"additionalProperties": rng.choice((False, {"type": "integer"}))} if rng.random() < 0.3 else {}
+    match rng.randrange(8):
+        case 0:
+            schema["not"] = random_schema(rng, depth + 1)
+        case 1 | 2:
+            schema["oneOf"] = [random_schema(rng, depth + 1) for _ in range(rng.randrange(1, 4))]
+        case 3:
+            schema |= {keyword: random_schema(rng, depth + 1) for keyword in ("if", "then", "else")}
+        case 4:
+            schema["dependentRequired"] = {rng.choice(NAMES): [name for name in NAMES if rng.random() < 0.4]}
+        case 5:
+            schema["dependentSchemas"] = {rng.choice(NAMES): random_schema(rng, depth + 1)}
+        case 6:
+            schema[rng.choice(("minProperties", "maxProperties"))] = rng.randrange(3)
+        case 7:
+            schema["propertyNames"] = rng.choice(({"enum": ["a", "b"]}, {"pattern": "^[ab]"}))
+    return schema
+
+
+def test_no_invalid_value_is_accepted() -> None:
+    rng = random.Random(17)
+    num_accepted = num_refused = 0
+    for _ in range(150):
+        schema = {"allOf": [random_schema(rng)], "$defs": DEFINITIONS}
+        try:
+            grammar = compiled(schema)
+        except UnsupportedGrammar:
+            continue
+        validator = jsonschema.Draft202012Validator(schema)
+        for number in range(20):
+            value = random_object(rng) if number % 4 else random_value(rng)
+            is_valid = validator.is_valid(value)
+            if accepts(grammar, value):
+                num_accepted += 1
+                assert is_valid, (schema, value)
+            elif not is_valid:
+                num_refused += 1
+    assert num_accepted > 100
+    assert num_refused > 500
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OBJECT, "dependentRequired": {"a": ["b"], "c": ["a"]}},
+        {**OBJECT, "dependencies": {"b": {"required": ["c"]}}, "$schema": "http://json-schema.org/draft-07/schema#"},
+        {**OBJECT, "not": {"required": ["a", "c"]}},
+        {**OBJECT, "not": {"required": ["b"], "properties": {"b": {"enum": ["a", "ab"]}}}},
+        {**OBJECT, "oneOf": [{"required": ["a", "b"]}, {"required": ["c"]}]},
+        {
+            **OBJECT,
+            "if": {"required": ["b"], "properties": {"b": {"const": "a"}}},
+            "then": {"required": ["c"]},
+            "else": {"required": ["a"]},
+        },
+        {**OBJECT, "minProperties": 1},
+        {**OBJECT, "minProperties": 2, "maxProperties": 2},
+        {**OBJECT, "maxProperties": 1},
+        {**OBJECT, "propertyNames": {"enum": ["c", "a"]}},
+        {"not": {"enum": ["a", "abc", 1, None]}},
+        {"not": {"not": {"type": "array", "items": {"type": "integer"}}}},
+        {"not": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "array"}, {"type": "number", "maximum": 2}]}},
+        {"oneOf": [{"type": "string"}, {"minLength": 2}]},
+        {"oneOf": [{"$ref": "#/$defs/r"}, {"type": "string"}, {"type": "array", "items": {"$ref": "#/$defs/r"}}], "$defs": DEFINITIONS},
+        {"type": "array", "items": {"enum": ["a", "b", "x"]}, "uniqueItems": True, "minItems": 1},
+        {"type": "array", "uniqueItems": True, "maxItems": 1},
+        {"type": ["array", "string"], "contains": {}, "uniqueItems": False},
+        {"type": "string", "format": "semver"},
+    ],
+)
+def test_what_is_rewritten_accepts_what_is_valid_and_nothing_else(schema: Any) -> None:
+    rng = random.Random(5)
+    grammar = compiled(schema)
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    seen = {True: 0, False: 0}
+    for number in range(150):
+        value: Any = [rng.choice(STRINGS) for _ in range(rng.randrange(4))] if number % 5 == 0 else random_value(rng)
+        if "properties" in schema and number % 3:
+            value = {name: member for name, member in (("a", 1), ("b", rng.choice(STRINGS)), ("c", None)) if rng.random() < 0.5}
+        is_valid = validator.is_valid(value)
+        seen[is_valid] += 1
+        assert accepts(grammar, value) == is_valid, value
+    assert all(seen.values())
+
+
+def test_properties_keep_their_order() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "allOf": [{"required": ["b"]}]}
+    for extra in ({"dependentRequired": {"b": ["a"]}}, {"oneOf": [{"required": ["a"]}, {"required": ["c"]}]}, {"minProperties": 2}):
+        grammar = compiled({"allOf": [{}], **schema, **extra})
+        assert accepts(grammar, {"a": 1, "b": 2})
+        assert not accepts(grammar, {"b": 2, "a": 1})
+
+
+def test_keywords_that_the_draft_does_not_know_say_nothing() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "type": "string", "if": {"pattern": "a"}, "then": False}
+    assert accepts(compiled(schema), "a")
+
+
+def test_definitions_that_nothing_refers_to_may_hold_anything() -> None:
+    assert accepts(compiled({"type": "string", "$defs": {"a": {"not": {"pattern": "b"}}}}), "b")
+
+
+def test_a_reference_into_what_was_rewritten_still_leads_there() -> None:
+    schema = {
+        "if": {"type": "string"},
+        "then": {"$defs": {"short": {"maxLength": 2}}, "$ref": "#/then/$defs/short"},
+        "else": {"type": "array", "items": {"$ref": "#/then/$defs/short"}},
+    }
+    grammar = compiled(schema)
+    assert accepts(grammar, "ab")
+    assert accepts(grammar, ["ab"])
+    assert not accepts(grammar, "abc")
+    assert not accepts(grammar, ["abc"])
+
+
+def test_a_keyword_within_an_alternative_is_refused_where_it_stands() -> None:
+    with pytest.raises(UnsupportedGrammar) as caught:
+        compiled({"oneOf": [{"type": "string"}, {"type": "object", "properties": {"a": {"not": {"pattern": "b"}}}}]})
+    assert caught.value.param == "guided_json.oneOf[1].properties.a.not"
