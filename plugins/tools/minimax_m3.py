@@ -20,7 +20,7 @@ INFO = FormatInfo(
     quirks="An array's elements are called `item`, and a name that comes again in an object makes an array. An element that was not closed "
     "ends with the one around it.",
     aliases=("minimax-m3",),
-    signs=(MARK,),
+    signs=(MARK, "<tool_call>", "<invoke name="),
     example=f'{MARK}<tool_call>\n{MARK}<invoke name="weather">{MARK}<city>Oslo{MARK}</city>{MARK}</invoke>\n{MARK}</tool_call>',
 )
 
