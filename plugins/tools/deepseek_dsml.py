@@ -52,7 +52,7 @@ def _info(markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs:
     return FormatInfo(
         models=models,
         markers=markup.markers,
-        quirks='`string="true"` is a string where the schema allows one, `string="false"` is JSON. What stands in one parameter `arguments` '
+        quirks='`string="true"` is a string where the schema allows one, `string="false"` is JSON. What stands in a parameter `arguments` '
         "or `input`, which the tool does not have, are the arguments.",
         aliases=aliases,
         signs=signs,

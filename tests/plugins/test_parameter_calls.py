@@ -105,7 +105,7 @@ def test_an_answer_that_stops_inside_a_value_keeps_what_came_and_one_that_stops_
 
 @formats
 def test_a_block_that_is_no_call_is_content(name: str) -> None:
-    factory, info = FORMATS[name]
+    factory, _ = FORMATS[name]
     opening = factory(AUTO).tool_format.opening  # type: ignore[attr-defined]
     for text in (f"a {opening}", f"{opening}\n", f"{opening}{{}} b"):
         assert content(factory, text) == text
