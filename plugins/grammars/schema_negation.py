@@ -102,6 +102,8 @@ class Negation:
         raise Inexpressible
 
     def _of_properties(self, properties: dict[str, Any], depth: int) -> list[Any]:
+        if self._is_partial and self._num_members:
+            return []  # what is left out anyway need not be written at length
         self._num_members += 1
         try:
             opposites = {name: self._of_member(schema, depth) for name, schema in properties.items()}
