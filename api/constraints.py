@@ -7,14 +7,11 @@ from penstock.api.backend_choice import COMPACT, named_backend
 from penstock.api.common_protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from penstock.api.grammar_source import grammar_of
 from penstock.api.json_source import read_json, write_json
+from penstock.api.json_whitespace import whitespace_regex
 from penstock.api.structural_tag import TagReader
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
-from penstock.plugins.grammars.charset import of
-from penstock.plugins.grammars.regex_syntax import Dialect, RegexError, parse
 
-MAX_WHITESPACE_PATTERN = 1000
-ANY_DIALECT = Dialect(*[of(" ")] * 4)  # for whether a pattern can be read at all, which does not depend on one
 RESPONSE_FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),
     "json_object": ("schema",),
@@ -63,19 +60,7 @@ def whitespace_pattern(body: GenerationFields) -> str | None:
     if len(set(patterns.values())) > 1:
         fields = " and ".join(f"`{param}`" for param in patterns)
         raise InvalidRequest(f"{fields} say different things of whitespace", list(patterns)[-1])
-    for param, pattern in patterns.items():
-        _check_regex(pattern, param)
-    return next(iter(patterns.values()), None)
-
-
-def _check_regex(pattern: str, param: str) -> None:
-    """Here, since a backend would say that the mistake is in the JSON that the pattern is for."""
-    if len(pattern) > MAX_WHITESPACE_PATTERN:
-        raise InvalidRequest(f"`{param}` may have {MAX_WHITESPACE_PATTERN} characters", param)
-    try:
-        parse(pattern, ANY_DIALECT)
-    except RegexError as error:
-        raise InvalidRequest(f"`{param}`: {error}", param) from None
+    return next((whitespace_regex(pattern, param) for param, pattern in patterns.items()), None)
 
 
 class _Forms:

@@ -81,13 +81,13 @@ def test_the_other_kinds(fields: dict[str, Any], kind: GrammarKind, text: str) -
 
 def test_a_whitespace_pattern_goes_along() -> None:
     for fields in (
-        {"guided_json": {}, "guided_whitespace_pattern": "x?"},
-        {"structured_outputs": {"json": {}, "whitespace_pattern": "x?"}},
-        {"json_schema": {}, "guided_whitespace_pattern": "x?", "structured_outputs": {"whitespace_pattern": "x?"}},
+        {"guided_json": {}, "guided_whitespace_pattern": " ?"},
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
+        {"json_schema": {}, "guided_whitespace_pattern": " ?", "structured_outputs": {"whitespace_pattern": " ?"}},
     ):
         spec = spec_of(**fields)
         assert spec is not None
-        assert spec.whitespace_pattern == "x?"
+        assert spec.whitespace_pattern == "(?:[ ]){0,1}"
 
 
 @pytest.mark.parametrize(
