@@ -25,7 +25,7 @@ INFO = FormatInfo(
     markers=MARKUP.markers,
     quirks="As GLM.",
     aliases=("hy_v4", "hunyuan_v3"),
-    signs=("<tool_sep>", "<arg_key>", "<arg_value>"),
+    signs=("toolsep_token", "argkey_begin_token", "argvalue_begin_token"),
     example="<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>\n</tool_calls>",
 )
 
