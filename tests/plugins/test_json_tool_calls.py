@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
@@ -90,13 +92,13 @@ BARES = {
     ("factory", "text", "events"),
     [(factory, text, events) for factory, cases in ((array, ARRAYS), (section, SECTIONS), (bare, BARES)) for text, events in cases.items()],
 )
-def test_what_is_a_call_and_what_stays_text(factory: type[JsonToolCalls], text: str, events: list[Event]) -> None:
+def test_what_is_a_call_and_what_stays_text(factory: Callable[[Turn], JsonToolCalls], text: str, events: list[Event]) -> None:
     assert read(factory(AUTO), [text]) == events
 
 
 @pytest.mark.parametrize(("factory", "cases", "envelope"), [(array, ARRAYS, ARRAY), (section, SECTIONS, SECTION), (bare, BARES, BARE)])
 def test_any_cut_and_any_stop_give_the_same_answer(
-    factory: type[JsonToolCalls], cases: dict[str, list[Event]], envelope: CallEnvelope
+    factory: Callable[[Turn], JsonToolCalls], cases: dict[str, list[Event]], envelope: CallEnvelope
 ) -> None:
     markers = [marker for marker in (*envelope.sections, *envelope.openings, *envelope.closings) if marker != "```"]
     samples = [text for text in cases if 20 < len(text) < 80][:5]
