@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _ONLY_SCHEMA = f"start: {SCHEMA_PREFIX}"
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_CIRCLE = "circular references with sibling keys"
 NUM_PROBES = 4
 _BASE_BYTES = 128 * 2**10  # measured, as is the next
 _BYTES_PER_CHARACTER = 80
@@ -53,6 +54,10 @@ class LlguidanceBackend:
         leaves = _Leaves()
         grammar = self._source(spec, leaves)
         start = self._start(grammar)
+        if start.is_error() and _CIRCLE in start.get_error():
+            leaves = _Leaves(is_inlined=True)
+            grammar = self._source(spec, leaves)
+            start = self._start(grammar)
         if start.is_error() and any(part.is_lenient for part in leaves.specs):
             leaves = _Leaves(is_relaxed=True)
             grammar = self._source(spec, leaves)
@@ -133,13 +138,14 @@ def _first_set(mask: bytes) -> int:
 class _Leaves:
     """Remembers the parts of one grammar."""
 
-    def __init__(self, *, is_relaxed: bool = False) -> None:
+    def __init__(self, *, is_relaxed: bool = False, is_inlined: bool = False) -> None:
         self.is_relaxed = is_relaxed
+        self.is_inlined = is_inlined
         self.specs: list[GrammarSpec] = []
         self.warnings: list[str] = []
 
     def make(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
-        leaf = make_leaf(spec, vocabulary, is_relaxed=self.is_relaxed)
+        leaf = make_leaf(spec, vocabulary, is_relaxed=self.is_relaxed, is_inlined=self.is_inlined)
         self.specs.append(spec)
         self.warnings += leaf.warnings
         return leaf

@@ -34,14 +34,16 @@ _LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 _COUNTS = re.compile(r"(\d{1,9})\}")
 _MOVED = "penstock-moved-"
 MAX_REWRITTEN = 500
+MAX_INLINED = 200
 _UNREAD = ("title", "description", "default", "examples", "$comment")  # and may be long
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 
 
-def read_schema(spec: GrammarSpec) -> tuple[Any, tuple[str, ...]]:
+def read_schema(spec: GrammarSpec, *, is_inlined: bool = False) -> tuple[Any, tuple[str, ...]]:
     """The schema to compile, checked and made exact, and what of a lenient one is left out.
 
+    Where `is_inlined`, what `allOf` refers to stands in the reference's place: no circle is followed in which others stand beside it.
     Raises `UnsupportedGrammar` with the path of what is at fault.
     """
     if spec.kind is GrammarKind.JSON_OBJECT:
@@ -50,7 +52,7 @@ def read_schema(spec: GrammarSpec) -> tuple[Any, tuple[str, ...]]:
     _check_text(schema, spec.param)
     if isinstance(schema, dict) and _OPTIONS in schema:
         raise UnsupportedGrammar(f"`{_OPTIONS}` is refused: what it sets is not the schema's to say", f"{spec.param}.{_OPTIONS}")
-    reading = _Reading(schema, spec.param, _Identifiers.of(schema, spec.text), is_lenient=spec.is_lenient)
+    reading = _Reading(schema, spec.param, _Identifiers.of(schema, spec.text), is_lenient=spec.is_lenient, is_inlined=is_inlined)
     return reading.whole(), tuple(dict.fromkeys(reading.warnings))
 
 
@@ -91,14 +93,17 @@ def _whitespace(pattern: str, param: str) -> str:
 class _Reading:
     """One pass over the schemas of a document; the result shares what it did not change."""
 
-    def __init__(self, root: Any, param: str, identifiers: _Identifiers, *, is_lenient: bool) -> None:
+    def __init__(self, root: Any, param: str, identifiers: _Identifiers, *, is_lenient: bool, is_inlined: bool) -> None:
         self.root = root
         self.param = param
         self.has_identifiers = identifiers is not _Identifiers.NONE
         self.has_one_base = identifiers is not _Identifiers.OF_PARTS
         self.is_lenient = is_lenient
+        self.is_inlined = is_inlined
+        self.inlined: list[str] = []  # references within each other that are being replaced
+        self.num_inlined = 0
         self.warnings: list[str] = []
-        self.origins: dict[int, Steps] = {}
+        self.origins: dict[int, Steps] = {id(part): place for place, part in walk(root)} if is_inlined else {}
         self.num_rewritten = 0
         self.definitions: dict[str, tuple[str, Any]] = {}
         self.unknown = unknown_keywords(root)
@@ -129,7 +134,7 @@ class _Reading:
         for below, child in subschemas(schema):
             if below[0] not in exact or below[0] in REWRITTEN:
                 continue
-            inner = self.exact(child, steps + below)
+            inner = self.inline(child) if self.is_inlined and below[0] == "allOf" else self.exact(child, steps + below)
             if inner is not child:
                 _replace(exact, schema, below, inner)
         for keyword in [keyword for keyword in exact if keyword in self.checks]:
@@ -142,6 +147,19 @@ class _Reading:
         if "format" in exact and exact.keys() == {"type", "format"} and exact["type"] == "string" and self.has_one_base:
             return self.shared_format(exact)
         return exact
+
+    def inline(self, schema: Any) -> Any:
+        """A part of `allOf`; a reference there as what it leads to."""
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        can_go_on = self.has_one_base and self.num_inlined < MAX_INLINED and reference not in self.inlined
+        if not isinstance(reference, str) or not reference.startswith("#/") or len(schema) > 1 or not can_go_on:
+            return self.exact(schema, ())
+        self.num_inlined += 1
+        self.inlined.append(reference)
+        _, target = resolve(self.root, unquote(reference), self.param)
+        inner = self.exact(target, ())
+        self.inlined.pop()
+        return inner
 
     def shared_format(self, schema: dict[str, Any]) -> dict[str, Any]:
         """A reference to one definition for all: llguidance reads its regex as often as it stands there, a millisecond each."""

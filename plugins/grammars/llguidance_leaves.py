@@ -35,10 +35,11 @@ class Leaf:
     warnings: tuple[str, ...] = ()
 
 
-def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = False) -> Leaf:
+def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = False, is_inlined: bool = False) -> Leaf:
     """Any constraint but a structure. Raises `UnsupportedGrammar` for what can be seen without compiling.
 
     Where `is_relaxed`, a lenient schema is made one that compiles, by compiling parts of it, which is slow.
+    For `is_inlined` see `read_schema`.
     """
     match spec.kind:
         case GrammarKind.REGEX | GrammarKind.CHOICE:
@@ -47,7 +48,7 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
             except UnwritableRegex as error:
                 raise UnsupportedGrammar(str(error), spec.param) from error
         case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
-            schema, warnings = read_schema(spec)
+            schema, warnings = read_schema(spec, is_inlined=is_inlined)
             if spec.is_lenient and is_relaxed:
                 schema, more = relaxed(schema, _schema_errors(spec), spec.param)
                 warnings += more

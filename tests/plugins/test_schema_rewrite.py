@@ -181,3 +181,12 @@ def test_a_keyword_within_an_alternative_is_refused_where_it_stands() -> None:
     with pytest.raises(UnsupportedGrammar) as caught:
         compiled({"oneOf": [{"type": "string"}, {"type": "object", "properties": {"a": {"not": {"pattern": "b"}}}}]})
     assert caught.value.param == "guided_json.oneOf[1].properties.a.not"
+
+
+def test_schemas_that_extend_each_other_in_a_circle_are_compiled() -> None:
+    base = {"type": "object", "properties": {"child": {"$ref": "#/$defs/node"}}}
+    node = {"type": "object", "allOf": [{"$ref": "#/$defs/base"}], "properties": {"name": {"type": "string"}}}
+    grammar = compiled({"$ref": "#/$defs/base", "$defs": {"base": base, "node": node}})
+    assert accepts(grammar, {"child": {"child": {"name": "a"}, "name": "b"}})
+    assert not accepts(grammar, {"child": {"child": {"name": 1}}})
+    assert not accepts(grammar, {"child": {"child": []}})
