@@ -1,6 +1,6 @@
 """Tells calls from text for formats with markers around calls: what is common to all of them, whatever a call is made of."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
@@ -20,7 +20,7 @@ class Envelope:
     """`call` opens a call; all of them stand between `section` and `section_end` where there are such.
 
     `skipped` may stand between calls and mean nothing. Where `may_lack_section`, a call of an offered tool may begin at the beginning of a
-    line without one.
+    line without one. Where `is_offered_only`, what calls a tool that the request does not offer is text.
     """
 
     call: str
@@ -28,6 +28,7 @@ class Envelope:
     section_end: str = ""
     skipped: tuple[str, ...] = ()
     may_lack_section: bool = False
+    is_offered_only: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -159,7 +160,7 @@ class CallSections:
             self._give_back(reader.head, events)
             return True
         if reader.name is not None and not had_name:
-            if self._is_bare and self._schemas and reader.name not in self._schemas:
+            if (self._is_bare or self._envelope.is_offered_only) and self._schemas and reader.name not in self._schemas:
                 self._give_back(reader.head, events)
                 return True
             self._block = []
@@ -212,4 +213,5 @@ class CallSections:
 
 def _is_strict(turn: Turn) -> bool:
     """Strict calls are held to their tool from the section's marker on, so that a call without one would evade that."""
-    return any(tool.get("function", tool).get("strict") for tool in turn.tools)
+    functions = (tool.get("function", tool) for tool in turn.tools)
+    return any(isinstance(function, Mapping) and function.get("strict") for function in functions)

@@ -20,6 +20,7 @@ def parameter_calls(turn: Turn, markup: ParameterMarkup, tool_format: ToolFormat
         section_end=markup.section_end,
         skipped=markup.skipped,
         may_lack_section=markup.may_lack_section,
+        is_offered_only=markup.is_offered_only,
     )
     return CallSections(turn, envelope, partial(_new_reader, markup), tool_format)
 

@@ -33,7 +33,8 @@ class ParameterMarkup:
     there are any, and `name_end` and `value` stand between a parameter's name and its value.
 
     `section` is what all calls stand in, `skipped` are markers between calls that say nothing. `implied_ends` end a value that was not
-    closed; those that are added tokens do so in all formats. Where `may_lack_section`, a call of an offered tool may begin without it.
+    closed; those that are added tokens do so in all formats. A value may also stand between `literal` and `literal_end`, which nothing
+    else ends. Where `may_lack_section`, a call of an offered tool may begin without it; where `is_offered_only`, others are no calls.
     """
 
     call: str
@@ -50,7 +51,10 @@ class ParameterMarkup:
     section_end: str = ""
     skipped: tuple[str, ...] = ()
     implied_ends: tuple[str, ...] = ()
+    literal: str = ""
+    literal_end: str = ""
     may_lack_section: bool = False
+    is_offered_only: bool = False
     trims_newline: bool = False
     reads_untyped_json: bool = False
     wrappers: tuple[str, ...] = ()
@@ -59,7 +63,8 @@ class ParameterMarkup:
     def markers(self) -> tuple[str, ...]:
         """All of them, the outermost first."""
         tags = (self.section, *self.skipped, self.call, self.lead, *self.name_ends, self.parameter, self.name_end, self.value)
-        return tuple(marker for marker in (*tags, self.value_end, self.call_end, self.section_end) if marker)
+        ends = (self.literal_end, self.value_end, self.call_end, self.section_end)
+        return tuple(marker for marker in (*tags, self.literal, *ends) if marker)
 
     def can_write(self, name: str) -> bool:
         """Whether a tool or a parameter of this name is read back as such."""

@@ -54,11 +54,11 @@ class ParameterReader:
         rest = self._buffer.finish()
         if self.name is None:
             return [*self.head, *self._held, *rest]
-        if self._step == self._read_value:
+        if self._step in (self._read_value, self._read_literal):
             for piece in rest:
                 self._call.feed(piece)
             self._call.cut()
-        elif self._step == self._read_between:
+        elif self._step in (self._read_between, self._read_literal_end):
             self._call.close()
         return []
 
@@ -197,8 +197,30 @@ class ParameterReader:
         self._is_wrapper = tag.name in self._markup.wrappers and bool(properties) and tag.name not in properties
         types = frozenset({"object"}) if self._is_wrapper else self._schema.types(tag.name)
         self._call.open(tag.name, self._markup.new_value(types, tag))
+        self._step = self._read_literal if self._markup.literal else self._read_value
+        self._value_ends = (self._markup.value_end, *self._markup.implied_ends, *self._around.tokens)
+        return Progress.READ
+
+    def _read_literal(self) -> Progress:
+        """Whether the value stands in markers of its own."""
+        start = self._buffer.take_start(self._markup.literal)
+        if start is None:
+            return Progress.WAITING
+        space, marker = start
+        if marker is not None:
+            self._value_ends = (self._markup.literal_end, *self._around.tokens)
+        for piece in space if marker is None else ():
+            self._call.feed(piece)
         self._step = self._read_value
         return Progress.READ
+
+    def _read_literal_end(self) -> Progress:
+        start = self._buffer.take_start(self._markup.value_end)
+        if start is None:
+            return Progress.WAITING
+        space, marker = start
+        self._step = self._read_between
+        return self._stop(space) if marker is None else Progress.READ
 
     def _read_value(self) -> Progress:
         pieces, marker = self._buffer.take_until(*self._value_ends)
@@ -211,8 +233,9 @@ class ParameterReader:
             self._call.feed(marker)
             return Progress.READ
         self._end_value()
-        self._step = self._read_between
-        return Progress.READ if marker == self._markup.value_end else self._follow(marker)
+        is_literal = marker == self._markup.literal_end
+        self._step = self._read_literal_end if is_literal else self._read_between
+        return Progress.READ if is_literal or marker == self._markup.value_end else self._follow(marker)
 
     def _end_value(self) -> None:
         """All arguments in one parameter that the tool does not have, `arguments` or `input`, are the arguments."""

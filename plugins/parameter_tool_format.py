@@ -73,7 +73,12 @@ class ParameterToolFormat:
     def _parameter(self, parameter: ParameterSchema) -> Structure:
         self._check_name(parameter.name, "a property", parameter.path)
         head = self.parameter.replace(_NAME, parameter.name).replace(_TYPE, "true" if parameter.is_text else "false")
-        value = value_structure(parameter, self.markup.value_end, self.markup.implied_ends, self.around)
+        markup = self.markup
+        if markup.literal and parameter.is_text:
+            text = value_structure(parameter, markup.literal_end, (), self.around)
+            value: Structure = Sequence((Marker(markup.literal), text, Marker(markup.value_end)))
+        else:
+            value = value_structure(parameter, markup.value_end, markup.implied_ends, self.around)
         return Sequence((Marker(head), value, *([Marker(self.after)] if self.after else [])))
 
     def _check_name(self, name: str, what: str, path: str) -> None:

@@ -12,13 +12,13 @@ from penstock.engine.structure import Marker, Sequence
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
-from penstock.plugins.tools import deepseek_dsml, dots, glm, hy_v3, minimax_m2, minimax_m3, qwen3_coder, seed_oss, step3
+from penstock.plugins.tools import deepseek_dsml, dots, glm, hy_v3, minicpm5, minimax_m2, minimax_m3, qwen3_coder, seed_oss, step3
 from penstock.testing import check_parser, check_tool_format, read
 from penstock.testing.answers import split_atoms
 from penstock.testing.grammar_walks import byte_vocabulary
 from tests.plugins.parameter_samples import AUTO, MIXED, calls, content
 
-MODULES = (qwen3_coder, seed_oss, glm, hy_v3, deepseek_dsml, minimax_m2, minimax_m3, dots, step3)
+MODULES = (qwen3_coder, seed_oss, glm, hy_v3, deepseek_dsml, minimax_m2, minimax_m3, dots, step3, minicpm5)
 
 
 def registered() -> dict[str, tuple[ToolParserFactory, FormatInfo]]:
