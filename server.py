@@ -57,6 +57,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
     listener = bind(arguments.host, arguments.port)
     with listener:
         assembled = assemble(arguments, plugins)
+        assembled.context.compile_grammar.warm_up()
         # What was loaded lives as long as the process. A collection that walks through all of it would hold up every stream for 0.2 s.
         gc.collect()
         gc.freeze()

@@ -31,7 +31,7 @@ class _Flight:
 class GrammarCompiler:
     """Every request's way to its grammar: compiled at most once at a time, kept while memory allows; refusals are kept too.
 
-    `factories` are the backends by name, in the order in which they were registered. None is made before the first constraint comes.
+    `factories` are the backends by name, in the order in which they were registered. None is made before it is needed; see `warm_up`.
     `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences.
     """
 
@@ -67,6 +67,10 @@ class GrammarCompiler:
         if isinstance(outcome, Refusal):
             raise outcome.error(spec.param)
         return outcome
+
+    def warm_up(self) -> None:
+        """What the first constraint would wait for, and the loop with it, done beforehand. Blocks for up to a second."""
+        self._choice.warm_up()
 
     def _kept(self, key: str) -> Outcome | None:
         if key in self._grammars:

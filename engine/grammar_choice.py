@@ -10,6 +10,10 @@ from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, Repeat, Sequence, Structure, Value
 
+# A number, a pattern and a format: each makes engines build tables of their own.
+_WARM_UP_SCHEMA = """{"type": "object", "properties":
+ {"a": {"type": "integer", "minimum": 1}, "b": {"type": "string", "pattern": "^\\\\w$"}, "c": {"type": "string", "format": "date"}}}"""
+
 
 class VocabularySource(Protocol):
     """A tokenizer, as far as grammars need it."""
@@ -72,6 +76,11 @@ class GrammarChoice:
                 refusals.append(UnsupportedGrammar("nested too deeply", spec.param))
         refusals.sort(key=lambda refusal: isinstance(refusal, UnsupportedKind))
         return Refusal.of(refusals[0], spec.param) if refusals else Refusal("no grammar backend is loaded", "")
+
+    def warm_up(self) -> None:
+        """Makes the backends that the usual constraints get, and has them load what they load when first needed. Takes up to a second."""
+        for spec in (GrammarSpec(GrammarKind.JSON_SCHEMA, _WARM_UP_SCHEMA), GrammarSpec(GrammarKind.CHOICE, '["a"]')):
+            self.compile(spec, None)
 
     def _backend(self, name: str) -> GrammarBackend:
         with self._making:

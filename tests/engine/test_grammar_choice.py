@@ -98,3 +98,12 @@ def test_an_exact_constraint_differs_in_leniency_only(wrap: Callable[[Structure]
     assert exact(lenient) == strict
     assert exact(strict) is strict
     assert exact(replace(SCHEMA, is_lenient=True)) == SCHEMA
+
+
+def test_a_warm_up_makes_the_backends_of_usual_constraints_and_survives_refusals() -> None:
+    schemas, texts, last = Backend(preferred_kinds=frozenset({GrammarKind.JSON_SCHEMA})), refusal("not that", ""), Backend()
+    backends = choice(texts=texts, schemas=schemas, last=last)
+    backends.warm_up()
+    assert [spec.kind for spec in schemas.specs] == [GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE]
+    assert [spec.kind for spec in texts.specs] == [GrammarKind.CHOICE]
+    assert last.specs == []
