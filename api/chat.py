@@ -96,6 +96,7 @@ async def render(context: ServerContext, body: ChatCompletionRequest, tools: Too
         tools=tools.shown,
         tool_choice=tools.choice,
         chat_template_kwargs=kwargs,
+        response_template=context.tokenizer.response_template,
     )
     return turn, prompt_token_ids
 

@@ -42,6 +42,7 @@ class Tokenizer:
         self._backend = backend
         self.table = TokenTable(backend)
         self.chat_templates = chat_templates
+        self.response_template: Mapping[str, Any] | None = config.get("response_template")
         self.special_tokens_map: Mapping[str, str] = dict(_named_tokens(config))
         self.added_tokens: Mapping[int, AddedTokenInfo] = {
             token_id: AddedTokenInfo(token.content, token.special)

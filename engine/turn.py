@@ -13,7 +13,8 @@ class Turn:
 
     `prompt_tail` is the rendered prompt after the last assistant header: `"<think>\\n"`, `"<think>\\n\\n</think>\\n\\n"` or `""`, and with
     `continue_final_message` the text that is being continued. `added_tokens` are the texts that the vocabulary holds as single tokens.
-    `tools` are the request's tools as JSON; `tool_choice` is `"auto"`, `"none"`, `"required"` or a tool's name.
+    `tools` are the request's tools as JSON; `tool_choice` is `"auto"`, `"none"`, `"required"` or a tool's name. `response_template` is what
+    the checkpoint's tokenizer config says of reading its answers, where it says anything.
     """
 
     prompt_tail: str = ""
@@ -21,6 +22,7 @@ class Turn:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = "none"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    response_template: Mapping[str, Any] | None = None
 
     def phase(self, starts: str | Sequence[str], ends: str | Sequence[str], boundaries: Sequence[str] = ()) -> Phase:
         """REASONING where the last marker in the tail is one of `starts`, CONTENT where it is one of `ends`, UNDECIDED with neither.

@@ -1,0 +1,134 @@
+"""Tool calls as the checkpoint's own `response_template` describes them."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.format_info import FormatInfo
+from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.turn import Turn
+from penstock.plugins.call_ids import new_call_id
+from penstock.plugins.json_call import is_name
+from penstock.plugins.markers import join_pieces
+from penstock.plugins.response_template import CALLS_FIELD, template_of
+from penstock.plugins.schema_types import SchemaNode, ToolSchemas
+from penstock.plugins.schema_values import to_json
+from penstock.plugins.template_reader import Closed, Opened, Part, TemplateReader
+from penstock.plugins.template_values import parse_content, transformed
+
+Call = tuple[str, str]
+"""A name, and arguments as JSON."""
+
+
+class TemplateCalls:
+    """A call comes out whole when its field ends: what it means is not known before. A field that is none is `Text` as it stood."""
+
+    tool_format = None
+
+    def __init__(self, turn: Turn, new_id: Callable[[], str] = new_call_id) -> None:
+        template = template_of(turn)
+        field = None if turn.tool_choice == "none" else template.field(CALLS_FIELD)
+        fields = (field,) if field is not None and field.opening else ()
+        self._reader = TemplateReader(replace(template, fields=fields, implicit=None), turn.added_tokens)
+        self._schemas = ToolSchemas(turn.tools)
+        self._new_id = new_id
+        self._num_calls = 0
+        self._pieces: list[str] | None = None  # of the field that is open, with what opened it
+        self._body: list[str] = []
+        self._groups: dict[str, str] = {}
+        self._space: list[str] | None = None  # after a call: part of the format where another one follows
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        return self._events(self._reader.feed([text] if isinstance(text, SpecialText) else text))
+
+    def finish(self) -> list[Event]:
+        """A field that is not closed is a call all the same, if what has come of it is one."""
+        events = self._events(self._reader.finish())
+        if self._pieces is not None:
+            self._end([], events)
+        return events
+
+    def _events(self, parts: list[Part]) -> list[Event]:
+        events: list[Event] = []
+        for part in parts:
+            if isinstance(part, Opened):
+                self._pieces = [*(self._space or ()), *part.pieces]
+                self._body = []
+                self._groups = part.groups
+                self._space = None
+            elif isinstance(part, Closed):
+                self._end(part.pieces, events)
+            elif self._pieces is not None:
+                self._pieces += part.pieces
+                self._body += part.pieces
+            else:
+                self._text(part.pieces, events)
+        return events
+
+    def _text(self, pieces: list[str], events: list[Event]) -> None:
+        if self._space is not None and all(piece.isspace() for piece in pieces):
+            self._space += pieces
+            return
+        events += map(Text, join_pieces([*(self._space or ()), *pieces]))
+        self._space = None
+
+    def _end(self, closing: list[str], events: list[Event]) -> None:
+        assert self._pieces is not None
+        calls = self._calls("".join(self._body))
+        if not calls:
+            events += map(Text, join_pieces([*self._pieces, *closing]))
+        for name, arguments in calls:
+            events += [ToolCallStart(self._num_calls, name, self._new_id()), ToolCallArguments(self._num_calls, arguments)]
+            self._num_calls += 1
+        self._pieces = None
+        self._space = [] if calls else None
+
+    def _calls(self, body: str) -> list[Call]:
+        """None where the template cannot make calls of it, all of it."""
+        field = self._reader.template.field(CALLS_FIELD)
+        assert field is not None
+        try:
+            value = parse_content(body, field.content, field.arguments)
+            value = transformed(value, field.transform, self._groups, each=field.transforms_each)
+            calls = [self._call(one) for one in (value if isinstance(value, list) else [value])]
+        except (ValueError, RecursionError):
+            return []
+        return [call for call in calls if call is not None] if None not in calls else []
+
+    def _call(self, value: Any) -> Call | None:
+        function = value.get("function", value) if isinstance(value, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not is_name(name):
+            return None
+        arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            return None
+        schema = self._schemas.of(name).node
+        return name, json.dumps(
+            {key: _coerced(item, schema.member(key)) for key, item in arguments.items()}, ensure_ascii=False, allow_nan=False
+        )
+
+
+def _coerced(value: Any, schema: SchemaNode) -> Any:
+    types = schema.types
+    return json.loads(to_json(value, types)) if isinstance(value, str) and types is not None else value
+
+
+INFO = FormatInfo(
+    models="any checkpoint with a `response_template` in its tokenizer config",
+    markers=(),
+    quirks="calls come out whole; strings are coerced by the tool's schema; patterns must be regular, so that no answer can make one hang",
+    aliases=("response-template", "hf"),
+)
+
+
+@hookimpl
+def register_tool_parsers(register: Register) -> None:
+    register("response_template", TemplateCalls, INFO)
