@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Tools
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
@@ -14,6 +15,7 @@ from penstock.plugins.element_value import ITEM
 from penstock.plugins.grammars.schema_keywords import ANNOTATIONS
 from penstock.plugins.parameter_values import ParameterSchema, value_structure
 from penstock.plugins.schema_types import followed
+from penstock.plugins.schema_values import TextValue
 
 _NAME = re.compile(r"[^\s<>/\"'][^<>\n\"']*(?<!\s)")
 _OBJECT = frozenset({"type", "properties", "required", "additionalProperties"}) | ANNOTATIONS
@@ -82,7 +84,7 @@ class ElementToolFormat:
         ):
             item = self._element(ITEM, replace(value, name=f"{value.name}.items", schema=schema["items"]), depth + 1)
             return Sequence((start, Repeat(item, schema.get("minItems", 0), schema.get("maxItems")), end))
-        return Sequence((start, value_structure(value, self.mark, (), ""), Marker(f"</{name}>")))
+        return Sequence((start, value_structure(value, partial(TextValue, value.types), end=self.mark), Marker(f"</{name}>")))
 
 
 def _nests(schema: Mapping[str, Any], kind: str, keywords: frozenset[str]) -> bool:

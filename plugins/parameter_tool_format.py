@@ -4,12 +4,13 @@ import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Tools
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.structure import Either, Marker, Repeat, Sequence, Structure
 from penstock.engine.tool_format import CallableTool
 from penstock.plugins.grammars.schema_keywords import ANNOTATIONS
-from penstock.plugins.parameter_markup import ParameterMarkup
+from penstock.plugins.parameter_markup import ParameterMarkup, Tag
 from penstock.plugins.parameter_values import ParameterSchema, value_structure
 
 _NAME = "NAME"
@@ -74,11 +75,13 @@ class ParameterToolFormat:
         self._check_name(parameter.name, "a property", parameter.path)
         head = self.parameter.replace(_NAME, parameter.name).replace(_TYPE, "true" if parameter.is_text else "false")
         markup = self.markup
+        tag = Tag(parameter.name, parameter.is_text if _TYPE in self.parameter else None)
+        new_value = partial(markup.new_value, parameter.types, tag)
         if markup.literal and parameter.is_text:
-            text = value_structure(parameter, markup.literal_end, (), self.around)
+            text = value_structure(parameter, new_value, end=markup.literal_end, around=self.around)
             value: Structure = Sequence((Marker(markup.literal), text, Marker(markup.value_end)))
         else:
-            value = value_structure(parameter, markup.value_end, markup.implied_ends, self.around)
+            value = value_structure(parameter, new_value, end=markup.value_end, inner_ends=markup.implied_ends, around=self.around)
         return Sequence((Marker(head), value, *([Marker(self.after)] if self.after else [])))
 
     def _check_name(self, name: str, what: str, path: str) -> None:

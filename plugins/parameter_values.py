@@ -1,7 +1,7 @@
 """What a grammar allows as the value of a parameter in markup: such text as the parser reads as a value of the parameter's schema."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,11 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, Literal, Marker, Sequence, Structure, TextUntil, Value
 from penstock.plugins.grammars.schema_keywords import ANNOTATIONS
 from penstock.plugins.schema_types import Types, types_of
-from penstock.plugins.schema_values import to_json
+from penstock.plugins.schema_values import TextValue
 
 _DEFINITIONS = ("$defs", "definitions")
 _PLAIN = frozenset({"type", "nullable", "anyOf", "oneOf"}) | ANNOTATIONS
+_WORDS: dict[str, tuple[bool | None, ...]] = {"boolean": (True, False), "null": (None,)}
 _SCALARS = frozenset({"string", "null", "boolean", "integer", "number"})
 
 
@@ -41,17 +42,21 @@ class ParameterSchema:
         return types is None or "string" in types
 
 
-def value_structure(parameter: ParameterSchema, end: str, inner_ends: tuple[str, ...], around: str) -> Structure:
-    """The value, up to and including the marker `end`; `inner_ends` end it too, and `around` may stand on either side of it.
+def value_structure(
+    parameter: ParameterSchema, new_value: Callable[[], TextValue], *, end: str, inner_ends: tuple[str, ...] = (), around: str = ""
+) -> Structure:
+    """The value, up to and including the marker `end`; `inner_ends` end it too, and `around` stands on either side of it.
+
+    `new_value` gives what the parser reads it with.
 
     Strings are text. Where other values could stand in the same place, they are told apart by how they read, so that this has to be a plain
     string or number, `true`, `false` or `null`. Raises `UnsupportedGrammar`, with the property's path, for what cannot be enforced.
     """
-    if not parameter.is_text:
+    values = _given_values(parameter)
+    if not parameter.is_text and values is None:
         return Sequence((Literal(around), Value(_json_spec(parameter)), Literal(around), Marker(end)))
-    values = _given_values(parameter.schema)
     if values is not None:
-        texts = _readable(values, parameter.types, (end, *inner_ends))
+        texts = [text for text in _readable(values, new_value, around) if not any(marker in text for marker in (end, *inner_ends))]
         if not texts:
             raise UnsupportedGrammar("none of these values can be written in this model's tool calls", f"{parameter.path}.enum")
         return Sequence((Literal(around), Either(tuple(map(Literal, texts))), Literal(around), Marker(end)))
@@ -69,17 +74,28 @@ def _json_spec(parameter: ParameterSchema) -> GrammarSpec:
     return GrammarSpec(GrammarKind.JSON_SCHEMA, text, parameter.path, spec.whitespace_pattern, spec.is_lenient)
 
 
-def _given_values(schema: Any) -> list[Any] | None:
+def _given_values(parameter: ParameterSchema) -> list[Any] | None:
+    """Those that are few enough to be spelled out; None for any others."""
+    schema = parameter.schema
     if not isinstance(schema, Mapping):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else None
+    if isinstance(values, list):
+        return values if parameter.is_text or not any(isinstance(value, dict | list) for value in values) else None
+    if parameter.types and parameter.types <= _WORDS.keys() and schema.keys() <= _PLAIN:
+        return [value for kind in sorted(parameter.types) for value in _WORDS[kind]]
+    return None
 
 
-def _readable(values: list[Any], types: Types | None, ends: tuple[str, ...]) -> list[str]:
+def _readable(values: list[Any], new_value: Callable[[], TextValue], around: str) -> list[str]:
     """The spellings of those values that are read as what they are."""
-    spelled = ((value, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values)
-    return [text for value, text in spelled if json.loads(to_json(text, types)) == value and not any(end in text for end in ends)]
+    readable: list[str] = []
+    for value in values:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        reader = new_value()
+        if json.loads(reader.feed(f"{around}{text}{around}") + reader.finish()) == value:
+            readable.append(text)
+    return readable
 
 
 def _check_plain(parameter: ParameterSchema) -> None:

@@ -31,6 +31,7 @@ MIXED: dict[str, Any] = {
             "second": {"type": ["string", "null"]},
             "unit": {"enum": ["°C", "", "a b"]},
             "third": {"type": "string"},
+            "level": {"enum": ["1", 2, None, "2"]},
             "list": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
         },
         "required": ["unit"],

@@ -98,8 +98,7 @@ def test_an_answer_that_stops_inside_a_value_keeps_what_came_and_one_that_stops_
     factory, info = FORMATS[name]
     end = info.example.index("Oslo") + 2
     assert read(factory(AUTO), [info.example[:end]])[-1] == ToolCallArguments(0, '{"city": "Os')
-    (closing,) = [marker for marker in info.markers if marker in ("</parameter>", "</arg_value>", "</steptml:parameter>")] or [None]
-    if closing is not None:
+    for closing in {"</parameter>", "</arg_value>", "</steptml:parameter>"}.intersection(info.markers):
         assert calls(factory, info.example[: info.example.index(closing) + len(closing)]) == [("weather", {"city": "Oslo"})]
 
 

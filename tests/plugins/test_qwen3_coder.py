@@ -8,7 +8,7 @@ from penstock.engine.turn import Turn
 from penstock.plugins.tools.qwen3_coder import qwen3_coder
 from penstock.plugins.tools.seed_oss import seed_oss
 from penstock.testing import read
-from tests.plugins.parameter_samples import AUTO, TOOLS, calls, content
+from tests.plugins.parameter_samples import AUTO, calls, content
 
 
 def body(*parameters: str) -> str:
@@ -68,7 +68,7 @@ def test_a_missing_opener_is_not_forgiven_in_the_middle_of_text_or_for_other_too
 
 
 def test_a_missing_opener_is_not_forgiven_where_a_tool_is_strict() -> None:
-    strict = Turn(tool_choice="auto", tools=({"type": "function", "function": {**TOOLS[0]["function"], "strict": True}},))
+    strict = Turn(tool_choice="auto", tools=[{"type": "function", "function": {"name": "weather", "strict": True}}])
     bare = "<function=weather></function>"
     assert content(qwen3_coder, bare, strict) == bare
 
