@@ -145,3 +145,15 @@ def test_the_threads_of_the_queue_step_back_and_the_slow_ones_further(monkeypatc
     lowest = grammar_queue.SLOW_NICENESS if is_linux else before
     assert asyncio.run(run()) == [quick, quick, lowest, quick]
     assert own_niceness() == before
+
+
+def test_threads_hand_the_lock_on_sooner_while_a_job_runs_and_only_then() -> None:
+    before = sys.getswitchinterval()
+
+    async def run() -> list[float]:
+        queue = GrammarQueue()
+        jobs = [queue.submit(sys.getswitchinterval, client) for client in ("a", "a", "b")]
+        return [await job.done for job in jobs]
+
+    assert asyncio.run(run()) == pytest.approx([grammar_queue.SWITCH_SECONDS] * 3)
+    assert sys.getswitchinterval() == before
