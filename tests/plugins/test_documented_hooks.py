@@ -87,6 +87,15 @@ def test_the_example_of_a_tool_format() -> None:
         assert accepts(grammar.matcher(), vocabulary, [text])
 
 
+def test_the_example_of_calls_made_of_parameters() -> None:
+    (example,) = [block for block in blocks_of("register_tool_parsers") if "MARKUP = " in block]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    factory, markers = names["call_elements"], names["MARKUP"].markers
+    check_parser(factory, ['a<calls><call name="f"><arg name="x">1</arg></call></calls>'], markers=markers, max_examples=25)
+    check_tool_format(factory, markers=markers, num_walks=2)
+
+
 def test_the_example_of_json_between_markers() -> None:
     (example,) = [block for block in blocks_of("register_tool_parsers") if "JsonToolCalls(" in block]
     names: dict[str, Any] = {}
