@@ -34,7 +34,6 @@ _LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 _COUNTS = re.compile(r"(\d{1,9})\}")
 _MOVED = "penstock-moved-"
 MAX_REWRITTEN = 500
-MAX_INLINED = 200
 _UNREAD = ("title", "description", "default", "examples", "$comment")  # and may be long
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
@@ -101,7 +100,7 @@ class _Reading:
         self.is_lenient = is_lenient
         self.is_inlined = is_inlined
         self.inlined: list[str] = []  # references within each other that are being replaced
-        self.num_inlined = 0
+        self.targets: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.origins: dict[int, Steps] = {id(part): place for place, part in walk(root)} if is_inlined else {}
         self.num_rewritten = 0
@@ -144,22 +143,27 @@ class _Reading:
         for keyword in [keyword for keyword in exact if keyword in REWRITTEN]:
             if keyword in exact:
                 self.rewrite(exact, schema, keyword, steps)
-        if "format" in exact and exact.keys() == {"type", "format"} and exact["type"] == "string" and self.has_one_base:
-            return self.shared_format(exact)
+        if ("format" in exact or "pattern" in exact) and exact.get("type") == "string" and self.has_one_base:
+            return self.shared(exact)
         return exact
+
+    def shared(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A reference to one definition for all that are alike: llguidance takes up to a millisecond for a regex wherever it stands."""
+        name, _ = self.definitions.setdefault(repr(schema), (f"{_MOVED}{len(self.definitions)}", schema))
+        return {"$ref": f"#/$defs/{name}"}
 
     def inline(self, schema: Any) -> Any:
         """A part of `allOf`; a reference there as what it leads to."""
         reference = schema.get("$ref") if isinstance(schema, dict) else None
-        can_go_on = self.has_one_base and self.num_inlined < MAX_INLINED and reference not in self.inlined
+        can_go_on = self.has_one_base and reference not in self.inlined
         if not isinstance(reference, str) or not reference.startswith("#/") or len(schema) > 1 or not can_go_on:
             return self.exact(schema, ())
-        self.num_inlined += 1
-        self.inlined.append(reference)
-        _, target = resolve(self.root, unquote(reference), self.param)
-        inner = self.exact(target, ())
-        self.inlined.pop()
-        return inner
+        if reference not in self.targets:
+            self.inlined.append(reference)
+            _, target = resolve(self.root, unquote(reference), self.param)
+            self.targets[reference] = self.exact(target, ())
+            self.inlined.pop()
+        return self.targets[reference]
 
     def shared_format(self, schema: dict[str, Any]) -> dict[str, Any]:
         """A reference to one definition for all: llguidance reads its regex as often as it stands there, a millisecond each."""
