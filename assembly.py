@@ -111,7 +111,9 @@ def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
     """The model's own templates; the operator's `template` says what the model writes only where the model brings none."""
     own = tuple(tokenizer.chat_templates.values())
     asked = () if template is None else (template,)
-    return Evidence(own or asked, frozenset(token.text for token in tokenizer.added_tokens.values()))
+    declared = (tokenizer.response_template or {}).get("fields")
+    fields = frozenset(declared) if isinstance(declared, dict) else frozenset[str]()
+    return Evidence(own or asked, frozenset(token.text for token in tokenizer.added_tokens.values()), fields)
 
 
 def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: ThreadPoolExecutor) -> ChatTemplate:
@@ -128,9 +130,9 @@ def thinking_budget(asked: int | None, parser: ReasoningParserFactory | None, to
 
     `template` is the operator's chat template; with one that writes the parser's markers this is nothing to warn of.
     """
-    if parser is None or knows_marker(parser(Turn()).end_marker, tokenizer):
+    marker = "" if parser is None else parser(Turn(response_template=tokenizer.response_template)).end_marker
+    if not marker or knows_marker(marker, tokenizer):
         return asked
-    marker = parser(Turn()).end_marker
     budget = UNLEARNED_THINKING_BUDGET if asked is None else asked
     is_expected = template is not None and marker.strip() in template
     log.log(
@@ -145,10 +147,10 @@ def thinking_budget(asked: int | None, parser: ReasoningParserFactory | None, to
 
 
 def knows_marker(marker: str, tokenizer: Tokenizer) -> bool:
-    """By the model's own template, not the operator's: writing a marker into the prompt teaches the model nothing."""
+    """By its vocabulary, which has the marker or what it is made of, or its own template. The operator's teaches the model nothing."""
     text = marker.strip()
-    is_token = any(token.text == text for token in tokenizer.added_tokens.values())
-    return is_token or any(text in template for template in tokenizer.chat_templates.values())
+    has_token = any(token.text in text for token in tokenizer.added_tokens.values())
+    return has_token or any(text in template for template in tokenizer.chat_templates.values())
 
 
 def sampling_defaults(config: GenerationConfig) -> dict[str, Any]:

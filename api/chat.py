@@ -97,6 +97,7 @@ async def render(context: ServerContext, body: ChatCompletionRequest, tools: Too
         tool_choice=tools.choice,
         chat_template_kwargs=kwargs,
         response_template=context.tokenizer.response_template,
+        continued=prompt.continued,
     )
     return turn, prompt_token_ids
 
@@ -160,7 +161,8 @@ def thinking_budget(context: ServerContext, body: ChatCompletionRequest, max_tok
         return None
     if body.thinking_token_budget is not None or context.default_thinking_budget is None:
         return body.thinking_token_budget
-    marker = context.tokenizer.encode(context.reasoning_parser(Turn()).end_marker, add_special_tokens=False)
+    parser = context.reasoning_parser(Turn(response_template=context.tokenizer.response_template))
+    marker = context.tokenizer.encode(parser.end_marker, add_special_tokens=False)
     return min(context.default_thinking_budget, max(max_tokens - len(marker), 0) // 2)
 
 

@@ -161,6 +161,12 @@ def test_the_operators_template_tells_only_where_the_model_has_none() -> None:
     assert not evidence_of(bare, None).shows("<other>")
 
 
+def test_what_a_checkpoint_declares_of_its_answers_tells_too() -> None:
+    backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    declared = Tokenizer(backend, {"response_template": {"fields": {"thinking": {}, "content": {}}}}, {})
+    assert evidence_of(declared, None).declared_fields == {"thinking", "content"}
+
+
 def tokenizer_that_knows(*texts: str, template: str = "{{ messages }}") -> Tokenizer:
     backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
     backend.add_tokens([AddedToken(text, special=False) for text in texts])
@@ -194,6 +200,10 @@ def test_without_a_reasoning_parser_there_is_nothing_to_warn_of(caplog: pytest.L
 
 def test_an_operators_template_teaches_the_model_nothing() -> None:
     assert not knows_marker("</think>", tokenizer_that_knows("</tool_call>"))
+
+
+def test_a_marker_that_is_made_of_tokens_is_known() -> None:
+    assert knows_marker("<|end|><|start|>assistant", tokenizer_that_knows("<|start|>"))
 
 
 def test_the_models_own_templates_are_used_unless_the_operator_brings_one() -> None:

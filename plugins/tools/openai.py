@@ -56,7 +56,7 @@ INFO = FormatInfo(
     markers=(CHANNEL, TO, CONSTRAIN, MESSAGE, *ENDS, ROLE),
     quirks="the recipient stands before or after the channel; one call per message; alone, it reads `analysis` as reasoning",
     aliases=("gpt-oss", "gpt_oss", "gptoss", "openai_gptoss", "harmony"),
-    signs=(CHANNEL, MESSAGE, CONSTRAIN),
+    signs=(CHANNEL, MESSAGE, "functions."),
     prompt_tail=ROLE,
     example=f'{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}{{"city": "Oslo"}}<|call|>',
 )
