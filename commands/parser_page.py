@@ -58,7 +58,7 @@ def _table(registry: Registry[Any]) -> Iterator[str]:
 
 def _notes(registry: Registry[Any]) -> Iterator[str]:
     for name, info in sorted(registry.infos.items()):
-        if info.quirks or info.signs:
+        if info.quirks or info.signs or info.declared_fields:
             yield f"- **`{name}`**: {_sentence(info.quirks)}{_signs(info)}"
     yield ""
 
@@ -70,6 +70,8 @@ def _sentence(text: str) -> str:
 
 
 def _signs(info: FormatInfo) -> str:
+    if info.declared_fields:
+        return f"Chosen where no other fits and the template declares {' or '.join(map(code, info.declared_fields))}."
     if not info.signs:
         return "Has to be named."
     counter = f", and no {' or '.join(map(code, info.counter_signs))}" if info.counter_signs else ""

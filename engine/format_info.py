@@ -12,7 +12,8 @@ class FormatInfo:
 
     `signs` are texts that a model's own chat template or added tokens hold, all of them, where it writes this format; none of the
     `counter_signs` may be there. Of several parsers that fit, `--plugin auto` takes the one with the most signs, and of these the one
-    whose signs are longest. Without signs it is never chosen automatically.
+    whose signs are longest. Where none fits, it takes one of whose `declared_fields` the checkpoint's own `response_template`
+    describes any. Without either a parser is never chosen automatically.
 
     `prompt_tail` is how these models' prompts end after the last assistant header, with thinking on where it can be switched: what
     `penstock parse` assumes unless it is told. `example` is an answer in the format, short and whole; that of a tool parser calls the tool
@@ -25,5 +26,6 @@ class FormatInfo:
     aliases: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     counter_signs: tuple[str, ...] = ()
+    declared_fields: tuple[str, ...] = ()
     prompt_tail: str = ""
     example: str = ""

@@ -8,10 +8,14 @@ from penstock.engine.format_info import FormatInfo
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a model's files say of the formats that it writes: the source of its chat templates, and its added tokens."""
+    """What a model's files say of the formats that it writes: the source of its chat templates, and its added tokens.
+
+    `declared_fields` are those that its `response_template` describes, where it has one.
+    """
 
     templates: tuple[str, ...] = ()
     added_tokens: frozenset[str] = frozenset()
+    declared_fields: frozenset[str] = frozenset()
 
     def shows(self, sign: str) -> bool:
         """An added token is a sign as a whole; in a template it may stand anywhere."""
@@ -21,7 +25,9 @@ class Evidence:
 def recognize(infos: Mapping[str, FormatInfo], evidence: Evidence) -> str | None:
     """The name whose format fits best by the rule of `FormatInfo`; None where none fits."""
     fitting = [(name, info) for name, info in infos.items() if fits(info, evidence)]
-    return max(fitting, key=lambda item: (len(item[1].signs), _length(item[1].signs), item[0]), default=(None, None))[0]
+    if fitting:
+        return max(fitting, key=lambda item: (len(item[1].signs), _length(item[1].signs), item[0]))[0]
+    return next((name for name, info in infos.items() if evidence.declared_fields.intersection(info.declared_fields)), None)
 
 
 def fits(info: FormatInfo, evidence: Evidence) -> bool:

@@ -97,6 +97,7 @@ INFO = FormatInfo(
     markers=(),
     quirks="fields, delimiters and patterns are the checkpoint's own; without a template everything is content",
     aliases=("response-template", "hf"),
+    declared_fields=REASONING_FIELDS,
 )
 
 

@@ -126,6 +126,7 @@ INFO = FormatInfo(
     markers=(),
     quirks="calls come out whole; strings are coerced by the tool's schema; patterns must be regular, so that no answer can make one hang",
     aliases=("response-template", "hf"),
+    declared_fields=(CALLS_FIELD,),
 )
 
 

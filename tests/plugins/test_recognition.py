@@ -7,8 +7,8 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Origin, Plugins
-from penstock.plugins.recognition import Evidence, recognize
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.recognition import Evidence, recognize
 
 
 def info(*signs: str, but_not: tuple[str, ...] = (), aliases: tuple[str, ...] = ()) -> FormatInfo:
@@ -37,6 +37,13 @@ def test_most_signs_count_before_longest_ones() -> None:
     evidence = Evidence(("<a><b><long>",))
     assert recognize({"one": info("<long>"), "two": info("<a>", "<b>")}, evidence) == "two"
     assert recognize({"short": info("<a>"), "long": info("<long>")}, evidence) == "long"
+
+
+def test_what_a_checkpoint_declares_is_taken_where_no_signs_fit() -> None:
+    infos = {"declared": FormatInfo(models="", markers=(), declared_fields=("reasoning", "thinking")), "signed": info("<a>")}
+    assert recognize(infos, Evidence(("<a>",), declared_fields=frozenset({"thinking"}))) == "signed"
+    assert recognize(infos, Evidence((), declared_fields=frozenset({"thinking", "content"}))) == "declared"
+    assert recognize(infos, Evidence((), declared_fields=frozenset({"content"}))) is None
 
 
 def plugins_with(**infos: FormatInfo) -> Plugins:
