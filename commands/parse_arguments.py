@@ -16,6 +16,7 @@ class ParseArguments:
     tool_parser: str
     tools_path: str | None
     prompt_tail: str | None
+    response_template_path: str | None
     special_tokens: tuple[str, ...]
     chunk_size: int | None
     is_json: bool
@@ -38,6 +39,11 @@ def build_parse_parser() -> CommandParser:
         "--prompt-tail",
         metavar="TEXT",
         help="what the template wrote after the last assistant header (default: what is usual where this reasoning parser is used)",
+    )
+    parser.add_argument(
+        "--response-template",
+        metavar="FILE.json",
+        help="what the parser response_template goes by: the template, or a tokenizer_config.json that holds one",
     )
     parser.add_argument(
         "--special-token",
@@ -69,6 +75,7 @@ def parse_parse_arguments(argv: list[str]) -> ParseArguments:
         tool_parser=given.tool_parser,
         tools_path=given.tools,
         prompt_tail=given.prompt_tail,
+        response_template_path=given.response_template,
         special_tokens=tuple(given.special_token),
         chunk_size=given.chunks,
         is_json=given.json,

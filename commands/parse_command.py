@@ -30,20 +30,33 @@ def flags_of(arguments: ParseArguments, plugins: Plugins) -> Flags:
         tool_parser=plugins.tool_parsers.active,
         tools=None if arguments.tools_path is None else read_tools(arguments.tools_path),
         prompt_tail=arguments.prompt_tail,
+        response_template=None if arguments.response_template_path is None else read_response_template(arguments.response_template_path),
         special_tokens=list(arguments.special_tokens),
         chunk_sizes=None if arguments.chunk_size is None else [arguments.chunk_size],
     )
 
 
 def read_tools(path: str) -> list[dict[str, Any]]:
-    with opened(path) as file:
-        try:
-            tools = json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    tools = read_json(path)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigurationError(f"{path} holds no tools: they are an array of objects, as in a request")
     return tools
+
+
+def read_response_template(path: str) -> dict[str, Any]:
+    content = read_json(path)
+    template = content.get("response_template", content) if isinstance(content, dict) else None
+    if not isinstance(template, dict) or "fields" not in template:
+        raise ConfigurationError(f"{path} holds no response template: that is an object with `fields`")
+    return template
+
+
+def read_json(path: str) -> Any:
+    with opened(path) as file:
+        try:
+            return json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise ConfigurationError(f"{path} is not JSON: {error}") from error
 
 
 def parse_lines(arguments: ParseArguments, parser: LineParser) -> int:

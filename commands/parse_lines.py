@@ -31,6 +31,7 @@ class Flags(Line, kw_only=True):
     """Those for lines that do not say."""
 
     text: str = ""
+    response_template: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class LineParser:
             text=line.text,
             prompt_tail=self._prompt_tail(reasoning, line),
             tools=given_tools or (),
+            response_template=flags.response_template,
             special_tokens=frozenset((flags.special_tokens if line.special_tokens is None else line.special_tokens) or ()),
             chunk_sizes=sizes,
         )

@@ -25,12 +25,19 @@ class WrittenAnswer:
     text: str
     prompt_tail: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
+    response_template: Mapping[str, Any] | None = None
     special_tokens: frozenset[str] = frozenset()
     chunk_sizes: Sequence[int] = ()
 
     @property
     def turn(self) -> Turn:
-        return Turn(prompt_tail=self.prompt_tail, added_tokens=self.special_tokens, tools=self.tools, tool_choice="auto")
+        return Turn(
+            prompt_tail=self.prompt_tail,
+            added_tokens=self.special_tokens,
+            tools=self.tools,
+            tool_choice="auto",
+            response_template=self.response_template,
+        )
 
     def pieces(self) -> Iterator[str]:
         """The text as parsers get it: each special token by itself, and the rest in chunks."""

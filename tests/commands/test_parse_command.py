@@ -146,6 +146,25 @@ def test_tools_are_an_array_of_objects(capsys: pytest.CaptureFixture[str], tmp_p
     assert "tools.json" in capsys.readouterr().err
 
 
+DECLARED = {"fields": {"thinking": {"open": "<why>", "close": "</why>"}, "content": {}}}
+
+
+@pytest.mark.parametrize("content", [DECLARED, {"response_template": DECLARED, "eos_token": "</s>"}])
+def test_a_checkpoints_own_template_is_a_file(give: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "template.json"
+    path.write_text(json.dumps(content))
+    give("<why>so</why>because")
+    assert main(["parse", "--json", "--reasoning-parser", "response_template", "--response-template", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"reasoning_content": "so", "content": "because", "tool_calls": []}
+
+
+def test_a_file_without_a_template_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "template.json"
+    path.write_text("{}")
+    assert main(["parse", "--response-template", str(path)]) == 2
+    assert "holds no response template" in capsys.readouterr().err
+
+
 def test_auto_has_no_model_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["parse", "--tool-parser", "auto"])
