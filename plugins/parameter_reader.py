@@ -10,6 +10,7 @@ from penstock.plugins.markers import MarkerBuffer
 from penstock.plugins.parameter_call import ParameterCall
 from penstock.plugins.parameter_markup import Heads, ParameterMarkup, Tag
 from penstock.plugins.schema_types import ArgumentsSchema, ToolSchemas
+from penstock.plugins.schema_values import TextValue
 
 _TAG_TEXT = re.compile(r"[^<>\n]*")
 _LINE_TEXT = re.compile(r"[^<\n]*")
@@ -60,6 +61,8 @@ class ParameterReader:
             self._call.cut()
         elif self._step in (self._read_between, self._read_literal_end):
             self._call.close()
+        elif self._step == self._read_body:
+            return [*self._held, *rest]
         return []
 
     # The call's name
@@ -130,7 +133,41 @@ class ParameterReader:
         if start is None:
             return Progress.WAITING
         space, marker = start
-        return self._stop(space) if marker is None else self._follow(marker)
+        if marker is not None:
+            return self._follow(marker)
+        return self._open_body(space) if self._is_body_next else self._stop(space)
+
+    @property
+    def _is_body_next(self) -> bool:
+        """The arguments as one JSON object, in the place of parameters."""
+        piece = self._buffer.peek()
+        may_be = self._markup.wrappers and not self._call.names and not isinstance(piece, SpecialText)
+        return bool(may_be) and piece is not None and piece[self._buffer.offset] == "{"
+
+    def _open_body(self, space: list[str]) -> Progress:
+        self._held = space
+        self._call.open("", TextValue(frozenset({"object"})))
+        self._step = self._read_body
+        return Progress.READ
+
+    def _read_body(self) -> Progress:
+        pieces, marker = self._buffer.take_until(self._markup.call_end, *self._around.tokens)
+        assert self._call.value is not None
+        for piece in pieces:
+            self._call.feed(piece)
+        self._held += pieces
+        if marker is None:
+            return Progress.WAITING
+        if self._call.value.is_in_json_string and not self._around.is_token(marker):
+            self._call.feed(marker)
+            self._held.append(marker)
+            return Progress.READ
+        members = _members(self._call.value.raw)
+        if members is None:
+            return self._stop([*self._held, *self._around.pieces(marker)])
+        for name, json_text in members.items():
+            self._call.add(name, json_text)
+        return self._follow(marker)
 
     def _stop(self, left: list[str]) -> Progress:
         """What follows the last parameter is text, of which `left` has been read."""

@@ -5,9 +5,9 @@ import pytest
 from penstock.engine.events import SpecialText, ToolCallArguments, ToolCallStart
 from penstock.engine.hooks import ToolParserFactory
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.deepseek_dsml import TOKEN, deepseek_v4, deepseek_v32, deepseek_v41
-from penstock.testing import read
-from tests.plugins.parameter_samples import TOOLS, calls, content
+from penstock.plugins.tools.deepseek_dsml import TOKEN, V4, deepseek_v4, deepseek_v32, deepseek_v41
+from penstock.testing import check_parser, read
+from tests.plugins.parameter_samples import AUTO, TOOLS, calls, content
 
 
 def block(parameters: str, tool: str = "weather") -> str:
@@ -48,6 +48,15 @@ def test_a_parameter_that_holds_all_arguments_is_unwrapped() -> None:
         text = block(parameter(wrapper, '{"city": "Oslo", "days": 3}', is_string))
         assert calls(deepseek_v4, text) == [("weather", {"city": "Oslo", "days": 3})]
     assert calls(deepseek_v4, block(parameter("arguments", '{"other": 1}', "false"))) == [("weather", {"arguments": {"other": 1}})]
+
+
+def test_the_arguments_may_be_one_json_object_in_the_place_of_parameters() -> None:
+    assert calls(deepseek_v4, block('{"city": "a</｜DSML｜invoke>b", "x": [1]}')) == [
+        ("weather", {"city": "a</｜DSML｜invoke>b", "x": [1]})
+    ]
+    broken = '\n{"city": Oslo}\n</｜DSML｜invoke>\n'
+    assert content(deepseek_v4, block('{"city": Oslo}')) == broken
+    check_parser(deepseek_v4, [block('{"city": "a"}'), block('{"city": a}')], markers=V4.markers, turn=AUTO, max_examples=20)
 
 
 @pytest.mark.parametrize(
