@@ -33,7 +33,7 @@ _SET_OPERATORS = re.compile(r"(?<!\\)\[|&&|--|~~")  # characters in the classes 
 _LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 _COUNTS = re.compile(r"(\d{1,9})\}")
 _MOVED = "penstock-moved-"
-MAX_REWRITTEN = 500
+MAX_REWRITTEN = 200
 _UNREAD = ("title", "description", "default", "examples", "$comment")  # and may be long
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")

@@ -49,7 +49,7 @@ class Negation:
         """None where the schema allows everything. Raises `Inexpressible`."""
         if schema is True or schema is False:
             return [] if schema else [True]
-        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        if not isinstance(schema, dict) or depth > MAX_DEPTH or not self._overlap.can_go_on():
             raise Inexpressible
         asserted = [keyword for keyword, value in schema.items() if keyword not in _NO_ASSERTIONS and self._is_assertion(keyword, value)]
         if "$ref" in schema:

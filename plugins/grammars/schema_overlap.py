@@ -11,6 +11,7 @@ from penstock.plugins.grammars.schema_shape import resolve
 TYPES = ("null", "boolean", "number", "string", "array", "object")  # whole numbers are among the numbers
 ALL_TYPES = frozenset(TYPES)
 MAX_DEPTH = 12
+MAX_STEPS = 10_000  # of some microseconds, for all of a document: alternatives within alternatives multiply
 
 Schema = Mapping[str, Any]
 
@@ -48,6 +49,12 @@ class Overlap:
 
     def __init__(self, root: Any) -> None:
         self.root = root
+        self._num_steps = 0
+
+    def can_go_on(self) -> bool:
+        """Counts a step; False where there have been too many."""
+        self._num_steps += 1
+        return self._num_steps <= MAX_STEPS
 
     def follow(self, schema: Any) -> Any:
         """What stands behind a reference that stands alone; anything else as it is."""
@@ -63,7 +70,7 @@ class Overlap:
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """No fewer than the values of the schema have."""
         schema = self.follow(schema)
-        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        if not isinstance(schema, dict) or depth > MAX_DEPTH or not self.can_go_on():
             return frozenset() if schema is False else ALL_TYPES
         types = types_of(schema)
         for keyword in ("anyOf", "oneOf", "allOf"):
@@ -78,7 +85,7 @@ class Overlap:
         left, right = self.follow(left), self.follow(right)
         if left is False or right is False:
             return True
-        if not isinstance(left, dict) or not isinstance(right, dict) or depth > MAX_DEPTH:
+        if not isinstance(left, dict) or not isinstance(right, dict) or depth > MAX_DEPTH or not self.can_go_on():
             return False
         for one, other in ((left, right), (right, left)):
             for keyword in ("anyOf", "oneOf"):
