@@ -22,10 +22,14 @@ MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a clien
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """`tail` is the end of `text`: what the template wrote to open the assistant's turn, with the text being continued if there is any."""
+    """`tail` is the end of `text`: what the template wrote to open the assistant's turn, with the text being continued if there is any.
+
+    `continued` is that text as the client wrote it.
+    """
 
     text: str
     tail: str
+    continued: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +168,13 @@ class _Rendering:
         text, mark, _ = self.text(self.marked()).rpartition(MARK)
         if not mark:
             raise InvalidRequest("the chat template leaves out the final message, so it cannot be continued", "continue_final_message")
+        content = self.messages[-1]["content"]
         try:
             start = common_prefix(text, self.text(self.messages[:-1]))
         except (jinja2.TemplateError, TypeError, ValueError, LookupError):
             # Some templates refuse what comes before on its own, such as nothing at all.
-            return RenderedPrompt(text, self.messages[-1]["content"])
-        return RenderedPrompt(text, text[start:])
+            return RenderedPrompt(text, content, content)
+        return RenderedPrompt(text, text[start:], content)
 
     def marked(self) -> list[dict[str, Any]]:
         """The messages with a mark after the last one's content."""

@@ -12,7 +12,8 @@ class Turn:
     """What a parser may know about the answer that it is about to read.
 
     `prompt_tail` is the rendered prompt after the last assistant header: `"<think>\\n"`, `"<think>\\n\\n</think>\\n\\n"` or `""`, and with
-    `continue_final_message` the text that is being continued. `added_tokens` are the texts that the vocabulary holds as single tokens.
+    `continue_final_message` the text that is being continued. That text is `continued`, as the client wrote it: a template may leave out
+    of the prompt what its reasoning ended with. `added_tokens` are the texts that the vocabulary holds as single tokens.
     `tools` are the request's tools as JSON; `tool_choice` is `"auto"`, `"none"`, `"required"` or a tool's name. `response_template` is what
     the checkpoint's tokenizer config says of reading its answers, where it says anything.
     """
@@ -23,18 +24,22 @@ class Turn:
     tool_choice: str = "none"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     response_template: Mapping[str, Any] | None = None
+    continued: str = ""
 
     def phase(self, starts: str | Sequence[str], ends: str | Sequence[str], boundaries: Sequence[str] = ()) -> Phase:
         """REASONING where the last marker in the tail is one of `starts`, CONTENT where it is one of `ends`, UNDECIDED with neither.
 
-        Markers before the last of `boundaries` belong to an earlier turn and are not looked at.
+        Markers before the last of `boundaries` belong to an earlier turn and are not looked at. Where there are none, content that is
+        continued is content still.
         """
-        boundary = self._last(boundaries)
-        start = self._last((starts,) if isinstance(starts, str) else starts)
-        end = self._last((ends,) if isinstance(ends, str) else ends)
-        if max(start, end) <= boundary:
-            return Phase.UNDECIDED
-        return Phase.REASONING if start > end else Phase.CONTENT
+        for text in (self.prompt_tail, self.continued):
+            boundary = _last(text, boundaries)
+            start = _last(text, (starts,) if isinstance(starts, str) else starts)
+            end = _last(text, (ends,) if isinstance(ends, str) else ends)
+            if max(start, end) > boundary:
+                return Phase.REASONING if start > end else Phase.CONTENT
+        return Phase.CONTENT if self.continued.strip() else Phase.UNDECIDED
 
-    def _last(self, markers: Sequence[str]) -> int:
-        return max((self.prompt_tail.rfind(marker) for marker in markers), default=-1)
+
+def _last(text: str, markers: Sequence[str]) -> int:
+    return max((text.rfind(marker) for marker in markers), default=-1)

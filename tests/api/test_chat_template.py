@@ -164,7 +164,7 @@ def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
 
 def test_a_template_that_refuses_what_comes_before_still_continues() -> None:
     template = "{{ messages[0].content if messages else raise_exception('no messages') }}"
-    assert render(template, [ANSWER], continue_final_message=True) == RenderedPrompt("Hi", "Hi")
+    assert render(template, [ANSWER], continue_final_message=True) == RenderedPrompt("Hi", "Hi", "Hi")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.text(max_size=20)), min_size=1, max_size=6))

@@ -32,3 +32,17 @@ def test_markers_of_an_earlier_turn_do_not_count() -> None:
     tail = "<think>a</think>b<|im_end|>\n"
     assert Turn(prompt_tail=tail).phase("<think>", "</think>", ("<|im_end|>",)) is Phase.UNDECIDED
     assert Turn(prompt_tail=tail + "<think>").phase("<think>", "</think>", ("<|im_end|>",)) is Phase.REASONING
+
+
+@pytest.mark.parametrize(
+    ("continued", "tail", "phase"),
+    [
+        ("Hm.</think>It is", "It is", Phase.CONTENT),
+        ("It is", "It is", Phase.CONTENT),
+        ("<think>Hm", "", Phase.REASONING),
+        ("Hm", "<think>Hm", Phase.REASONING),
+        (" \n", " \n", Phase.UNDECIDED),
+    ],
+)
+def test_what_is_continued_counts_where_the_prompt_does_not_tell(continued: str, tail: str, phase: Phase) -> None:
+    assert Turn(prompt_tail=tail, continued=continued).phase("<think>", "</think>") is phase
