@@ -60,7 +60,10 @@ class TokenLogprob(Struct):
 
 
 class ChatLogprobs(Struct):
+    """`content` are the tokens of content and calls; those of the reasoning are apart, where any are shown."""
+
     content: list[TokenLogprob]
+    reasoning_content: list[TokenLogprob] | UnsetType = UNSET
 
 
 class FunctionDelta(Struct):

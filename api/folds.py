@@ -93,7 +93,7 @@ class ChoiceFold:
         self._write_logprobs = write_logprobs
         self._max_tool_calls = max_tool_calls
         self._found = {} if found is None else found
-        self._pending_logprobs: list[TokenLogprob] = []
+        self._pending_logprobs = LogprobsFold()
         self._held_reasoning: list[str] = []
         self._is_reasoning_inline = False
         self._num_tool_calls = 0
@@ -105,7 +105,8 @@ class ChoiceFold:
         """Raises `GenerationFailed` or `EngineUnavailable` where the delta says that the sequence was cut off."""
         check_delta(delta)
         if self._write_logprobs is not None:
-            self._pending_logprobs += map(self._write_logprobs, delta.logprobs)
+            for token in delta.logprobs:
+                self._add_logprobs(token, self._write_logprobs(token))
         deltas: list[ChatDelta] = []
         for event in delta.events:
             self._take(event, deltas)
@@ -159,11 +160,17 @@ class ChoiceFold:
     def _is_kept(self, tool_index: int) -> bool:
         return self._max_tool_calls is None or tool_index < self._max_tool_calls
 
+    def _add_logprobs(self, token: TokenLogprobs, written: TokenLogprob) -> None:
+        """A token's log probabilities are shown where its text is, or are left out with it."""
+        if not token.is_reasoning:
+            self._pending_logprobs.content.append(written)
+        elif self._view.is_included:
+            part = self._pending_logprobs.reasoning if self._view.is_separate else self._pending_logprobs.content
+            part.append(written)
+
     def _take_logprobs(self) -> ChatLogprobs | None:
-        if not self._pending_logprobs:
-            return None
-        logprobs, self._pending_logprobs = ChatLogprobs(self._pending_logprobs), []
-        return logprobs
+        pending, self._pending_logprobs = self._pending_logprobs, LogprobsFold()
+        return pending.whole()
 
     def _last_choice(self, reason: FinishReason, stop_reason: int | str | None) -> ChatChunkChoice:
         has_called = self._num_tool_calls > 0 and reason is FinishReason.STOP
@@ -196,6 +203,21 @@ def add_arguments(deltas: list[ChatDelta], index: int, fragment: str) -> None:
         deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(str(fragment)))]))
 
 
+@dataclass(slots=True)
+class LogprobsFold:
+    """Log probabilities by the part of the answer that their tokens are of."""
+
+    content: list[TokenLogprob] = field(default_factory=list)
+    reasoning: list[TokenLogprob] = field(default_factory=list)
+
+    def feed(self, logprobs: ChatLogprobs) -> None:
+        self.content += logprobs.content
+        self.reasoning += logprobs.reasoning_content or ()
+
+    def whole(self) -> ChatLogprobs | None:
+        return ChatLogprobs(self.content, self.reasoning or UNSET) if self.content or self.reasoning else None
+
+
 class MessageFold:
     """A whole chat choice from the deltas that streaming would have sent."""
 
@@ -204,7 +226,7 @@ class MessageFold:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, tuple[str, str, list[str]]] = {}
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs = LogprobsFold()
         self._finish_reason = ""
         self._stop_reason: int | str | None = None
         self._structured_output: Conformance | UnsetType = UNSET
@@ -221,7 +243,7 @@ class MessageFold:
                     self._calls[call.index] = (call.id, call.function.name, [])
                 self._calls[call.index][2].append(call.function.arguments)
             if choice.logprobs is not None:
-                self._logprobs += choice.logprobs.content
+                self._logprobs.feed(choice.logprobs)
             if choice.finish_reason is not None:
                 self._finish_reason = choice.finish_reason
                 self._stop_reason = None if choice.stop_reason is UNSET else choice.stop_reason
@@ -240,5 +262,4 @@ class MessageFold:
             reasoning_content=reasoning if has_reasoning_parser else UNSET,
             tool_calls=calls or UNSET,
         )
-        logprobs = ChatLogprobs(self._logprobs) if self._logprobs else None
-        return ChatChoice(self._index, message, logprobs, self._finish_reason, self._stop_reason, self._structured_output)
+        return ChatChoice(self._index, message, self._logprobs.whole(), self._finish_reason, self._stop_reason, self._structured_output)

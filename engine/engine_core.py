@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.engine.answer import Answer
 from penstock.engine.batch import Batch, build_batch
@@ -275,17 +275,16 @@ class EngineCore:
         if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping, room=room):
             for forced in sequence.thinking.end_token_ids:
                 if delta.finish_reason is None:
-                    if sequence.request.params.logprobs is not None:
-                        delta.logprobs.append(TokenLogprobs(forced, 0.0, 1))  # nothing else could have come here
-                    self._append(sequence, forced, delta)
+                    certain = TokenLogprobs(forced, 0.0, 1)  # nothing else could have come here
+                    self._append(sequence, forced, delta, None if sequence.request.params.logprobs is None else certain)
             sequence.sampling.block_stop = True
             return
         if sequence.gate is not None and not is_stopping and not sequence.gate.advance(sequence.answer, token_id):
             return self._fail(sequence, delta, "the grammar does not allow the token that was sampled")
-        if logprobs is not None:
-            delta.logprobs.append(logprobs)
         if is_stopping:
             delta.token_ids.append(token_id)
+            if logprobs is not None:
+                delta.logprobs.append(logprobs)
             self._counters.generation_tokens += 1
             named = token_id in sequence.request.params.stop_token_ids
             if named and sequence.request.params.include_stop_str_in_output:
@@ -294,7 +293,7 @@ class EngineCore:
                 return self._finish(sequence, delta, FinishReason.LENGTH)  # the marker that would have ended the reasoning has no room
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         was_reasoning = sequence.answer.phase is Phase.REASONING
-        self._append(sequence, token_id, delta)
+        self._append(sequence, token_id, delta, logprobs)
         if was_reasoning and sequence.gate is not None and sequence.answer.phase is Phase.CONTENT and delta.finish_reason is None:
             self._begin_grammar(sequence, sequence.gate, delta)
 
@@ -327,11 +326,15 @@ class EngineCore:
         """Whether nothing can follow, as far as that is quickly said: a slow grammar must not be asked here, on the loop."""
         return sequence.gate is not None and not sequence.num_masks_apart and sequence.gate.is_finished(sequence.answer)
 
-    def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta) -> None:
+    def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
         sequence.append(token_id)
         self._counters.generation_tokens += 1
         delta.token_ids.append(token_id)
+        num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         delta.events += sequence.answer.feed(token_id)
+        if logprobs is not None:
+            is_reasoning = sequence.answer.num_reasoning_tokens > num_reasoning_tokens
+            delta.logprobs.append(replace(logprobs, is_reasoning=True) if is_reasoning else logprobs)
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         if sequence.answer.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)

@@ -18,12 +18,14 @@ class TokenLogprobs:
     """One token's log probability from the raw logits (before penalties, bias, masks and temperature).
 
     `rank` counts from 1. `top` are the most probable (token id, logprob) pairs, best first; it need not hold the token itself.
+    `is_reasoning` says that the token counts as one of the answer's reasoning.
     """
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+    is_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)

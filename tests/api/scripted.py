@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from aiohttp import web
@@ -32,13 +32,13 @@ MAX_MODEL_LEN = 400
 MODEL = "scripted"
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token per byte, and a few added ones."""
+def byte_tokenizer(added: Mapping[str, bool] | None = None) -> Tokenizer:
+    """One token per byte, and added ones: by their text, whether they are special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(text, special=special) for text, special in ADDED.items()])
+    backend.add_tokens([AddedToken(text, special=special) for text, special in (ADDED if added is None else added).items()])
     return Tokenizer(backend, {}, {}, [])
 
 
@@ -109,9 +109,11 @@ class ScriptedEngine:
                 return
             for token_id in step:
                 delta.token_ids.append(token_id)
+                num_reasoning_tokens = answer.num_reasoning_tokens
                 delta.events += answer.feed(token_id)
                 if params.logprobs is not None:
-                    delta.logprobs.append(logprobs_of(token_id, params.logprobs))
+                    is_reasoning = answer.num_reasoning_tokens > num_reasoning_tokens
+                    delta.logprobs.append(replace(logprobs_of(token_id, params.logprobs), is_reasoning=is_reasoning))
                 if answer.stop_match is not None:
                     break
             if answer.stop_match is not None or number == len(steps) - 1:
@@ -185,12 +187,11 @@ def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, worker
     plugins.logits_processors.add("double", "tests", double)
     plugins.grammar_backends.add("recording", "tests", cast(Any, None))
     settings = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}} | settings
+    settings = {"chat_template": ChatTemplate(CHATML, workers=workers), "max_model_len": MAX_MODEL_LEN} | settings
     return ServerContext(
         engine=cast(Any, engine),
         tokenizer=engine.tokenizer,
-        chat_template=ChatTemplate(CHATML, workers=workers),
         model_names=(MODEL, "alias"),
-        max_model_len=MAX_MODEL_LEN,
         vocab_size=engine.tokenizer.vocab_size,
         stop_token_ids=frozenset(),
         plugins=plugins,
@@ -206,7 +207,7 @@ async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bo
     """Serves on a free local port. `engine` are `ScriptedEngine`'s fields, `settings` the context's. `thinks` activates deepseek_r1."""
     if thinks:
         settings["reasoning_parser"] = deepseek_r1.deepseek_r1
-    replay, compiler = ScriptedEngine(byte_tokenizer(), **(engine or {})), RecordingCompiler()
+    replay, compiler = ScriptedEngine(**{"tokenizer": byte_tokenizer()} | dict(engine or {})), RecordingCompiler()
     with ThreadPoolExecutor(2) as workers:
         context = scripted_context(replay, compiler, workers, **settings)
         app = build_app(context)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionTokenLogprob
 
 from penstock.plugins.tools import hermes
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, scripted_server
@@ -57,9 +58,17 @@ def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
                 assert call.function.arguments == ""
                 whole["calls"][call.index] = [call.id, call.function.name, ""]
             whole["calls"][call.index][2] += call.function.arguments
-        whole["logprobs"] += choice.logprobs.content if choice.logprobs else []
+        whole["logprobs"] += all_logprobs(choice)
         whole["finish_reason"] = choice.finish_reason
     return whole
+
+
+def all_logprobs(choice: Any) -> list[Any]:
+    """Those of the reasoning, then those of the rest."""
+    if choice.logprobs is None:
+        return []
+    reasoning: list[Any] = getattr(choice.logprobs, "reasoning_content", [])
+    return [ChatCompletionTokenLogprob.model_validate(token) for token in reasoning] + choice.logprobs.content
 
 
 ANSWERS = [
@@ -90,8 +99,9 @@ def test_a_stream_adds_up_to_the_whole_answer(answer: str, tokens_per_step: int)
         calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
         assert calls == [(name, arguments) for _, name, arguments in stream["calls"].values()]
         assert all(json.loads(arguments) for _, arguments in calls) or choice.finish_reason == "length"
-        assert (choice.logprobs.content if choice.logprobs else []) == stream["logprobs"]
-        assert len(stream["logprobs"]) == whole.usage.completion_tokens
+        assert all_logprobs(choice) == stream["logprobs"]
+        num_hidden = whole.usage.completion_tokens_details.reasoning_tokens if "include_reasoning" in options else 0
+        assert len(stream["logprobs"]) == whole.usage.completion_tokens - num_hidden
 
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
         for option in ("include_reasoning", "separate_reasoning", "stream_reasoning"):

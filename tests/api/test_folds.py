@@ -4,11 +4,11 @@ from itertools import pairwise
 import pytest
 from msgspec import UNSET
 
-from penstock.api.chat_protocol import ChatChoice, ChatChunkChoice
+from penstock.api.chat_protocol import ChatChoice, ChatChunkChoice, TokenLogprob
 from penstock.api.folds import ChoiceFold, MessageFold, ReasoningView, UsageFold
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta
+from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 
 EVENTS: list[Event] = [
     Reasoning("Let "),
@@ -95,6 +95,30 @@ def test_content_is_null_beside_reasoning_or_calls_and_empty_where_there_is_noth
     assert content() == ""
     assert content(Reasoning("x")) is None
     assert content(ToolCallStart(0, "f", "1")) is None
+
+
+TOKENS = [TokenLogprobs(0, -1.0, 1), TokenLogprobs(1, -1.0, 1, is_reasoning=True), TokenLogprobs(2, -1.0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("view", "content", "reasoning"),
+    [
+        (ReasoningView(), ["0", "2"], ["1"]),
+        (ReasoningView(is_separate=False), ["0", "1", "2"], []),
+        (ReasoningView(is_included=False), ["0", "2"], []),
+        (ReasoningView(is_included=False, is_separate=False), ["0", "2"], []),
+    ],
+)
+def test_log_probabilities_are_shown_where_the_text_of_their_tokens_is(
+    view: ReasoningView, content: list[str], reasoning: list[str]
+) -> None:
+    fold = ChoiceFold(0, view, lambda token: TokenLogprob(str(token.token_id), token.logprob, None, []))
+    choices = [choice for token in TOKENS for choice in fold.feed(SequenceDelta(0, events=[Text("x")], logprobs=[token]))]
+    choices += fold.feed(SequenceDelta(0, finish_reason=FinishReason.STOP))
+    logprobs = whole(choices).logprobs
+    assert logprobs is not None
+    assert [token.token for token in logprobs.content] == content
+    assert [token.token for token in logprobs.reasoning_content or ()] == reasoning
 
 
 @pytest.mark.parametrize(("reason", "error"), [(FinishReason.ERROR, GenerationFailed), (FinishReason.ABORT, EngineUnavailable)])

@@ -30,7 +30,9 @@ def test_reasoning_is_closed_when_the_budget_is_spent_and_content_follows(budget
     assert tokens(deltas) == [*ids("m" * budget), END_THINK, *ids("ok"), EOS]
     assert deltas[-1].finish_reason is FinishReason.STOP
     assert deltas[-1].num_reasoning_tokens == budget + 1
-    assert [entry.token_id for delta in deltas for entry in delta.logprobs] == tokens(deltas)
+    logprobs = [entry for delta in deltas for entry in delta.logprobs]
+    assert [entry.token_id for entry in logprobs] == tokens(deltas)
+    assert [entry.is_reasoning for entry in logprobs] == [place <= budget for place in range(len(logprobs))], "the marker counts"
 
 
 def test_without_a_budget_reasoning_goes_on() -> None:
