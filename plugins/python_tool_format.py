@@ -8,8 +8,11 @@ from typing import Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
+from penstock.plugins.arguments_document import arguments_document
+from penstock.plugins.keyword_list import keyword_list
 from penstock.plugins.python_call import KEY, NAME
 
+MAX_PROPERTIES = 200
 DEFINITIONS = ("$defs", "definitions")
 KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$id", *DEFINITIONS})
 
@@ -31,9 +34,11 @@ class PythonToolFormat:
 
 
 def _call(tool: CallableTool) -> Structure:
-    schema = json.loads(tool.arguments.text)
+    schema = arguments_document(tool)
     properties = schema.get("properties", {})
     required = schema.get("required", [])
+    if len(properties) > MAX_PROPERTIES:
+        raise UnsupportedGrammar(f"`{tool.name}` has more than {MAX_PROPERTIES} parameters", tool.arguments.param)
     if not all(map(KEY.fullmatch, properties)) or not NAME.fullmatch(tool.name):
         raise UnsupportedGrammar(f"`{tool.name}` or one of its parameters has a name that Python has no notation for", tool.arguments.param)
     unknown = [keyword for keyword in schema if keyword not in KNOWN] + [name for name in required if name not in properties]
@@ -41,25 +46,10 @@ def _call(tool: CallableTool) -> Structure:
         raise UnsupportedGrammar(f"calls in Python's notation cannot be held to {unknown[0]!r}", tool.arguments.param)
     definitions = {keyword: schema[keyword] for keyword in DEFINITIONS if keyword in schema}
     arguments = [(_argument(tool, name, properties[name], definitions), name in required) for name in properties]
-    return Sequence((Literal(f"{tool.name}("), _arguments(arguments), Literal(")")))
+    return Sequence((Literal(f"{tool.name}("), keyword_list(arguments, ", "), Literal(")")))
 
 
 def _argument(tool: CallableTool, name: str, schema: Any, definitions: dict[str, Any]) -> Structure:
     text = json.dumps(schema | definitions if isinstance(schema, dict) else schema)
     spec = replace(tool.arguments, text=text, param=f"{tool.arguments.param}.properties.{name}")
     return Sequence((Literal(f"{name}="), Value(spec)))
-
-
-def _arguments(arguments: list[tuple[Structure, bool]]) -> Structure:
-    """A choice of which is the first one; those that follow it each bring their comma."""
-    firsts: list[Structure] = []
-    for place, (argument, is_required) in enumerate(arguments):
-        firsts.append(Sequence((argument, *(_following(*rest) for rest in arguments[place + 1 :]))))
-        if is_required:
-            return Either(tuple(firsts))
-    return Either((*firsts, Literal("")))
-
-
-def _following(argument: Structure, is_required: bool) -> Structure:
-    following = Sequence((Literal(", "), argument))
-    return following if is_required else Repeat(following, 0, 1)

@@ -5,6 +5,7 @@ from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
 from penstock.plugins.notation_call import SCALARS
 from penstock.plugins.notation_calls import NotationCalls
+from penstock.plugins.notation_tool_format import NotationToolFormat
 
 START, END, DELIMITER = "<start_function_call>", "<end_function_call>", "<escape>"
 
@@ -12,7 +13,7 @@ START, END, DELIMITER = "<start_function_call>", "<end_function_call>", "<escape
 class FunctionGemma(NotationCalls):
     """Numbers and constants stand between the delimiters too, so that only the tool's schema tells them from strings."""
 
-    tool_format = None
+    tool_format = NotationToolFormat(START, END, DELIMITER)
 
     def __init__(self, turn: Turn) -> None:
         super().__init__(turn, start=START, end=END, delimiter=DELIMITER, types_of_strings=SCALARS)

@@ -4,6 +4,7 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
 from penstock.plugins.notation_calls import NotationCalls
+from penstock.plugins.notation_tool_format import NotationToolFormat
 
 START, END, DELIMITER = "<|tool_call>", "<tool_call|>", '<|"|>'
 
@@ -11,7 +12,7 @@ START, END, DELIMITER = "<|tool_call>", "<tool_call|>", '<|"|>'
 class Gemma4(NotationCalls):
     """Strings stand between delimiters, keys without quotation marks; what has neither is read as JSON, or else as a string."""
 
-    tool_format = None
+    tool_format = NotationToolFormat(START, END, DELIMITER)
 
     def __init__(self, turn: Turn) -> None:
         super().__init__(turn, start=START, end=END, delimiter=DELIMITER)

@@ -1,15 +1,23 @@
 """Calls in Gemma's notation: `gemma4` and `functiongemma`."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.hooks import ToolParserFactory
+from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
+from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.tools.functiongemma import FunctionGemma
 from penstock.plugins.tools.gemma4 import Gemma4
-from penstock.testing import check_parser, read
+from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
+from penstock.testing.tool_format_check import SAMPLE_TOOLS
 
 Q = '<|"|>'
 MARKERS = ("<|tool_call>", "<tool_call|>", Q)
@@ -160,3 +168,70 @@ def test_functiongemma_keeps_its_promises() -> None:
 def test_functiongemma_has_all_values_between_delimiters(written: str, turn: Turn, arguments: Any) -> None:
     text = f"<start_function_call>call:f{{{written}}}<end_function_call>"
     assert calls(read(FunctionGemma(turn), list(text))) == [("f", arguments)]
+
+
+class Typed:
+    """FunctionGemma as it is served: with the schemas of the tools, without which strings cannot be told from numbers."""
+
+    tool_format = FunctionGemma.tool_format
+
+    def __init__(self, turn: Turn) -> None:
+        tools = [{"function": {"name": name, "parameters": schema}} for name, schema in SAMPLE_TOOLS.items()]
+        parser = FunctionGemma(replace(turn, tools=tools))
+        self.feed, self.finish = parser.feed, parser.finish
+
+
+@pytest.mark.parametrize(("factory", "markers"), [(Gemma4, MARKERS), (Typed, FUNCTION_MARKERS)])
+def test_what_the_format_allows_is_read_as_calls(factory: ToolParserFactory, markers: tuple[str, ...]) -> None:
+    check_tool_format(factory, markers=markers, num_walks=2)
+
+
+def callable_tool(schema: Any, *, is_lenient: bool = False) -> CallableTool:
+    return CallableTool("f", GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "tools[0]", is_lenient=is_lenient))
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "a": {"anyOf": [{"$ref": "#/$defs/text"}, {"type": "array", "items": {"type": "integer"}, "maxItems": 2}]},
+        "b": {"type": ["object", "null"], "properties": {"c": {"enum": ["x y", 1, None]}}, "required": ["c"]},
+    },
+    "required": ["b"],
+    "$defs": {"text": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "is_allowed"),
+    [
+        ("b:null", True),
+        (f"a:{Q}any, {{text}}{Q},b:{{c:{Q}x y{Q}}}", True),
+        ("a:[1,2],b:{c:1}", True),
+        ("a:[],b:{c:null}", True),
+        ("a:[1,2,3],b:null", False),
+        ("a:[1]", False),
+        ("b:{}", False),
+        ("a:1,b:null", False),
+        ("b:null,a:[]", False),
+    ],
+)
+def test_grammars_follow_the_schema(written: str, is_allowed: bool) -> None:
+    vocabulary = byte_vocabulary(MARKERS)
+    structure = Gemma4.tool_format.calls([callable_tool(NESTED)], is_single=True)
+    grammar = LlguidanceBackend(vocabulary).compile(GrammarSpec(GrammarKind.STRUCTURE, "", structure=structure))
+    assert accepts(grammar.matcher(), vocabulary, split_pieces(f"call:f{{{written}}}<tool_call|>", vocabulary)) == is_allowed
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"a": {"type": "string", "pattern": "x"}}}, {"properties": {}, "minProperties": 1}])
+def test_what_the_notation_cannot_be_held_to_is_refused_where_it_is_strict(schema: Any) -> None:
+    Gemma4.tool_format.calls([callable_tool(schema, is_lenient=True)], is_single=True)
+    with pytest.raises(UnsupportedGrammar):
+        Gemma4.tool_format.calls([callable_tool(schema)], is_single=True)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"a": {"$ref": "#"}}}, {"properties": {"a:b": {}}}, {"properties": {"a": {"enum": []}}}, {"required": 1}]
+)
+def test_what_the_notation_has_no_way_to_write_is_refused(schema: Any) -> None:
+    with pytest.raises(UnsupportedGrammar):
+        Gemma4.tool_format.calls([callable_tool(schema, is_lenient=True)], is_single=True)
