@@ -230,7 +230,13 @@ def test_what_the_notation_cannot_be_held_to_is_refused_where_it_is_strict(schem
 
 
 @pytest.mark.parametrize(
-    "schema", [{"properties": {"a": {"$ref": "#"}}}, {"properties": {"a:b": {}}}, {"properties": {"a": {"enum": []}}}, {"required": 1}]
+    "schema",
+    [
+        {"properties": {name: {"$ref": "#"} for name in "abcdefgh"}},
+        {"properties": {"a:b": {}}},
+        {"properties": {"a": {"enum": []}}},
+        {"required": 1},
+    ],
 )
 def test_what_the_notation_has_no_way_to_write_is_refused(schema: Any) -> None:
     with pytest.raises(UnsupportedGrammar):
