@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 EVERY_FLAG = """
     --model m --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10 --trust-remote-code
-    --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes --chat-template think --thinking-token-budget 5 --trust-request-chat-template
+    --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
+    --chat-template think --thinking-token-budget 5 --trust-request-chat-template
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --no-prefix-caching --max-waiting-requests 4 --compile off --threads 2 --seed 11
