@@ -236,3 +236,9 @@ def test_a_broken_config_file_is_named(model_dir: Path, content: str) -> None:
     (model_dir / "tokenizer_config.json").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigurationError, match=r"tokenizer_config\.json"):
         Tokenizer.load(model_dir)
+
+
+def test_what_the_config_says_of_reading_answers_is_kept() -> None:
+    template = {"start_anchor": "a", "fields": {"content": {}}}
+    assert Tokenizer(byte_level(), {"response_template": template}, {}).response_template == template
+    assert Tokenizer(byte_level(), {}, {}).response_template is None

@@ -20,13 +20,11 @@ ROLE = "<|start|>assistant"
 FINAL = f"{ROLE}<|channel|>final<|message|>Hello<|return|>"
 CALL = f'{ROLE}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"x": "a"}}<|call|>'
 SAMPLES = [
-    ANALYSIS + FINAL,
-    ANALYSIS + CALL,
-    f"{ANALYSIS}{ROLE}<|channel|>commentary<|message|>I look<|end|>{CALL}",
+    f"{ANALYSIS}{ROLE}<|channel|>final<|message|>Hi<|return|>",
+    f'<|channel|>commentary<|message|>I<|end|>{ROLE}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"x": "a"}}<|call|>',
     '<|channel|>commentary to=functions.f<|message|>{"x": 1}<|channel|>final<|message|>b',
     ' to=functions.f<|channel|>commentary json<|message|>{}<|call|>commentary<|channel|>analysis to=functions.g<|message|>{"a',
-    "Hi<|channel|>wrong<|message|> to=functions.f <|constrain|>json<|message|>nothing<|end|>",
-    " to=functions.<|message|>{}",
+    "Hi<|channel|>wrong<|message|> to=functions.f<|message|>no<|end|>",
 ]
 MARKERS = (*TOKENS, "assistant", "analysis", "commentary", "final", " json")
 
@@ -38,11 +36,11 @@ def both(text: str, turn: Turn = AUTO) -> list[Event]:
 
 @pytest.mark.parametrize(("tool_choice", "num_samples"), [("auto", len(SAMPLES)), ("required", 1)])
 def test_reasoning_keeps_its_promises(tool_choice: str, num_samples: int) -> None:
-    check_parser(openai_gptoss, SAMPLES[:num_samples], markers=MARKERS, turn=Turn(tool_choice=tool_choice), max_examples=12)
+    check_parser(openai_gptoss, SAMPLES[:num_samples], markers=MARKERS, turn=Turn(tool_choice=tool_choice), max_examples=10)
 
 
 def test_calls_keep_their_promises() -> None:
-    check_parser(HarmonyCalls, SAMPLES, markers=MARKERS, max_examples=12)
+    check_parser(HarmonyCalls, SAMPLES, markers=MARKERS, max_examples=10)
 
 
 def test_what_the_format_allows_is_read_as_calls() -> None:
