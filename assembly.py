@@ -54,7 +54,7 @@ def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
     tokenizer = Tokenizer.load(directory, config.trust_remote_code)
     workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="penstock-worker")
     chat_template = build_chat_template(template, tokenizer, workers)
-    plugins.recognize(evidence_of(tokenizer, template))
+    plugins.recognize(evidence_of(tokenizer, template), Turn(response_template=tokenizer.response_template))
     budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, template)
     loaded = load(directory, config)
     core = build_core(loaded, tokenizer, config)

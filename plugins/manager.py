@@ -134,11 +134,14 @@ class Plugins:
             raise ConfigurationError(f"`{option} {name}`: there is no {registry.kind} of that name; {hint}")
         return known
 
-    def recognize(self, evidence: Evidence) -> None:
-        """Selects the parsers that a model's own files show, of each kind that the operator has left open."""
+    def recognize(self, evidence: Evidence, turn: Turn | None = None) -> None:
+        """Selects the parsers that a model's own files show, of each kind that the operator has left open.
+
+        All that are selected are then made once more, for `turn`: it holds what parsers get to know of the model.
+        """
         for registry in (self.reasoning_parsers, self.tool_parsers):
             registry.choose(evidence)
-        self._check_selected()
+        self._check_selected(turn or Turn())
 
     def load_builtins(self) -> None:
         """The plug-ins that come with the server."""
@@ -193,11 +196,11 @@ class Plugins:
             self._raise_unknown("--without", name)
         for registry in self.registries:
             registry.check()
-        self._check_selected()
+        self._check_selected(Turn())
 
-    def _check_selected(self) -> None:
-        self._check_active(self.reasoning_parsers, ("feed", "finish", "start_marker", "end_marker", "phase"))
-        self._check_active(self.tool_parsers, ("feed", "finish"))
+    def _check_selected(self, turn: Turn) -> None:
+        self._check_active(self.reasoning_parsers, ("feed", "finish", "start_marker", "end_marker", "phase"), turn)
+        self._check_active(self.tool_parsers, ("feed", "finish"), turn)
 
     def listing(self) -> list[Listing]:
         """What is loaded, by kind and name."""
@@ -209,13 +212,13 @@ class Plugins:
                 rows.append(Listing(registry.kind, name, origin, source.distribution, source.version, name == registry.active, aliases))
         return rows
 
-    def _check_active(self, registry: Registry[Any], promised: Sequence[str]) -> None:
+    def _check_active(self, registry: Registry[Any], promised: Sequence[str], turn: Turn) -> None:
         """Makes a parser as each answer will, so that the first answer is not where a mistake shows."""
         if registry.active is None or registry.active_factory is None:
             return
         described = f"{registry.kind} {registry.active!r} of plug-in {self._origins[registry.origins[registry.active]]}"
         try:
-            parser = registry.active_factory(Turn())
+            parser = registry.active_factory(turn)
         except Exception as error:
             raise ConfigurationError(f"{described} cannot be made: {type(error).__name__}: {error}") from error
         missing = [name for name in promised if not hasattr(parser, name)]

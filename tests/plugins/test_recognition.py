@@ -136,3 +136,9 @@ def test_the_words_of_the_flag_are_no_names(name: str) -> None:
         plugins_with(**{name: info()})
     with pytest.raises(ConfigurationError, match="mean something else"):
         plugins_with(mine=info(aliases=(name,)))
+
+
+def test_a_checkpoints_template_that_cannot_be_read_is_said_at_start() -> None:
+    plugins = Plugins.start(reasoning_parser="response_template")
+    with pytest.raises(ConfigurationError, match=r"reasoning parser 'response_template' .* cannot be made"):
+        plugins.recognize(Evidence(), Turn(response_template={"fields": {"content": {"close_pattern": "("}}}))
