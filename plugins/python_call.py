@@ -223,17 +223,33 @@ class PythonCall:
             self._open_string(char)
             self._space.clear()
             return position + 1
+        if self._key is None and char == ")" and self.depth == 1:
+            self._step = self._read_after_last
+            return position + 1
         is_over = char in (",", self._closers[-1]) if self._key is None else char in ":,}"
         if not is_over:
-            self._add(self._quote + "".join(self._space))
-            self._string.reopen()
-            self._step = self._read_string
+            self._go_on_with_string("")
         elif self._key is not None:
             self._key = [f'"{escaped("".join(self._key))}"']
             self._step = self._read_after_key
         else:
             self._writer.end_string()
             self._step = self._read_after_value
+        self._space.clear()
+        return position
+
+    def _go_on_with_string(self, after: str) -> None:
+        self._add(self._quote + "".join(self._space) + after)
+        self._string.reopen()
+        self._step = self._read_string
+
+    def _read_after_last(self, text: str, position: int) -> int:
+        """A bracket ends the call only where something can come after it that ends a call."""
+        if text[position] in ",]<" or text[position].isspace():
+            self._writer.end_string()
+            self._close()
+        else:
+            self._go_on_with_string(")")
         self._space.clear()
         return position
 

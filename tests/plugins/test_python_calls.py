@@ -98,6 +98,7 @@ def test_with_tool_choice_none_everything_is_text(family: str) -> None:
         ("x=('a', 1), y={'a', 'b'}, z={1: 2}", '{"x": ["a", 1], "y": ["a", "b"], "z": {"1": 2}}'),
         ("x='grep -F \"]\" log', y='a)b'", '{"x": "grep -F \\"]\\" log", "y": "a)b"}'),
         ("command='sed -n '360,450p' /x'", '{"command": "sed -n \'360,450p\' /x"}'),
+        ("x='print(latex(y='\\,'))'", '{"x": "print(latex(y=\'\\\\,\'))"}'),
         ("x=r'\\d'", '{"x": "\\\\d"}'),
         ("x='晴れ \\ud83d\\ude00'", '{"x": "晴れ \\ud83d\\ude00"}'),
         ("", "{}"),
