@@ -4,10 +4,12 @@ import argparse
 from typing import Literal
 
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class City(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a schema allows more properties unless it says so
+
     name: str = Field(max_length=20)
     country: str = Field(max_length=20)
     continent: Literal["Africa", "America", "Asia", "Europe", "Oceania"]
@@ -27,7 +29,7 @@ def main() -> None:
             messages=[{"role": "user", "content": arguments.question}],
             temperature=0,
             max_tokens=300,
-            extra_body={"guided_json": City.model_json_schema(), "thinking_token_budget": 32},
+            extra_body={"guided_json": City.model_json_schema(), "guided_whitespace_pattern": "", "thinking_token_budget": 32},
         )
     message = answer.choices[0].message
     print("reasoning:", (message.model_extra or {}).get("reasoning_content"))
