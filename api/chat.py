@@ -170,7 +170,8 @@ def reasoning_view(context: ServerContext, body: ChatCompletionRequest, turn: Tu
     opening = closing = ""
     if context.reasoning_parser is not None and body.separate_reasoning is False:
         parser = context.reasoning_parser(turn)
-        opening = parser.start_marker if parser.phase is Phase.UNDECIDED else ""
+        is_opened = parser.phase is Phase.CONTENT or turn.phase(parser.start_marker, parser.end_marker) is Phase.REASONING
+        opening = "" if is_opened else parser.start_marker
         closing = parser.end_marker
     return ReasoningView(
         is_included=body.include_reasoning is not False,

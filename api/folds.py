@@ -1,5 +1,6 @@
 """What the engine brings, step by step, as wire deltas; and whole answers as folds of those same deltas."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -97,6 +98,7 @@ class ChoiceFold:
         self._held_reasoning: list[str] = []
         self._is_reasoning_inline = False
         self._num_tool_calls = 0
+        self._arguments: list[str] = []  # of the last call
 
     def opening(self) -> ChatChunkChoice:
         return ChatChunkChoice(self._index, ChatDelta(role="assistant", content=""))
@@ -128,10 +130,12 @@ class ChoiceFold:
                 self._end_reasoning(deltas)
                 if self._is_kept(index):
                     self._num_tool_calls = max(self._num_tool_calls, index + 1)
+                    self._arguments.clear()
                     call = ToolCallDelta(index, FunctionDelta("", name), call_id, "function")
                     deltas.append(ChatDelta(tool_calls=[call]))
             case ToolCallArguments(index, fragment):
                 if fragment and self._is_kept(index):
+                    self._arguments.append(fragment)
                     add_arguments(deltas, index, fragment)
 
     def _take_reasoning(self, text: str, deltas: list[ChatDelta]) -> None:
@@ -173,11 +177,20 @@ class ChoiceFold:
         return pending.whole()
 
     def _last_choice(self, reason: FinishReason, stop_reason: int | str | None) -> ChatChunkChoice:
-        has_called = self._num_tool_calls > 0 and reason is FinishReason.STOP
+        has_called = self._num_tool_calls > 0 and reason is FinishReason.STOP and (stop_reason is None or is_json(self._arguments))
         finish_reason = "tool_calls" if has_called else str(reason)
         stop = UNSET if stop_reason is None else stop_reason
         found = self._found.get(self._index, UNSET)
         return ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), finish_reason, stop, found)
+
+
+def is_json(fragments: list[str]) -> bool:
+    """Whether they are a whole document: what the client has stopped may be the middle of a call."""
+    try:
+        json.loads("".join(fragments))
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def add_content(deltas: list[ChatDelta], text: str) -> None:

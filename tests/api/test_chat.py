@@ -144,7 +144,8 @@ def test_reasoning_can_stay_in_the_content_be_dropped_or_come_at_once() -> None:
             return message.content, message.reasoning_content
 
         assert await split() == ("Yes", "Hm.")
-        assert await split(separate_reasoning=False) == ("Hm.</think>Yes", None)
+        assert await split(separate_reasoning=False) == ("<think>Hm.</think>Yes", None)
+        assert await split(separate_reasoning=False, chat_template_kwargs=THINKING) == ("Hm.</think>Yes", None), "the prompt has the marker"
         assert await split(include_reasoning=False) == ("Yes", None)
         chunks = await streamed(client, extra_body={"stream_reasoning": False})
         pieces = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
