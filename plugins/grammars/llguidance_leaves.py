@@ -80,7 +80,7 @@ def _schema_errors(spec: GrammarSpec) -> Callable[[Any], str | None]:
     """What llguidance has against a schema."""
     from llguidance import LLMatcher
 
-    limits = parser_limits()
+    limits = parser_limits(is_schema=True)
 
     def error_of(schema: Any) -> str | None:
         grammar = LLMatcher.grammar_from_json_schema(schema_source(schema, spec.whitespace_pattern, spec.param))

@@ -1,10 +1,13 @@
 """A grammar compiled by llguidance, and one sequence's place in it."""
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from penstock.plugins.grammars.llguidance_limits import MAX_STEP_SECONDS, TOO_SLOW
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -75,6 +78,8 @@ class LlguidanceMatcher:
 
     Stop tokens never reach the engine: its parser takes one for the end only where the answer may end, and some copies of it uncounted.
     The lexer's limits count what all sequences have had it work out, so the first failure is answered with a lexer of the sequence's own.
+    No limit of the engine counts the work of taking a token, so its time is taken. After a slow mask, `finished` says no more than what is
+    known without the next one, which would not be computed on the event loop.
     """
 
     def __init__(self, grammar: LlguidanceGrammar, matcher: "LLMatcher", lexer: _Lexer) -> None:
@@ -84,11 +89,17 @@ class LlguidanceMatcher:
         self._token_ids: list[int] = []
         self._is_alone = False
         self._is_ended = False
+        self._is_slow = False
 
     def fill_bitmask(self, row: Tensor) -> None:
         if self._is_ended:
             row.zero_()
             return
+        began_at = time.thread_time()
+        self._fill(row)
+        self._is_slow = time.thread_time() - began_at > MAX_STEP_SECONDS
+
+    def _fill(self, row: Tensor) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._is_spoiled:
             self._start_alone()
@@ -104,7 +115,10 @@ class LlguidanceMatcher:
                 self._start_alone()
             self._is_ended = self._matcher.is_accepting()
             return self._is_ended
+        began_at = time.thread_time()
         is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        if time.thread_time() - began_at > MAX_STEP_SECONDS:
+            raise MatcherFailed(TOO_SLOW)
         if self._is_spoiled:
             self._start_alone()
             is_taken = self._matcher.try_consume_tokens([token_id]) == 1
@@ -156,7 +170,7 @@ class LlguidanceMatcher:
             self._start_alone()
         if self._matcher.is_stopped():
             return True
-        if not self._matcher.is_accepting():
+        if self._is_slow or not self._matcher.is_accepting():
             return False
         mask = self._matcher.compute_bitmask()
         if self._is_spoiled:

@@ -2,12 +2,14 @@
 
 import json
 import re
+from itertools import groupby
 
 from penstock.plugins.grammars.charset import CharSet
 from penstock.plugins.grammars.regular import Chars, Either, Literal, Node, Repeat, Sequence
 
 # Repeats within repeats cost llguidance seconds for one mask: `(x{1000}){1000}` is a million places.
 MAX_PLACES = 200_000
+MAX_RANGES = 200_000  # of characters, written out: a microsecond and some hundred bytes each
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
@@ -16,7 +18,9 @@ class UnwritableRegex(Exception):
 
 
 def check_size(node: Node) -> None:
-    """Raises `UnwritableRegex` where, all repeats written out, there are more than `MAX_PLACES` for a character."""
+    """Raises `UnwritableRegex` where there are more than `MAX_PLACES` for a character, all repeats written out, or `MAX_RANGES` as it is."""
+    if _num_ranges(node) > MAX_RANGES:
+        raise UnwritableRegex(f"sets of characters that come to more than {MAX_RANGES} ranges")
     if _num_places(node) > MAX_PLACES:
         raise UnwritableRegex(f"repeats within repeats come to more than {MAX_PLACES} characters")
 
@@ -30,6 +34,19 @@ def _num_places(node: Node) -> int:
         case Repeat(item, minimum, maximum):
             return _num_places(item) * max(minimum if maximum is None else maximum, 1)
     return 1
+
+
+def _num_ranges(node: Node) -> int:
+    match node:
+        case Chars(chars):
+            return len(chars)
+        case Sequence(items):
+            return sum(_num_ranges(item) for item, _ in groupby(items))
+        case Either(items):
+            return sum(map(_num_ranges, items))
+        case Repeat(item):
+            return _num_ranges(item)
+    return 0
 
 
 def to_terminal(node: Node) -> str:
@@ -57,12 +74,17 @@ def to_pattern(node: Node) -> str:
         case Chars(chars):
             return _class(chars)
         case Sequence(items):
-            return "".join(f"(?:{to_pattern(item)})" if isinstance(item, Either) else to_pattern(item) for item in items)
+            return "".join(_times(item, sum(1 for _ in run)) for item, run in groupby(items))
         case Either(items):
             return "|".join(map(to_pattern, items))
         case Repeat(item, minimum, maximum):
             return f"(?:{to_pattern(item)}){{{minimum},{'' if maximum is None else maximum}}}"
     raise AssertionError("anchors are resolved before a pattern is written")
+
+
+def _times(item: Node, number: int) -> str:
+    pattern = to_pattern(item)
+    return pattern if number == 1 and not isinstance(item, Either) else f"(?:{pattern})" + (f"{{{number}}}" if number > 1 else "")
 
 
 def _check(text: str) -> None:
