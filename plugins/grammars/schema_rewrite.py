@@ -14,6 +14,7 @@ from penstock.plugins.grammars.schema_keywords import ANNOTATIONS, KEYWORDS_OF
 from penstock.plugins.grammars.schema_negation import Inexpressible, Negation, any_of
 from penstock.plugins.grammars.schema_overlap import ALL_TYPES, Overlap, same_key, types_of, values_of
 from penstock.plugins.grammars.schema_walk import walk
+from penstock.plugins.grammars.string_formats import PATTERNS
 
 MAX_ALTERNATIVES = 64
 MAX_ARRAYS = 400
@@ -41,7 +42,12 @@ COMPILED_FORMATS = DEFINED_FORMATS - {
 }
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 _POINTER = r"(?:/(?:[^~/]|~[01])*)*"
-_PATTERNS = {"json-pointer": f"^{_POINTER}$", "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$"}
+_PATTERNS = {
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
+    # llguidance takes every February for one of 29 days, and any minute for one of 61 seconds.
+    **{name: f"^(?:{PATTERNS[name]})$".replace(r"\d", "[0-9]") for name in ("date", "time", "date-time")},
+}
 
 Schema = Mapping[str, Any]
 
@@ -93,6 +99,9 @@ def replace_keyword(schema: dict[str, Any], keyword: str, additions: list[Any]) 
     for name in _TOGETHER.get(keyword, (keyword,)):
         schema.pop(name, None)
     if not additions:
+        return
+    if keyword == "format" and "pattern" not in schema and "allOf" not in schema:
+        schema.update(additions[0])
         return
     if "allOf" in schema and isinstance(schema.get("properties"), dict):
         additions = [{"properties": dict.fromkeys(schema["properties"], True)}, *additions]
@@ -256,13 +265,15 @@ class Rewriting:
         if not isinstance(properties, dict) or not isinstance(required, list) or not isinstance(least, int):
             raise Inexpressible
         optional = [name for name, member in properties.items() if name not in required and member is not False]
+        can_have_others = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
+        num_required = len(set(required))
+        enough = max(least - num_required, 0)
+        if enough > 1 and can_have_others:
+            raise Inexpressible  # a grammar does not know whether two names that it is not given are the same, and counts them twice
         if not optional:
             return None
         count = {keyword: schema[keyword] for keyword in ("minProperties", "maxProperties") if keyword in schema}
-        num_required = len(set(required))
-        can_have_others = schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
         largest = len(optional) if most is None else min(len(optional), most - num_required)
-        enough = max(least - num_required, 0)
         if most is None and (not enough or math.comb(len(optional), enough) > MAX_ALTERNATIVES):
             if enough:
                 raise Inexpressible
@@ -281,11 +292,11 @@ class Rewriting:
         name = schema["format"]
         if name not in DEFINED_FORMATS or "string" not in types_of(schema):
             return []
+        if name in _PATTERNS:
+            return [{"pattern": _PATTERNS[name]}]
         if name in COMPILED_FORMATS:
             return None
-        if name not in _PATTERNS:
-            raise Inexpressible
-        return [{"pattern": _PATTERNS[name]}]
+        raise Inexpressible
 
     def containing(self, schema: Schema) -> list[Any]:
         if schema["contains"] not in (True, {}):

@@ -149,7 +149,7 @@ def test_what_is_rewritten_accepts_what_is_valid_and_nothing_else(schema: Any) -
 
 def test_properties_keep_their_order() -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "allOf": [{"required": ["b"]}]}
-    for extra in ({"dependentRequired": {"b": ["a"]}}, {"oneOf": [{"required": ["a"]}, {"required": ["c"]}]}, {"minProperties": 2}):
+    for extra in ({"dependentRequired": {"b": ["a"]}}, {"oneOf": [{"required": ["a"]}, {"required": ["c"]}]}, {"minProperties": 1}):
         grammar = compiled({"allOf": [{}], **schema, **extra})
         assert accepts(grammar, {"a": 1, "b": 2})
         assert not accepts(grammar, {"b": 2, "a": 1})
@@ -190,3 +190,28 @@ def test_schemas_that_extend_each_other_in_a_circle_are_compiled() -> None:
     assert accepts(grammar, {"child": {"child": {"name": "a"}, "name": "b"}})
     assert not accepts(grammar, {"child": {"child": {"name": 1}}})
     assert not accepts(grammar, {"child": {"child": []}})
+
+
+def test_two_names_that_are_not_given_are_not_counted_since_they_may_be_the_same() -> None:
+    for schema in ({"minProperties": 2}, {"properties": {"a": {}}, "minProperties": 2}, {"required": ["a"], "minProperties": 3}):
+        with pytest.raises(UnsupportedGrammar, match="minProperties"):
+            compiled({"type": "object", **schema})
+    grammar = compiled({"type": "object", "required": ["a"], "minProperties": 2})
+    assert accepts(grammar, {"a": 1, "z": 1})
+    assert not accepts(grammar, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("date", ("2024-02-29", "2000-02-29", "2023-12-31"), ("2023-02-29", "1900-02-29", "2024-04-31", "2024-2-1")),
+        ("time", ("23:59:59Z", "10:00:00.5+02:00"), ("23:59:60Z", "24:00:00Z", "10:00:00", "10:00:00.Z")),
+        ("date-time", ("2024-02-29T10:00:00Z",), ("2023-02-29T10:00:00Z", "2024-02-29 10:00:00Z", "2024-02-29T10:00:60Z")),
+    ],
+)
+def test_dates_and_times_are_those_of_the_calendar(name: str, valid: tuple[str, ...], invalid: tuple[str, ...]) -> None:
+    for extra in ({}, {"pattern": "^[12]"}, {"allOf": [{"minLength": 1}]}, {"type": ["string", "null"]}):
+        grammar = compiled({"type": "string", "format": name, **extra})
+        starts = ("1", "2") if "pattern" in extra else ("",)
+        assert all(accepts(grammar, text) for text in valid if text.startswith(starts))
+        assert not any(accepts(grammar, text) for text in invalid)
