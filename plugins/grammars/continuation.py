@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.plugins.grammars.charset import ANY, CharSet, intersect, of, union
+from penstock.plugins.grammars.charset import ANY, CharSet, of, union
 from penstock.plugins.grammars.regular import Chars, Either, Literal, Node, Repeat, Sequence
 
 MAX_POSITIONS = 2000
@@ -10,8 +10,16 @@ MAX_STATES = 2000
 _Places = frozenset[int]
 
 
-def continuation(node: Node) -> CharSet:
-    """Counts of repeats are passed over, so that it may name too many; where the tree is large, every character."""
+@dataclass(slots=True)
+class Budget:
+    """Steps left, each of which asks a place about a character: up to a microsecond."""
+
+    num_steps: int = 300_000
+
+
+def continuation(node: Node, budget: Budget | None = None) -> CharSet:
+    """Counts of repeats are passed over, so that it may name too many; where the tree is large or the budget spent, every character."""
+    budget = budget or Budget()
     positions = _Positions()
     whole = positions.read(node)
     if len(positions.chars) > MAX_POSITIONS:
@@ -21,7 +29,11 @@ def continuation(node: Node) -> CharSet:
     pending = [whole.first]
     while pending:
         offered = pending.pop()
-        for state in positions.states(offered):
+        points = positions.points(offered)
+        budget.num_steps -= len(points) * sum(len(positions.chars[place]) for place in offered)
+        if budget.num_steps < 0:
+            return ANY
+        for state in positions.states(offered, points):
             if state in seen:
                 continue
             seen.add(state)
@@ -85,9 +97,16 @@ class _Positions:
             left.is_nullable and right.is_nullable,
         )
 
-    def states(self, offered: _Places | set[int]) -> set[_Places]:
-        """The places that one character, whichever, can be at."""
+    def points(self, offered: _Places) -> list[int]:
+        """One character of each kind that these places tell apart."""
         edges = sorted({edge for place in offered for low, high in self.chars[place] for edge in (low, high + 1)})
-        points = [edge for edge in edges if edge <= 0x10FFFF]
-        found = {frozenset(place for place in offered if intersect(self.chars[place], ((point, point),))) for point in points}
+        return [edge for edge in edges if edge <= 0x10FFFF]
+
+    def states(self, offered: _Places, points: list[int]) -> set[_Places]:
+        """The places that one character, whichever, can be at."""
+        found = {frozenset(place for place in offered if _holds(self.chars[place], point)) for point in points}
         return found - {frozenset()}
+
+
+def _holds(chars: CharSet, point: int) -> bool:
+    return any(low <= point <= high for low, high in chars)

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.plugins.grammars.charset import CharSet, intersect, union
-from penstock.plugins.grammars.continuation import continuation
+from penstock.plugins.grammars.continuation import Budget, continuation
 from penstock.plugins.grammars.gbnf_syntax import Alternatives, Expression, Name, Parts, Repeated, Text
 from penstock.plugins.grammars.part_edges import of_regex
+from penstock.plugins.grammars.regular import Node
 
 MAX_ROUNDS = 40
 
@@ -31,35 +32,50 @@ _NOTHING = _Edges(is_nullable=True)
 def check_apart(rules: Mapping[str, Expression]) -> None:
     """Raises `Indistinct` unless all lexemes, the texts in `rules`, can be told apart; also where that is too hard to say."""
     edges = dict.fromkeys(rules, _Edges())
+    lexemes = _Lexemes()
     for _ in range(MAX_ROUNDS):
-        wider = {name: _edges(expression, edges) for name, expression in rules.items()}
+        wider = {name: _edges(expression, edges, lexemes) for name, expression in rules.items()}
         if wider == edges:
             return
         edges = wider
     raise Indistinct
 
 
-def _edges(expression: Expression, rules: Mapping[str, _Edges]) -> _Edges:
+class _Lexemes:
+    """What is known of texts, each looked at once, and all of them together only for so long."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Edges] = {}
+        self._budget = Budget()
+
+    def edges(self, node: Node) -> _Edges:
+        """The tree is kept by the rules, so that its identity stays its own."""
+        if id(node) not in self._known:
+            lexeme = of_regex(node)
+            self._known[id(node)] = _Edges(lexeme.first, continuation(node, self._budget), (), lexeme.is_nullable)
+        return self._known[id(node)]
+
+
+def _edges(expression: Expression, rules: Mapping[str, _Edges], lexemes: _Lexemes) -> _Edges:
     match expression:
         case Text(node):
-            lexeme = of_regex(node)
-            return _Edges(lexeme.first, continuation(node), (), lexeme.is_nullable)
+            return lexemes.edges(node)
         case Name(name):
             return rules[name]
         case Parts(items):
             whole = _NOTHING
             for item in items:
-                whole = _followed(whole, _edges(item, rules))
+                whole = _followed(whole, _edges(item, rules, lexemes))
             return whole
         case Alternatives(items):
             either = _Edges()
             for item in items:
-                other = _edges(item, rules)
+                other = _edges(item, rules, lexemes)
                 _check(either.first, other.first)
                 either = _Edges(*_joined(either, other), either.is_nullable or other.is_nullable)
             return either
         case Repeated(item, minimum, maximum):
-            part = _edges(item, rules)
+            part = _edges(item, rules, lexemes)
             if maximum != 1:
                 _followed(part, part)
                 part = _Edges(part.first, part.more, union(part.opens, part.first), part.is_nullable)

@@ -18,7 +18,7 @@ class UnwritableRegex(Exception):
 
 
 def check_size(node: Node) -> None:
-    """Raises `UnwritableRegex` where there are more than `MAX_PLACES` for a character, all repeats written out, or `MAX_RANGES` as it is."""
+    """Raises `UnwritableRegex` for more than `MAX_PLACES` for a character, all repeats written out, and for more than `MAX_RANGES`."""
     if _num_ranges(node) > MAX_RANGES:
         raise UnwritableRegex(f"sets of characters that come to more than {MAX_RANGES} ranges")
     if _num_places(node) > MAX_PLACES:
