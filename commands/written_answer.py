@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.api.chat_protocol import AssistantMessage
 from penstock.api.folds import ChoiceFold, MessageFold, ReasoningView
+from penstock.engine.blank_text import BlankText
 from penstock.engine.events import SpecialText
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.outputs import FinishReason, SequenceDelta
@@ -53,10 +54,10 @@ class WrittenAnswer:
         """What a whole answer would hold: the same fold over the same chain of parsers."""
         parsers: list[Parser] = [make(self.turn) for make in (reasoning_parser, tool_parser) if make is not None]
         chain = ParserChain(parsers)
-        choice, message = ChoiceFold(0, ReasoningView()), MessageFold(0)
+        blank, choice, message = BlankText(), ChoiceFold(0, ReasoningView()), MessageFold(0)
         for piece in self.pieces():
-            events = visible_events(chain.feed(piece), skip_special_tokens=True)
+            events = blank.feed(visible_events(chain.feed(piece), skip_special_tokens=True))
             message.feed(choice.feed(SequenceDelta(0, events=events)))
-        events = visible_events(chain.finish(), skip_special_tokens=True)
+        events = [*blank.feed(visible_events(chain.finish(), skip_special_tokens=True)), *blank.finish()]
         message.feed(choice.feed(SequenceDelta(0, events=events, finish_reason=FinishReason.STOP)))
         return message.choice(has_reasoning_parser=reasoning_parser is not None).message

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from penstock.engine.blank_text import BlankText
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.events import Event, Text
 from penstock.engine.parser_chain import ParserChain
@@ -49,6 +50,7 @@ class Answer:
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
         self._tap = None if reasoning is None else _Tap()
+        self._blank = None if tool_parser is None else BlankText()
         self._chain = ParserChain([parser for parser in (reasoning, self._tap, self._stop_strings, tool_parser) if parser is not None])
         self.num_reasoning_tokens = 0
         """Tokens at whose start or end the model was reasoning: those of both markers count, as far as a marker is told from text."""
@@ -95,10 +97,12 @@ class Answer:
         """Generation is over: what was held back."""
         events = self._read(self._detokenizer.finish())
         events.extend(self._chain.finish())
-        return self._visible(events)
+        visible = self._visible(events)
+        return visible if self._blank is None else [*visible, *self._blank.finish()]
 
     def _read(self, pieces: Iterable[str]) -> list[Event]:
         return [event for piece in pieces for event in self._chain.feed(piece)]
 
     def _visible(self, events: Iterable[Event]) -> list[Event]:
-        return visible_events(events, skip_special_tokens=self._skip_special_tokens)
+        visible = visible_events(events, skip_special_tokens=self._skip_special_tokens)
+        return visible if self._blank is None else self._blank.feed(visible)
