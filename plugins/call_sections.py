@@ -8,7 +8,7 @@ from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.call_reader import CallReader, Progress, Surroundings
-from penstock.plugins.markers import MarkerBuffer, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
 from penstock.plugins.schema_types import ToolSchemas
 
 _TAIL = 64
@@ -91,7 +91,7 @@ class CallSections:
                 rest = [*self._block, *rest]
         else:
             rest = [*self._block, *self._buffer.finish()]
-            if self._step == self._read_after and all(piece.isspace() for piece in rest):
+            if self._step == self._read_after and is_cut_marker(rest, *self._ends):
                 rest = []
         self._say(rest, events)
         return events
@@ -191,8 +191,11 @@ class CallSections:
     def _read_after(self, events: list[Event]) -> bool:
         """After a call, or after the section that it stood in."""
         envelope = self._envelope
-        after = (envelope.section_end, *envelope.skipped) if self._is_in_section or self._is_bare else ()
-        markers = (*after, envelope.section, envelope.call if self._is_in_section or not envelope.section or self._may_lack_section else "")
+        markers = (
+            *self._ends,
+            envelope.section,
+            envelope.call if self._is_in_section or not envelope.section or self._may_lack_section else "",
+        )
         start = self._buffer.take_start(*(marker for marker in markers if marker))
         if start is None:
             return False
@@ -204,6 +207,13 @@ class CallSections:
             self._is_bare = False
             self._follow(marker, space)
         return True
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """What may follow a call and is none."""
+        envelope = self._envelope
+        ends = (envelope.section_end, *envelope.skipped) if self._is_in_section or self._is_bare else ()
+        return tuple(marker for marker in ends if marker)
 
     def _say(self, pieces: Iterable[str], events: list[Event]) -> None:
         for piece in join_pieces([piece for piece in pieces if piece]):

@@ -9,7 +9,7 @@ from penstock.plugins.automaton import split_symbols
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.harmony_call import HarmonyCall
 from penstock.plugins.harmony_header import CHANNEL, CONSTRAIN, ENDS, MESSAGE, RECIPIENT, ROLE, Header
-from penstock.plugins.markers import MarkerBuffer, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
 
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
@@ -68,8 +68,8 @@ class Harmony:
         if self._step == self._read_arguments_start:
             self._start_call(events, "{}")
             return events
-        is_after_call = self._reads_calls and self._step in (self._read_call_end, self._read_after_call)
-        if is_after_call and all(piece.isspace() for piece in rest):
+        ends = {self._read_call_end: ENDS, self._read_after_call: ()}.get(self._step)
+        if self._reads_calls and ends is not None and is_cut_marker(rest, *ends):
             return []
         return [self._kind(piece) for piece in rest]
 

@@ -60,7 +60,7 @@ class Header:
         for word in words:
             if word.startswith("to="):
                 self.recipient = word[len("to=") :]
-            elif self._after == ROLE:
+            elif self._after == ROLE or "<" in word:
                 self.is_valid = False
 
     def text_if_cut(self) -> list[Event]:

@@ -12,7 +12,7 @@ from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.json_call import JsonCall
 from penstock.plugins.json_call_reader import JsonCallReader
 from penstock.plugins.json_call_reading import JsonCallReading
-from penstock.plugins.markers import MarkerBuffer, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
 from penstock.plugins.named_call import NamedCall
 
 _BETWEEN = " \t\r\n,;"
@@ -73,6 +73,8 @@ class JsonToolCalls:
         rest = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
         self._block = self._reading.block = []
         if self._step != self._read_text and not "".join(rest).strip(_BETWEEN):
+            return events
+        if self._step == self._read_end and is_cut_marker(rest, *self._closings):
             return events
         return [*events, *map(Text, rest)]
 

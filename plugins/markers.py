@@ -184,6 +184,12 @@ class MarkerBuffer:
             self._held.clear()
 
 
+def is_cut_marker(pieces: list[str], *markers: str) -> bool:
+    """Whether an answer that ends in these pieces was cut within one of the markers, or before it: white space may stand there too."""
+    text = "".join(pieces).lstrip()
+    return any(marker.startswith(text) for marker in markers) or not text
+
+
 def join_pieces(pieces: list[str]) -> list[str]:
     """The same pieces with plain text joined to plain text."""
     if len(pieces) < 2:

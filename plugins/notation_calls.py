@@ -6,11 +6,11 @@ from collections.abc import Callable
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
-from penstock.plugins.markers import MarkerBuffer, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
 from penstock.plugins.notation_call import NotationCall
 from penstock.plugins.schema_types import STRING, ToolSchemas, Types
 
-_HEAD = re.compile(r"\s*call:\s*([\w.\-/]+)\s*")
+_HEAD = re.compile(r"\s*(?:call)?:\s*([\w.\-/]+)\s*")  # Gemma 4 forgets the word now and then
 _MAX_HEAD = 400
 
 
@@ -67,8 +67,8 @@ class NotationCalls:
         if self._step == self._read_arguments:
             self._end_call(rest, events)
             return events
-        is_after_call = self._step in (self._read_end, self._read_between)
-        if is_after_call and all(piece.isspace() for piece in rest):
+        ends = {self._read_end: (self._end,), self._read_between: ()}.get(self._step)
+        if ends is not None and is_cut_marker(rest, *ends):
             return events
         return [Text(piece) for piece in join_pieces([*self._head, *rest])]
 

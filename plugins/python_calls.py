@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
-from penstock.plugins.markers import MarkerBuffer, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
 from penstock.plugins.python_call import PythonCall
 
 _NO_CALL = ("(", ")", "[", "]", "{", "}", '"', "'")
@@ -66,7 +66,7 @@ class PythonCalls:
             self._call.finish()
             self._give_out(events)
         rest = self._buffer.finish()
-        if self._was_call and all(piece.isspace() for piece in rest):
+        if self._was_call and is_cut_marker(rest, *self._closers):
             return events
         self._held += rest
         self._give_back(events)

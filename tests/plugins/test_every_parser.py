@@ -14,6 +14,7 @@ from penstock.testing import check_parser, read
 MAX_EXAMPLES = 10
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
 TAKEN = {  # beyond what a format is known by: white space and words that belong to markers
+    "cohere_command": ("\n", " "),
     "ernie45": ("\n", " "),
     "gemma4": ("<|channel>", "thought\n"),
     "granite_thinking": ("\n", " "),
@@ -72,6 +73,21 @@ def test_the_example_of_a_tool_parser_calls_the_tool(name: str) -> None:
     assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["weather"]
     fragments = [event.fragment for event in events if isinstance(event, ToolCallArguments)]
     assert json.loads("".join(fragments)) == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_cut_within_the_last_marker_of_a_call_shows_nothing_of_it(name: str) -> None:
+    registry = plugins().tool_parsers
+    info = registry.infos[name]
+    turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
+    whole = read(registry[name](turn), [info.example])
+    before = sum(len(event.text) for event in whole if isinstance(event, Text))
+    is_whole = False
+    for end in range(len(info.example)):
+        events = read(registry[name](turn), [info.example[:end]])
+        is_whole = is_whole or "".join(event.fragment for event in events if isinstance(event, ToolCallArguments)) == '{"city": "Oslo"}'
+        if is_whole:
+            assert sum(len(event.text) for event in events if isinstance(event, Text)) <= before, events
 
 
 @pytest.mark.parametrize("name", REASONING)

@@ -107,6 +107,10 @@ def test_names_may_have_marks_in_them(name: str) -> None:
     assert calls(read(Gemma4(AUTO), [f"<|tool_call>call:{name}{{}}<tool_call|>"])) == [(name, {})]
 
 
+def test_the_word_before_the_name_may_be_missing() -> None:
+    assert calls(read(Gemma4(AUTO), ["<|tool_call>:f{n:42}<tool_call|>"])) == [("f", {"n": 42})]
+
+
 def test_text_and_calls_may_alternate() -> None:
     events = read(Gemma4(AUTO), list(SAMPLES[0]))
     assert [name for name, _ in calls(events)] == ["f", "g"]
