@@ -22,6 +22,7 @@ def _markup(section: str, space: str = "") -> ParameterMarkup:
         parameter=f"<{TOKEN}{space}parameter name=",
         value_end=f"</{TOKEN}{space}parameter>",
         read_tag=read_attribute_tag,
+        may_lack_section=True,
         wrappers=("arguments", "input"),
     )
 
@@ -53,7 +54,8 @@ def _info(markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs:
         models=models,
         markers=markup.markers,
         quirks='`string="true"` is a string where the schema allows one, `string="false"` is JSON. What stands in a parameter `arguments` '
-        "or `input`, which the tool does not have, are the arguments.",
+        "or `input`, which the tool does not have, are the arguments. The section may be missing at the beginning of a line, unless a tool "
+        "is strict.",
         aliases=aliases,
         signs=signs,
         example=f"{markup.section}\n{call}\n{markup.section_end}",

@@ -74,8 +74,16 @@ def test_each_version_has_its_own_spelling(factory: ToolParserFactory, rewritten
     text = rewritten(block(parameter("city", "Oslo", "true")))
     assert calls(factory, f"Sure! {text}") == [("weather", {"city": "Oslo"})]
     assert content(factory, f"Sure! {text}") == "Sure! "
-    others = [other for other in (deepseek_v32, deepseek_v4, deepseek_v41) if other is not factory]
-    assert all(calls(other, text) == [] for other in others)
+
+
+def test_a_call_may_lack_its_section_at_the_beginning_of_a_line() -> None:
+    bare = block(parameter("city", "Oslo", "true")).removeprefix("<｜DSML｜tool_calls>\n")
+    assert calls(deepseek_v4, bare) == [("weather", {"city": "Oslo"})]
+    assert content(deepseek_v4, f"Sure!\n{bare}") == "Sure!\n"
+    assert calls(deepseek_v4, f"Such as {bare}") == []
+    assert calls(deepseek_v4, bare.replace("weather", "other")) == []
+    assert calls(deepseek_v41, bare) == []
+    check_parser(deepseek_v4, [bare], markers=V4.markers, turn=AUTO, max_examples=20)
 
 
 def test_the_token_inside_the_tags_is_looked_for_as_such() -> None:
