@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
@@ -16,7 +16,7 @@ from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.llguidance_regex import MAX_PLACES, UnwritableRegex, check_size, to_pattern
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
 from penstock.plugins.grammars.regular import MisplacedAnchor, full_match, search
-from penstock.plugins.grammars.schema_keywords import unknown_keywords
+from penstock.plugins.grammars.schema_keywords import DIALECTS, unknown_keywords
 from penstock.plugins.grammars.schema_negation import Inexpressible
 from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
 from penstock.plugins.grammars.schema_shape import resolve
@@ -109,6 +109,7 @@ class _Reading:
         self.rewriting = Rewriting(root if self.has_one_base else None, self.unknown)
         self.checks: dict[str, Callable[[dict[str, Any], str, Steps], None]] = {
             "$ref": self.reference,
+            "$schema": self.dialect,
             "const": self.values,
             "enum": self.values,
             "pattern": self.pattern,
@@ -165,11 +166,6 @@ class _Reading:
             self.inlined.pop()
         return self.targets[reference]
 
-    def shared_format(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A reference to one definition for all: llguidance reads its regex as often as it stands there, a millisecond each."""
-        name, _ = self.definitions.setdefault(str(schema["format"]), (f"{_MOVED}{len(self.definitions)}", schema))
-        return {"$ref": f"#/$defs/{name}"}
-
     def rewrite(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         """Says the keyword with others, where that is exact; else refuses it or, in a lenient schema, leaves it out."""
         if not self.origins:  # what is put together of the client's schemas is found again where the client has it
@@ -205,6 +201,11 @@ class _Reading:
     def reachable(self) -> frozenset[str]:
         return reachable(self.root)
 
+    def dialect(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        """One that nobody knows is 2020-12; llguidance would look for what it says."""
+        if steps or not isinstance(schema[keyword], str) or schema[keyword].removesuffix("#") not in DIALECTS:
+            del schema[keyword]
+
     def reference(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         reference = schema[keyword]
         if not isinstance(reference, str):
@@ -215,6 +216,8 @@ class _Reading:
             place, target = resolve(self.root, unquote(reference), self.param + path((*steps, keyword)))
             if not REWRITTEN.isdisjoint(place):
                 schema[keyword] = f"#/$defs/{self.moved(unquote(reference), target)}"
+            else:
+                schema[keyword] = quote(unquote(reference), safe="#/$~")
 
     def moved(self, place: str, target: Any) -> str:
         """The name of a definition that stands for what may not be found any more where it was."""

@@ -40,6 +40,13 @@ _SINCE_DRAFT = {
     8: ("dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "minContains", "maxContains"),
 }
 _OLD_DRAFTS = {f"http://json-schema.org/draft-0{number}/schema": number for number in (4, 6, 7)}
+DIALECTS = frozenset(
+    {
+        *_OLD_DRAFTS,
+        "http://json-schema.org/draft-03/schema",
+        *(f"https://json-schema.org/draft/{draft}/schema" for draft in ("2019-09", "2020-12")),
+    }
+)
 
 
 def unknown_keywords(root: Any) -> frozenset[str]:

@@ -3,6 +3,7 @@
 import json
 import random
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import pytest
@@ -215,3 +216,27 @@ def test_dates_and_times_are_those_of_the_calendar(name: str, valid: tuple[str, 
         starts = ("1", "2") if "pattern" in extra else ("",)
         assert all(accepts(grammar, text) for text in valid if text.startswith(starts))
         assert not any(accepts(grammar, text) for text in invalid)
+
+
+@pytest.mark.parametrize("dialect", ["http://json-schema.org/schema#", "https://json-schema.org/draft-07/schema#", "urn:x", ""])
+def test_a_dialect_that_nobody_knows_is_not_looked_for(dialect: str) -> None:
+    part = {"$schema": dialect, "type": "integer"}
+    grammar = compiled({"$schema": dialect, "properties": {"a": part}, "anyOf": [{"required": ["a"]}, {"type": "string"}]})
+    assert accepts(grammar, {"a": 1, "name": {}})
+    assert not accepts(grammar, {"a": "x"})
+    assert not accepts(grammar, {})
+
+
+@pytest.mark.parametrize("name", ["k8s.io|api|core", "a b^", "x/y~z", "%25", "日本"])
+def test_a_definition_may_have_any_name(name: str) -> None:
+    pointer = name.replace("~", "~0").replace("/", "~1")
+    for written in (pointer.replace("%", "%25"), quote(pointer)):
+        schema = {
+            "type": "object",
+            "properties": {"a": {"$ref": f"#/$defs/{written}"}},
+            "$defs": {name: {"type": "integer"}},
+            "maxProperties": 1,
+        }
+        grammar = compiled(schema)
+        assert accepts(grammar, {"a": 1})
+        assert not accepts(grammar, {"a": "x"})
