@@ -27,6 +27,7 @@ _TOKEN = re.compile(
 _TOKEN_IDS = re.compile(r"<\[([0-9,\s-]+)\]>")
 _REFUSED_DIRECTIVES = ("%llguidance", "%override", "%declare")
 MAX_TOKEN_RANGE = 10_000
+MAX_TERMINALS_WITHIN = 100_000  # each written out wherever it is named
 
 
 def client_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
@@ -44,6 +45,42 @@ def client_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
         raise UnsupportedGrammar(str(error), spec.param) from error
 
 
+class _Terminals:
+    """What each definition names. llguidance writes out the terminals in a terminal, which may double at every one."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+        self._named: dict[str, list[str]] = {}
+        self._current: list[str] = []
+
+    def name(self, text: str) -> None:
+        if not text.isdigit():
+            self._current.append(text)
+
+    def define(self, place: int) -> None:
+        """What was named last."""
+        if self._current:
+            name = self._current.pop()
+            self.places[name] = place
+            self._current = self._named.setdefault(name, [])
+
+    def too_large(self) -> str | None:
+        sizes: dict[str, int] = {}
+        for terminal in self._named:
+            pending = [terminal] if terminal[0].isupper() else []
+            while pending:
+                name = pending[-1]
+                if name not in sizes:
+                    sizes[name] = 1  # what it is while one looks at it from within
+                    pending += dict.fromkeys(part for part in self._named[name] if part in self._named and part not in sizes)
+                    continue
+                pending.pop()
+                sizes[name] = 1 + sum(sizes.get(part, 0) for part in self._named[name])
+                if sizes[name] > MAX_TERMINALS_WITHIN:
+                    return name
+        return None
+
+
 class _Reader:
     """One pass over a Lark grammar."""
 
@@ -55,6 +92,7 @@ class _Reader:
 
     def statements(self) -> Iterator[str]:
         depth = place = 0
+        terminals = _Terminals()
         while place < len(self.text):
             token = _TOKEN.match(self.text, place)
             assert token is not None
@@ -63,6 +101,10 @@ class _Reader:
                 depth += 1 if text == "{" else -1
                 if depth < 0:
                     raise self.refusal("an unbalanced `}`", place)
+            elif kind == "name":
+                terminals.name(text)
+            elif text == ":":
+                terminals.define(place)
             elif kind == "special":
                 text = self.special(text, place)
             elif kind in ("attribute", "reference") or (kind == "directive" and text in _REFUSED_DIRECTIVES):
@@ -72,6 +114,10 @@ class _Reader:
             if kind == "directive" and text == "%json":
                 schema, place = self.schema(place)
                 yield schema
+        name = terminals.too_large()
+        if name is not None:
+            message = f"{name[:40]} is made of more than {MAX_TERMINALS_WITHIN} terminals, each written out"
+            raise self.refusal(message, terminals.places[name])
 
     def special(self, text: str, place: int) -> str:
         """Added tokens by their ids."""
