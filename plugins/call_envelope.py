@@ -10,8 +10,9 @@ class CallEnvelope:
     A call begins after one of `openings`, which may stand alone or first in one of `sections`. After a call, `closings` may follow, in this
     order and each at most once, and then the next call. `separators` stand between calls that have no opening of their own.
 
-    With `is_array`, `openings` are followed by an array of calls. `bare` are texts with which calls begin that have no opening at all: the
-    first character of an array or of an object, and what more it takes to tell it from prose.
+    With `is_array`, `openings` are followed by an array of calls; where `may_be_array`, by one call or by an array. `bare` are texts with
+    which calls begin that have no opening at all: the first character of an array or of an object, and what more it takes to tell it from
+    prose.
     """
 
     openings: tuple[str, ...] = ()
@@ -20,6 +21,7 @@ class CallEnvelope:
     separators: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
     is_array: bool = False
+    may_be_array: bool = False
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ class JsonToolCalls:
             self._is_in_array = marker[0] == "["
             reader = self._open(self._call())
             reader.feed(marker, int(self._is_in_array))
-        elif self._envelope.is_array:
+        elif self._envelope.is_array or self._envelope.may_be_array:
             self._step = self._read_bracket
         else:
             self._start()
@@ -133,7 +133,7 @@ class JsonToolCalls:
             self._is_in_array = True
             self._block += self._as_written(marker)
             self._open(self._call())
-        elif self._head is not None:
+        elif self._head is not None or self._envelope.may_be_array:
             self._start()
         else:
             self._give_back(events)

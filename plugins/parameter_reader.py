@@ -214,11 +214,14 @@ class ParameterReader:
         return self._no_parameter()
 
     def _read_value_marker(self) -> Progress:
-        start = self._buffer.take_start(self._markup.value)
+        start = self._buffer.take_start(self._markup.value, self._markup.parameter)
         if start is None:
             return Progress.WAITING
         space, marker = start
         name = "".join(self._held).strip()
+        if marker == self._markup.parameter:  # the model has thought better of the one before, which has no value
+            self._held = []
+            return self._follow(marker)
         if marker is not None and name:
             return self._open(Tag(name))
         self._held += [*self._around.pieces(self._markup.name_end), *space, *([] if marker is None else self._around.pieces(marker))]

@@ -40,7 +40,7 @@ def to_json(text: str, types: Types | None, *, is_json: bool = False) -> str:
         return quoted(text)
     bare = text.strip()
     found = _as_json(bare, types, is_json=is_json) or _as_word(bare, types) or _as_number(bare, types) or _as_python(bare, types)
-    return found or quoted(text)
+    return found or _as_escaped(bare, types) or quoted(text)
 
 
 def _as_json(text: str, types: Types, *, is_json: bool) -> str | None:
@@ -111,6 +111,17 @@ def _as_python(text: str, types: Types) -> str | None:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
     return written if json_type(value) in types else None
+
+
+def _as_escaped(text: str, types: Types) -> str | None:
+    r"""A container as it would stand inside a string, `[\"a\"]`: GLM-4.6 writes some so."""
+    if not types & _CONTAINERS or not text.startswith(("{", "[")) or "\\" not in text:
+        return None
+    try:
+        inner = json.loads(f'"{text}"', strict=False)
+    except ValueError:
+        return None
+    return _as_json(inner, types, is_json=False)
 
 
 class TextValue:

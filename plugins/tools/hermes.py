@@ -20,7 +20,7 @@ class Hermes(JsonToolCalls):
     tool_format = block_format(START, END)
 
     def __init__(self, turn: Turn, new_id: Callable[[], str] = new_call_id) -> None:
-        super().__init__(turn, CallEnvelope(openings=(START,), closings=(END,)), new_id=new_id)
+        super().__init__(turn, CallEnvelope(openings=(START,), closings=(END,), may_be_array=True), new_id=new_id)
 
 
 @hookimpl
@@ -28,7 +28,8 @@ def register_tool_parsers(register: Register) -> None:
     info = FormatInfo(
         models="Hermes 2 Pro, Hermes 3, Qwen2.5, QwQ, Qwen3, and many others",
         markers=(START, END),
-        quirks="The last block may be left open, and the outer brace forgotten. Text before and after blocks is content.",
+        quirks="The last block may be left open, and the outer brace forgotten; a block may hold an array of calls. Text before and after "
+        "blocks is content.",
         aliases=("qwen", "qwen25", "qwen3_json", "nanbeige", "trinity"),
         signs=(START, "arguments"),
         counter_signs=("<function=", "<arg_key>", "<tool_calls>"),

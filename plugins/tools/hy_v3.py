@@ -24,7 +24,7 @@ INFO = FormatInfo(
     models="Tencent Hunyuan 3 and 4",
     markers=MARKUP.markers,
     quirks="As GLM.",
-    aliases=("hy_v4", "hunyuan_v3"),
+    aliases=("hy_v4", "hunyuan_v3", "hunyuan"),
     signs=("toolsep_token", "argkey_begin_token", "argvalue_begin_token"),
     example="<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>\n</tool_calls>",
 )

@@ -16,6 +16,7 @@ from tests.plugins.parameter_samples import calls, content
         ("<tool_call>weather<arg_key>days</arg_key><arg_value> 3\n</arg_value></tool_call>", "weather", {"days": 3}),
         ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value> New\nYork </arg_value></tool_call>", "weather", {"city": " New\nYork "}),
         ("<tool_call>weather<arg_key>city\n<arg_value>Oslo</arg_value></tool_call>", "weather", {"city": "Oslo"}),
+        ("<tool_call>f<arg_key>x</arg_key>\n<arg_key>y</arg_key><arg_value>1</arg_value></tool_call>", "f", {"y": 1}),
         ("<tool_call>a.b/c<arg_key>x</arg_key><arg_value>42</arg_value></tool_call>", "a.b/c", {"x": 42}),
         ("<tool_call>f<arg_key>x</arg_key><arg_value>2025-08-01</arg_value></tool_call>", "f", {"x": "2025-08-01"}),
         ('<tool_call>f<arg_key>x</arg_key><arg_value>{"a": [1]}</arg_value></tool_call>', "f", {"x": {"a": [1]}}),

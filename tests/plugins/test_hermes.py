@@ -82,12 +82,20 @@ def test_an_unclosed_last_block_is_a_call() -> None:
     assert read(Hermes(AUTO), [CALL.removesuffix("</tool_call>")]) == whole
 
 
+def test_a_block_may_hold_an_array_of_calls() -> None:
+    array = '<tool_call>\n[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": [1]}}]\n</tool_call>'
+    events = read(Hermes(AUTO), [f"Both: {array}"])
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["f", "g"]
+    assert [event.text for event in events if isinstance(event, Text)] == ["Both: "]
+    check_parser(Hermes, [array, "<tool_call> [1, {}]</tool_call>"], markers=MARKERS, turn=AUTO, max_examples=20)
+
+
 def test_a_missing_outer_brace_is_forgiven() -> None:
     events = read(Hermes(AUTO), ['<tool_call>{"name": "f", "arguments": {"x": 1}\n</tool_call>after'])
     assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}'), Text("after")]
 
 
-@pytest.mark.parametrize("body", ["not json", "{", "{}", '{"name": f}', '{"name": null, "arguments": {}}', '[{"name": "f"}]', ""])
+@pytest.mark.parametrize("body", ["not json", "{", "{}", '{"name": f}', '{"name": null, "arguments": {}}', '[{"a": "f"}]', ""])
 def test_a_block_that_is_no_call_is_content(body: str) -> None:
     text = f"a <tool_call>{body}</tool_call> b"
     assert read(Hermes(AUTO), [text]) == [Text(text)]

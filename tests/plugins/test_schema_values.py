@@ -78,6 +78,8 @@ def test_the_types_of_a_parameter_are_found_in_its_schema(schema: object, expect
         ("{'k': 'it''s', 'n': None}", types("object"), '{"k": "its", "n": null}'),
         ("('a', 1)", types("array"), '["a", 1]'),
         ('"{\\"k\\": 1}"', types("object"), '{"k": 1}'),
+        ('[{\\"k\\": \\"a\\\\nb\\"}]', types("array"), '[{"k": "a\\nb"}]'),
+        ('[\\"a", 1]', types("array"), '"[\\\\\\"a\\", 1]"'),
         ("[" * 3000 + "]" * 3000, types("array"), "[" * 3000 + "]" * 3000),
         ("[" * 3000, types("array"), '"' + "[" * 3000 + '"'),
         ("a, b", types("array"), '"a, b"'),
