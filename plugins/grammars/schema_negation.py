@@ -11,6 +11,7 @@ from penstock.plugins.grammars.schema_overlap import TYPES, Overlap, same_key, v
 MAX_ALTERNATIVES = 200
 MAX_CHARACTERS = 2000
 MAX_LENGTH = 100
+CHARACTERS_PER_STEP = 10
 MAX_DEPTH = 16
 
 _OPPOSITE_BOUNDS = {
@@ -84,7 +85,10 @@ class Negation:
             case "type", str() | list():
                 return _other_types([value] if isinstance(value, str) else value, is_partial=self._is_partial and self._num_members > 0)
             case ("const", _) | ("enum", list()):
-                return _other_values(values_of({keyword: value}) or [])
+                values = values_of({keyword: value}) or []
+                if not self._overlap.can_go_on(sum(len(text) for text in values if isinstance(text, str)) // CHARACTERS_PER_STEP):
+                    raise Inexpressible
+                return _other_values(values)
             case "required", list():
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties", dict():

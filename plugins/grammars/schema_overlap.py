@@ -12,6 +12,7 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")  # whole numb
 ALL_TYPES = frozenset(TYPES)
 MAX_DEPTH = 12
 MAX_STEPS = 10_000  # of some microseconds, for all of a document: alternatives within alternatives multiply
+VALUES_PER_STEP = 50
 
 Schema = Mapping[str, Any]
 
@@ -50,10 +51,11 @@ class Overlap:
     def __init__(self, root: Any) -> None:
         self.root = root
         self._num_steps = 0
+        self._keys: dict[int, tuple[list[Any], frozenset[str]]] = {}
 
-    def can_go_on(self) -> bool:
-        """Counts a step; False where there have been too many."""
-        self._num_steps += 1
+    def can_go_on(self, num_steps: int = 1) -> bool:
+        """Counts steps; False where there have been too many."""
+        self._num_steps += num_steps
         return self._num_steps <= MAX_STEPS
 
     def follow(self, schema: Any) -> Any:
@@ -70,7 +72,7 @@ class Overlap:
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """No fewer than the values of the schema have."""
         schema = self.follow(schema)
-        if not isinstance(schema, dict) or depth > MAX_DEPTH or not self.can_go_on():
+        if not isinstance(schema, dict) or depth > MAX_DEPTH or not self.can_go_on(_cost(schema)):
             return frozenset() if schema is False else ALL_TYPES
         types = types_of(schema)
         for keyword in ("anyOf", "oneOf", "allOf"):
@@ -85,7 +87,7 @@ class Overlap:
         left, right = self.follow(left), self.follow(right)
         if left is False or right is False:
             return True
-        if not isinstance(left, dict) or not isinstance(right, dict) or depth > MAX_DEPTH or not self.can_go_on():
+        if not isinstance(left, dict) or not isinstance(right, dict) or depth > MAX_DEPTH or not self.can_go_on(_cost(left)):
             return False
         for one, other in ((left, right), (right, left)):
             for keyword in ("anyOf", "oneOf"):
@@ -100,12 +102,24 @@ class Overlap:
             return True
         left_values, right_values = values_of(left), values_of(right)
         if left_values is not None and right_values is not None:
-            return not {same_key(value) for value in left_values} & {same_key(value) for value in right_values}
+            return self._keys_of(left_values).isdisjoint(self._keys_of(right_values))
         return shared == {"object"} and self._have_disjoint_members(left, right, depth)
+
+    def _keys_of(self, values: list[Any]) -> frozenset[str]:
+        if len(values) == 1:
+            return frozenset(map(same_key, values))
+        if id(values) not in self._keys:
+            self._keys[id(values)] = values, frozenset(map(same_key, values))  # with the list, whose identity is another's once it is gone
+        return self._keys[id(values)][1]
 
     def _have_disjoint_members(self, left: Schema, right: Schema, depth: int) -> bool:
         names = {name for schema in (left, right) for name in schema.get("required", ()) if isinstance(name, str)}
         return any(self.are_disjoint(_member(left, name), _member(right, name), depth=depth + 1) for name in names)
+
+
+def _cost(schema: Schema) -> int:
+    """In steps."""
+    return 1 + len(values_of(schema) or ()) // VALUES_PER_STEP
 
 
 def _member(schema: Schema, name: str) -> Any:
