@@ -7,6 +7,8 @@ from penstock.engine.errors import UnsupportedGrammar
 
 MAX_DEPTH = 192  # of the document: a schema within another stands up to two levels deeper, and a value in it has levels of its own
 
+_CONTAINERS = (dict, list)
+
 
 def parse_document(text: str, param: str) -> Any:
     """The decoded document, members in the client's order. Raises `UnsupportedGrammar` where it is not JSON or nests too deeply."""
@@ -16,16 +18,11 @@ def parse_document(text: str, param: str) -> Any:
         raise UnsupportedGrammar(f"not valid JSON: {error}", param) from error
     level = [document]
     for _ in range(MAX_DEPTH + 1):
-        level = [child for parent in level for child in _children(parent)]
+        members = (parent.values() if isinstance(parent, dict) else parent for parent in level if isinstance(parent, _CONTAINERS))
+        level = [child for children in members for child in children if isinstance(child, _CONTAINERS)]
         if not level:
             return document
     raise UnsupportedGrammar(f"nested deeper than {MAX_DEPTH}", param)
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -34,7 +34,8 @@ _LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 _COUNTS = re.compile(r"(\d{1,9})\}")
 _MOVED = "penstock-moved-"
 MAX_REWRITTEN = 200
-_UNREAD = ("title", "description", "default", "examples", "$comment")  # and may be long
+_UNREAD = frozenset({"title", "description", "default", "examples", "$comment"})  # and may be long
+_PLAIN = _UNREAD | {"type", "required", "minLength", "maxLength", "minItems", "maxItems"}  # of which nothing has to be looked at
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 
@@ -66,6 +67,9 @@ class _Identifiers(Enum):
     def of(cls, schema: Any, text: str) -> "_Identifiers":
         if not any(keyword in text for keyword in ('"$id"', '"id"', "\\u")):
             return cls.NONE
+        names = ("$id", "id")
+        if isinstance(schema, dict) and sum(text.count(f'"{name}"') for name in names) == sum(name in schema for name in names):
+            return cls.OF_ROOT if any(isinstance(schema.get(name), str) for name in names) else cls.NONE
         places = [steps for steps, part in walk(schema) if any(isinstance(part.get(keyword), str) for keyword in ("$id", "id"))]
         return cls.OF_PARTS if any(places) else cls.OF_ROOT if places else cls.NONE
 
@@ -129,6 +133,8 @@ class _Reading:
     def exact(self, schema: Any, steps: Steps) -> Any:
         if not isinstance(schema, dict):
             return schema
+        if _PLAIN.issuperset(schema):
+            return schema if _UNREAD.isdisjoint(schema) else {keyword: value for keyword, value in schema.items() if keyword not in _UNREAD}
         steps = self.origins.get(id(schema), steps)
         exact = {keyword: value for keyword, value in schema.items() if keyword not in _UNREAD and keyword not in self.unknown}
         for below, child in subschemas(schema):

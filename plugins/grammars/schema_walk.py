@@ -13,6 +13,8 @@ _SINGLE = (
     *("additionalProperties", "propertyNames", "unevaluatedProperties"),
     *("not", "if", "then", "else"),
 )
+_ALL = frozenset({*_OF_NAMES, *_OF_LISTS, *_SINGLE})
+_SCHEMA_TYPES = (dict, bool)
 
 
 def subschemas(schema: Any) -> Iterator[tuple[Steps, Any]]:
@@ -20,11 +22,16 @@ def subschemas(schema: Any) -> Iterator[tuple[Steps, Any]]:
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
+        if keyword not in _ALL:
+            continue
         if isinstance(value, dict) and keyword in _OF_NAMES:
-            yield from (((keyword, name), child) for name, child in value.items() if isinstance(child, dict | bool))
+            for name, child in value.items():
+                if isinstance(child, _SCHEMA_TYPES):
+                    yield (keyword, name), child
         elif isinstance(value, list) and keyword in _OF_LISTS:
-            yield from (((keyword, place), child) for place, child in enumerate(value))
-        elif keyword in _SINGLE and isinstance(value, dict | bool):
+            for place, child in enumerate(value):
+                yield (keyword, place), child
+        elif keyword in _SINGLE and isinstance(value, _SCHEMA_TYPES):
             yield (keyword,), value
 
 
@@ -35,7 +42,7 @@ def walk(schema: Any) -> Iterator[tuple[Steps, dict[str, Any]]]:
         steps, current = pending.pop()
         if isinstance(current, dict):
             yield steps, current
-            pending.extend((steps + below, child) for below, child in subschemas(current))
+            pending += [(steps + below, child) for below, child in subschemas(current)]
 
 
 def path(steps: Steps) -> str:
