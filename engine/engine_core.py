@@ -331,7 +331,8 @@ class EngineCore:
         self._counters.generation_tokens += 1
         delta.token_ids.append(token_id)
         num_reasoning_tokens = sequence.answer.num_reasoning_tokens
-        delta.events += sequence.answer.feed(token_id)
+        events = sequence.answer.feed(token_id)
+        delta.events += events if sequence.gate is None else sequence.gate.shown(sequence.answer, events)
         if logprobs is not None:
             is_reasoning = sequence.answer.num_reasoning_tokens > num_reasoning_tokens
             delta.logprobs.append(replace(logprobs, is_reasoning=True) if is_reasoning else logprobs)

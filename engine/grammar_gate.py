@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from penstock.engine.answer import Answer
+from penstock.engine.events import Event, Reasoning, Text
 from penstock.engine.grammar import GrammarMatcher
 from penstock.engine.parsing import Phase
 
@@ -93,6 +94,15 @@ class GrammarGate:
         self._taken[-1] += len(token_ids)
         self._num_accepted += len(token_ids)
         return True
+
+    def shown(self, answer: Answer, events: list[Event]) -> list[Event]:
+        """What the answer has just given. Content that some formats have before the reasoning is over goes with the reasoning.
+
+        All content is promised to be the grammar's.
+        """
+        if self.is_open(answer):
+            return events
+        return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
 
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last tokens that `advance` let pass. The answer must not have read them."""

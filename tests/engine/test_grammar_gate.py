@@ -14,6 +14,7 @@ from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.parsing import Phase
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.granite import STARTS, granite
+from penstock.plugins.reasoning.openai_gptoss import openai_gptoss
 from penstock.plugins.reasoning.qwen3 import qwen3
 from penstock.plugins.think_tags import ThinkTags
 from tests.fakes import (
@@ -367,3 +368,12 @@ def test_the_prompt_says_where_the_grammar_begins(tail: str, text: str) -> None:
     deltas = generate(make_core(saying(text)), make_request(grammar=YES, parser=qwen3, tail=tail))
     assert content(deltas) == "yes"
     assert reasoning(deltas) == ("hm" if "hm" in text else "")
+
+
+def test_content_before_the_reasoning_is_over_goes_with_the_reasoning() -> None:
+    """As harmony's short messages to the user: all content is promised to be the grammar's."""
+    text = "<|channel|>analysis<|message|>a<|return|><|start|>assistant<|channel|>commentary<|message|>b<|return|>"
+    final = "<|start|>assistant<|channel|>final<|message|>"
+    for grammar, expected in ((None, ("a", "byes")), (YES, ("ab", "yes"))):
+        deltas = generate(make_core(saying(text + final + "yes")), make_request(parser=openai_gptoss, grammar=grammar, max_tokens=180))
+        assert (reasoning(deltas), content(deltas)) == expected
