@@ -4,10 +4,13 @@ from collections.abc import Callable
 
 from penstock.engine import structure
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarSpec, Vocabulary
 from penstock.engine.structure import FreeText, Marker, Structure, TextUntil, Value
+from penstock.plugins.automaton import split_symbols
 from penstock.plugins.grammars.charset import complement, of
 from penstock.plugins.grammars.regular import ANYTHING, EMPTY, Chars, Either, Literal, Node, Reference, Repeat, Sequence, either
+from penstock.plugins.markers import join_pieces
 
 MAX_MARKER = 64
 
@@ -19,6 +22,7 @@ class StructureRules:
         self.rules: dict[str, Node] = {}
         self.tokens: dict[str, int] = {}
         self._added_token_ids = vocabulary.added_token_ids
+        self._added_tokens = frozenset(vocabulary.added_token_ids)
         self._stop_token_ids = vocabulary.stop_token_ids
         self._param = param
         self._translate_value = translate_value
@@ -31,8 +35,8 @@ class StructureRules:
             case Marker(text):
                 return self._marker(text)
             case FreeText(without):
-                return self._text([marker for marker in without if marker not in self._added_token_ids], is_until=False)
-            case TextUntil(marker) if marker in self._added_token_ids:
+                return self._text([marker for marker in without if not self._has_token(marker)], is_until=False)
+            case TextUntil(marker) if self._has_token(marker):
                 return Sequence((ANYTHING, self._marker(marker)))
             case TextUntil(marker):
                 return self._text([marker], is_until=True)
@@ -45,9 +49,16 @@ class StructureRules:
             case structure.Repeat(inner, minimum, maximum):
                 return Repeat(self.node(inner), minimum, maximum)
 
+    def _has_token(self, marker: str) -> bool:
+        return any(isinstance(symbol, SpecialText) for symbol in split_symbols(marker, self._added_tokens))
+
     def _marker(self, text: str) -> Node:
-        if text not in self._added_token_ids:
-            return Literal(text)
+        """The added tokens in it as such, and what is left as text."""
+        symbols = join_pieces(split_symbols(text, self._added_tokens))
+        nodes = [self._token(symbol) if isinstance(symbol, SpecialText) else Literal(symbol) for symbol in symbols]
+        return nodes[0] if len(nodes) == 1 else Sequence(tuple(nodes))
+
+    def _token(self, text: str) -> Node:
         token_id = self._added_token_ids[text]
         if token_id in self._stop_token_ids:
             raise UnsupportedGrammar("xgrammar allows a stop token only at the end, not as a marker", self._param)

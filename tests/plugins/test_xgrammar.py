@@ -227,6 +227,16 @@ def test_a_structure_is_its_parts_in_order_and_its_markers_are_tokens(backend: X
     assert not matcher.advance(ord("<"))
 
 
+def test_a_marker_with_more_than_its_token_is_text_and_the_token(backend: XgrammarBackend) -> None:
+    matcher = backend.compile(GrammarSpec(GrammarKind.STRUCTURE, "", structure=Marker("a<call>b"))).matcher()
+    for token_id in (ord("a"), SPECIAL[0], ord("b")):
+        assert allowed(matcher) == {token_id}
+        assert matcher.advance(token_id)
+    until = backend.compile(GrammarSpec(GrammarKind.STRUCTURE, "", structure=TextUntil("a<call>"))).matcher()
+    assert all(until.advance(token_id) for token_id in (*b"a<call>", *b"ba", SPECIAL[0]))
+    assert allowed(until) == set(STOPS)
+
+
 def test_free_text_ends_before_a_marker_and_text_until_with_the_first(backend: XgrammarBackend) -> None:
     free, until = (
         backend.compile(GrammarSpec(GrammarKind.STRUCTURE, "", structure=part))
