@@ -21,7 +21,7 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from tests import fakes
 from tests.api import scripted
-from tests.api.scripted import scripted_context
+from tests.api.scripted import client_of, scripted_context
 
 MODEL = scripted.MODEL
 MAX_MODEL_LEN = 4096
@@ -78,7 +78,12 @@ def _request(about: object) -> dict[str, Any]:
 
 
 def improvise(
-    scenario: Scenario, *, opening: str = "", tail: str = "", plugins: Sequence[str] = ("hermes",), tokenizer: Tokenizer = MARKER_TOKENS
+    scenario: Scenario,
+    *,
+    opening: str = "",
+    tail: str = "",
+    plugins: Sequence[str] | Plugins = ("hermes",),
+    tokenizer: Tokenizer = MARKER_TOKENS,
 ) -> None:
     """Runs a scenario against a fresh server with these plug-ins, and asserts that nothing is left of its requests."""
 
@@ -93,7 +98,7 @@ def improvise(
             tokenizer=tokenizer,
             stop_token_ids=ending,
         )
-        loaded = Plugins.start(plugins)
+        loaded = plugins if isinstance(plugins, Plugins) else Plugins.start(plugins)
         compiler = GrammarCompiler(loaded.grammar_backends, tokenizer, tokenizer.vocab_size, ending)
         engine = Engine(core)
         with ThreadPoolExecutor(2) as workers:
@@ -112,7 +117,7 @@ def improvise(
             await engine.start()
             async with (
                 TestServer(build_app(context)) as server,
-                AsyncOpenAI(base_url=str(server.make_url("/v1")), api_key="none", max_retries=0) as client,
+                client_of(str(server.make_url("/v1"))) as client,
             ):
                 await scenario(Improvised(client, context))
             await engine.stop()

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -30,6 +31,7 @@ CHATML = (
 )
 MAX_MODEL_LEN = 400
 MODEL = "scripted"
+CUT = "\x00"
 
 
 def byte_tokenizer(added: Mapping[str, bool] | None = None) -> Tokenizer:
@@ -48,6 +50,7 @@ ADDED = {"<|im_start|>": True, "<|im_end|>": True, "<think>": False, "</think>":
 @dataclass
 class ScriptedEngine:
     """Sequence i of every request says `answers[i % len]`, `tokens_per_step` tokens a step; its last step says that it has stopped.
+    No token lies across a `CUT`, which is not said itself.
 
     `refusal` is raised before the first delta, `failure` is the error that ends every sequence after two steps. Where there is a `gate`,
     step `gate_step` waits until it is set. `happenings` tells of every request that it has begun, and that it has finished or was aborted;
@@ -94,7 +97,8 @@ class ScriptedEngine:
 
     def _sequence(self, request: Request, index: int) -> Any:
         params, answer = request.params, request.make_answer()
-        token_ids = self.tokenizer.encode(self.answers[index % len(self.answers)], add_special_tokens=False)
+        parts = self.answers[index % len(self.answers)].split(CUT)
+        token_ids = [token_id for part in parts for token_id in self.tokenizer.encode(part, add_special_tokens=False)]
         limit = len(token_ids) + 1 if params.max_tokens is None else params.max_tokens
         is_cut = limit <= len(token_ids)
         token_ids = token_ids[:limit]
@@ -186,8 +190,8 @@ def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, worker
     plugins = Plugins()
     plugins.logits_processors.add("double", "tests", double)
     plugins.grammar_backends.add("recording", "tests", cast(Any, None))
-    settings = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}} | settings
-    settings = {"chat_template": ChatTemplate(CHATML, workers=workers), "max_model_len": MAX_MODEL_LEN} | settings
+    defaults: dict[str, Any] = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}}
+    settings = defaults | {"chat_template": ChatTemplate(CHATML, workers=workers), "max_model_len": MAX_MODEL_LEN} | settings
     return ServerContext(
         engine=cast(Any, engine),
         tokenizer=engine.tokenizer,
@@ -213,6 +217,11 @@ async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bo
         app = build_app(context)
         async with CancellingServer(app) as server:
             yield Scripted(server, replay, compiler, context)
+
+
+def client_of(base_url: str) -> AsyncOpenAI:
+    """The official client, without certificates: they take longer to load than most tests run."""
+    return AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=DefaultAsyncHttpxClient(verify=False))
 
 
 class CancellingServer(TestServer):

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionTokenLogprob
 
 from penstock.plugins.tools import hermes
-from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, scripted_server
+from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, client_of, scripted_server
 
 THINKING = {"enable_thinking": True}
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -28,7 +28,7 @@ def serve(scenario: Scenario, **settings: Any) -> None:
     async def run() -> None:
         async with (
             scripted_server(**settings) as scripted,
-            AsyncOpenAI(base_url=scripted.base_url, api_key="none", max_retries=0) as client,
+            client_of(scripted.base_url) as client,
         ):
             await asyncio.wait_for(scenario(client, scripted), 20)
 
@@ -68,7 +68,7 @@ def all_logprobs(choice: Any) -> list[Any]:
     if choice.logprobs is None:
         return []
     reasoning: list[Any] = getattr(choice.logprobs, "reasoning_content", [])
-    return [ChatCompletionTokenLogprob.model_validate(token) for token in reasoning] + choice.logprobs.content
+    return [*map(ChatCompletionTokenLogprob.model_validate, reasoning), *choice.logprobs.content]
 
 
 ANSWERS = [
