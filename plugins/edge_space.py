@@ -2,6 +2,8 @@
 
 from penstock.engine.events import SpecialText
 
+_SPACE = " \t\r\n"
+
 
 class EdgeSpace:
     """Gives text out without the white space before it, where `drops_leading`, and holds back what may be that at its end."""
@@ -14,11 +16,11 @@ class EdgeSpace:
         """What of the stretch so far is certain."""
         certain: list[str] = []
         for piece in pieces:
-            text = piece if isinstance(piece, SpecialText) else piece.rstrip()
+            text = piece if isinstance(piece, SpecialText) else piece.rstrip(_SPACE)
             space = piece[len(text) :]
             if text and drops_leading and not self._has_text:
                 self._held.clear()
-                text = text if isinstance(text, SpecialText) else text.lstrip()
+                text = text if isinstance(text, SpecialText) else text.lstrip(_SPACE)
             if text:
                 certain += [*self._held, text]
                 self._held.clear()

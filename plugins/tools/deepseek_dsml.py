@@ -22,6 +22,7 @@ def _markup(section: str, space: str = "") -> ParameterMarkup:
         parameter=f"<{TOKEN}{space}parameter name=",
         value_end=f"</{TOKEN}{space}parameter>",
         read_tag=read_attribute_tag,
+        implied_ends=(f"<{TOKEN}{space}parameter name=", f"</{TOKEN}{space}invoke>"),
         may_lack_section=True,
         wrappers=("arguments", "input"),
     )

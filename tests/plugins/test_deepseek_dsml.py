@@ -86,6 +86,12 @@ def test_a_call_may_lack_its_section_at_the_beginning_of_a_line() -> None:
     check_parser(deepseek_v4, [bare], markers=V4.markers, turn=AUTO, max_examples=20)
 
 
+def test_the_next_tag_ends_a_parameter_that_was_not_closed() -> None:
+    closed = block(parameter("city", "a<b>", "true") + parameter("days", "3", "false"))
+    assert calls(deepseek_v4, closed.replace("</｜DSML｜parameter>", "")) == [("weather", {"city": "a<b>", "days": 3})]
+    assert calls(deepseek_v4, closed.replace("</｜DSML｜parameter>", "", 1)) == [("weather", {"city": "a<b>", "days": 3})]
+
+
 def test_the_token_inside_the_tags_is_looked_for_as_such() -> None:
     turn = Turn(tool_choice="auto", tools=TOOLS, added_tokens=frozenset({TOKEN}))
     text = block(parameter("city", "a </parameter> b", "true"))

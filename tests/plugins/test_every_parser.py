@@ -14,7 +14,7 @@ from penstock.testing import check_parser, read
 MAX_EXAMPLES = 10
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
 TAKEN = {  # beyond what a format is known by: white space and words that belong to markers
-    "cohere_command": ("\n", " "),
+    "cohere_command": tuple(" \t\r\n"),
     "ernie45": ("\n", " "),
     "gemma4": ("<|channel>", "thought\n"),
     "granite_thinking": ("\n", " "),
