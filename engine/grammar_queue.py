@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.engine.errors import GenerationFailed, QueueFull
 
-MAX_PENDING = 128
-MAX_PENDING_OF_CLIENT = 32
+MAX_PENDING = 512
+MAX_PENDING_OF_CLIENT = 256  # behind a proxy, all users are one client
 NUM_QUICK = 1
 MAX_RUNNING = 4
 SLOW_SECONDS = 0.1

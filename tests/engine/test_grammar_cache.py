@@ -325,3 +325,15 @@ def test_a_constraint_whose_turn_does_not_come_in_time_is_told_to_come_again(mon
     asyncio.run(run())
     assert backend.compiled == ["a"]
     grammars.check_integrity()
+
+
+def test_a_hundred_constraints_of_one_client_at_once_are_compiled() -> None:
+    backend = opened()
+    grammars = compiler(backend)
+
+    async def run() -> None:
+        await asyncio.gather(*(grammars.compile(regex(str(i)), client="a") for i in range(100)))
+
+    asyncio.run(run())
+    assert len(backend.compiled) == 100
+    grammars.check_integrity()
