@@ -105,6 +105,7 @@ class _Reading:
         self.is_inlined = is_inlined
         self.inlined: list[str] = []  # references within each other that are being replaced
         self.targets: dict[str, Any] = {}
+        self.written: dict[str, str] = {}  # references as they are in what is compiled
         self.warnings: list[str] = []
         self.origins: dict[int, Steps] = {id(part): place for place, part in walk(root)} if is_inlined else {}
         self.num_rewritten = 0
@@ -219,11 +220,12 @@ class _Reading:
         if not reference.startswith("#") and not self.has_identifiers:
             raise self.refusal("a reference to another document is not followed", (*steps, keyword))
         if reference.startswith("#/") and self.has_one_base:
-            place, target = resolve(self.root, unquote(reference), self.param + path((*steps, keyword)))
-            if not REWRITTEN.isdisjoint(place):
-                schema[keyword] = f"#/$defs/{self.moved(unquote(reference), target)}"
-            else:
-                schema[keyword] = quote(unquote(reference), safe="#/$~")
+            if reference not in self.written:
+                place, target = resolve(self.root, unquote(reference), self.param + path((*steps, keyword)))
+                is_moved = not REWRITTEN.isdisjoint(place)
+                written = f"#/$defs/{self.moved(unquote(reference), target)}" if is_moved else quote(unquote(reference), safe="#/$~")
+                self.written[reference] = written
+            schema[keyword] = self.written[reference]
 
     def moved(self, place: str, target: Any) -> str:
         """The name of a definition that stands for what may not be found any more where it was."""
