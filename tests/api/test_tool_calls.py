@@ -156,8 +156,8 @@ def test_beside_a_constraint_the_answer_is_that_or_calls(tokenizer: Tokenizer, o
         [alone] = await answers(server, 1, tools=LOOSE, tool_choice="none", response_format=format_)
         Stay.model_validate_json(alone["content"])
         with pytest.raises(openai.BadRequestError) as caught:
-            await server.ask(tools=LOOSE, extra_body={"guided_json": NOT})
-        assert caught.value.param == "guided_json.properties.a.not"
+            await server.ask(tools=LOOSE, extra_body={"guided_json": UNKEPT})
+        assert caught.value.param == "guided_json.properties.a.uniqueItems"
         with pytest.raises(openai.BadRequestError) as caught:
             await server.ask(tools=LOOSE, tool_choice="required", extra_body={"guided_regex": "a"})
         assert caught.value.param == "guided_regex"
@@ -180,15 +180,16 @@ def test_a_call_that_is_cut_has_length() -> None:
     improvise(scenario)
 
 
-NOT = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}, "required": ["a"], "additionalProperties": False}
+UNIQUE = {"type": "array", "items": {"type": "string", "maxLength": 1}, "maxItems": 3, "uniqueItems": True}
+UNKEPT = {"type": "object", "properties": {"a": UNIQUE}, "required": ["a"], "additionalProperties": False}
 
 
 def test_strict_arguments_are_exact_or_refused_and_others_as_exact_as_can_be() -> None:
     async def scenario(server: Improvised) -> None:
         for fields in ({}, {"tool_choice": "required"}, {"tool_choice": choice_of("f")}):
             with pytest.raises(openai.BadRequestError) as caught:
-                await server.ask(tools=[*LOOSE, tool("f", NOT, strict=True)], **fields)
-            assert caught.value.param == "tools[2].function.parameters.properties.a.not"
+                await server.ask(tools=[*LOOSE, tool("f", UNKEPT, strict=True)], **fields)
+            assert caught.value.param == "tools[2].function.parameters.properties.a.uniqueItems"
         with pytest.raises(openai.BadRequestError) as caught:
             await server.ask(tools=[tool("f", {"$ref": "#/$defs/none"}, strict=True)])
         assert caught.value.param is not None
@@ -197,9 +198,9 @@ def test_strict_arguments_are_exact_or_refused_and_others_as_exact_as_can_be() -
             await server.ask(tools=STRICT, extra_body={"guided_decoding_backend": "outlines_core"})
         assert "outlines_core" in str(caught.value)
         raw = await server.client.chat.completions.with_raw_response.create(
-            model=MODEL, messages=HELLO, tools=[tool("f", NOT)], tool_choice="required", max_tokens=300, temperature=0
+            model=MODEL, messages=HELLO, tools=[tool("f", UNKEPT)], tool_choice="required", max_tokens=300, temperature=0
         )
-        assert "tools[0].function.parameters.properties.a.not" in raw.headers["x-structured-output-warning"]
+        assert "tools[0].function.parameters.properties.a.uniqueItems" in raw.headers["x-structured-output-warning"]
         check_calls(choices(raw.parse())[0], [tool("f", {"type": "object"})])
 
     improvise(scenario)
