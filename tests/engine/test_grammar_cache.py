@@ -302,6 +302,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyP
         third = asyncio.create_task(grammars.compile(regex("b")))
         await asyncio.sleep(0)
         third.cancel()
+        await asyncio.wait([third])
         backend.gate.set()
         await first
 
