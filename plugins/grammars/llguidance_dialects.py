@@ -54,8 +54,7 @@ class _Terminals:
         self._current: list[str] = []
 
     def name(self, text: str) -> None:
-        if not text.isdigit():
-            self._current.append(text)
+        self._current.append(text)
 
     def define(self, place: int) -> None:
         """What was named last."""

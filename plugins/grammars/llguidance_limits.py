@@ -1,6 +1,6 @@
 """What one grammar may cost in llguidance.
 
-Measured on two shared cores with 49,152 tokens: with these limits a hostile grammar takes up to half a second to compile, one mask some
+Measured on two shared cores with 49,152 tokens: with these limits a hostile grammar takes up to a second to compile, one mask some
 tens of milliseconds, and the lexer 50 MB; the schemas of a public collection of 200, which take up to 0.1 s, all stay within them.
 """
 

@@ -179,3 +179,30 @@ def test_a_schema_in_lark_is_compiled_as_others_are() -> None:
 def test_rules_that_double_each_other_do_not_take_a_time_that_doubles(num_rules: int) -> None:
     rules = "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(num_rules))
     assert len(to_lark(f'root ::= r0\n{rules}r{num_rules} ::= "x"')) < 200_000
+
+
+def test_terminals_that_double_are_refused_where_they_grow_too_large() -> None:
+    doubling = "\n".join(f"R{place}: R{place + 1} R{place + 1}" for place in range(900))
+    message = refusal(GrammarKind.LARK, f'start: R0\n{doubling}\nR900: "x"').message
+    assert "written out" in message
+    assert re.search(r"at line \d+, column \d+", message)
+    chain = "\n".join(f'R{place}: R{place + 1} "{place}"' for place in range(200))
+    assert compiled(GrammarKind.LARK, f'start: R0\n{chain}\nR200: "x"')
+    assert "written out" not in refusal(GrammarKind.LARK, 'start: A\nA: B\nB: A "x"').message
+
+
+def test_a_rule_in_which_too_much_may_begin_at_once_is_refused() -> None:
+    assert "row" in refusal(GrammarKind.LARK, f'start: {"a? " * 1000}\na: "x"').message
+    assert accepts(compiled(GrammarKind.LARK, f'start: {"a? " * 200}\na: "x"'), "xxx")
+
+
+def test_overlapping_sets_are_told_apart_for_so_long_only() -> None:
+    sets = " | ".join(f"[a-{chr(0x4E00 + place)}]" for place in range(200))
+    assert "[" in to_lark(f"root ::= ({sets})*")
+
+
+def test_the_same_set_many_times_is_written_once() -> None:
+    grammar = compiled(GrammarKind.REGEX, r"\w" * 1500)
+    assert grammar.num_bytes < 2**20
+    assert not accepts(grammar, "a" * 20)
+    assert accepts(compiled(GrammarKind.REGEX, r"\w\w\w(?:a|b)(?:a|b)"), "xyzab")
