@@ -1,9 +1,12 @@
-"""LFM2 and LFM2.5: a Python list of calls between `<|tool_call_start|>` and `<|tool_call_end|>`."""
+"""LFM2 and LFM2.5: a Python list of calls between `<|tool_call_start|>` and `<|tool_call_end|>`, or JSON where the prompt asks for it."""
 
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Marker
 from penstock.engine.turn import Turn
+from penstock.plugins.call_envelope import CallEnvelope
+from penstock.plugins.json_tool_calls import JsonToolCalls
+from penstock.plugins.parsers_in_turn import ParsersInTurn
 from penstock.plugins.python_calls import PythonCalls, PythonEnvelope
 from penstock.plugins.python_tool_format import PythonToolFormat
 
@@ -11,19 +14,22 @@ START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 ENVELOPE = PythonEnvelope(start=START, end=END)
 
 
-class Lfm2(PythonCalls):
+JSON_ENVELOPE = CallEnvelope(openings=(START,), closings=(END,), may_be_array=True)
+
+
+class Lfm2(ParsersInTurn):
     """Text may stand before and after the calls."""
 
     tool_format = PythonToolFormat(START, before=(Literal("["),), closing=(Literal("]"), Marker(END)))
 
     def __init__(self, turn: Turn) -> None:
-        super().__init__(turn, ENVELOPE)
+        super().__init__(JsonToolCalls(turn, JSON_ENVELOPE), lambda: PythonCalls(turn, ENVELOPE))
 
 
 INFO = FormatInfo(
     models="LFM2, LFM2.5",
     markers=(START, END),
-    quirks="quotation marks inside strings of their own kind, line breaks in strings and numbers like `07` are read",
+    quirks="quotation marks inside strings of their own kind, line breaks in strings and numbers like `07` are read; so are calls in JSON",
     aliases=("lfm2.5",),
     signs=(START, END),
     example=f"{START}[weather(city='Oslo')]{END}",

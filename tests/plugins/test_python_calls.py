@@ -196,6 +196,13 @@ def test_olmo3_writes_a_line_for_each_call() -> None:
     assert text_of(events) == "Look:\n"
 
 
+def test_lfm2_may_write_its_calls_in_json_too() -> None:
+    start, end = "<|tool_call_start|>", "<|tool_call_end|>"
+    text = f'{start}[{{"name": "f", "arguments": {{"x": 1}}}}]{end} {start}[g(y="z"), f()]{end}\n{start}{{"name": "g"}}{end}'
+    assert calls(read(Lfm2(AUTO), [text])) == [("f", '{"x": 1}'), ("g", '{"y": "z"}'), ("f", "{}"), ("g", "{}")]
+    check_parser(Lfm2, [text, f'{start}[f(x="{start}{{"name": "g", "arguments": {{'], markers=(start, end), turn=AUTO, max_examples=25)
+
+
 def test_lfm2_may_write_text_around_its_calls() -> None:
     events = read(Lfm2(AUTO), list("Let me check. <|tool_call_start|> [f(x='a'), g()]<|tool_call_end|>\nDone."))
     assert calls(events) == [("f", '{"x": "a"}'), ("g", "{}")]

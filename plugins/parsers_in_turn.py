@@ -1,0 +1,48 @@
+"""Two ways in which one family writes tool calls: what the first parser lets through as text, the second one reads."""
+
+from collections.abc import Callable, Iterable
+
+from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Parser
+
+
+class ParsersInTurn:
+    """A tool parser made of two, whose calls are numbered as one row. A call that the first finds ends whatever the second was reading."""
+
+    def __init__(self, first: Parser, new_second: Callable[[], Parser]) -> None:
+        self._first = first
+        self._new_second = new_second
+        self._second = new_second()
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        return self._numbered(self._through(self._first.feed(text)))
+
+    def finish(self) -> list[Event]:
+        """What both give back."""
+        return self._numbered([*self._through(self._first.finish()), *self._second.finish()])
+
+    def _through(self, events: Iterable[Event]) -> list[Event]:
+        passed: list[Event] = []
+        for event in events:
+            if isinstance(event, Text):
+                passed += self._second.feed(event.text)
+                continue
+            if isinstance(event, ToolCallStart):
+                passed += self._second.finish()
+                self._second = self._new_second()
+            passed.append(event)
+        return passed
+
+    def _numbered(self, events: Iterable[Event]) -> list[Event]:
+        """No two calls are ever open, so arguments are those of the call that has begun last."""
+        numbered: list[Event] = []
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                event = ToolCallStart(self._num_calls, event.name, event.id)
+                self._num_calls += 1
+            elif isinstance(event, ToolCallArguments):
+                event = ToolCallArguments(self._num_calls - 1, event.fragment)
+            numbered.append(event)
+        return numbered
