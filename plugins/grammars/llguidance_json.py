@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
@@ -217,7 +217,7 @@ class _Reading:
         reference = schema[keyword]
         if not isinstance(reference, str):
             raise self.refusal("a reference must be a string", (*steps, keyword))
-        if not reference.startswith("#") and not self.has_identifiers:
+        if not reference.startswith("#") and (not self.has_identifiers or self.is_elsewhere(reference)):
             raise self.refusal("a reference to another document is not followed", (*steps, keyword))
         if reference.startswith("#/") and self.has_one_base:
             if reference not in self.written:
@@ -226,6 +226,22 @@ class _Reading:
                 written = f"#/$defs/{self.moved(unquote(reference), target)}" if is_moved else quote(unquote(reference), safe="#/$~")
                 self.written[reference] = written
             schema[keyword] = self.written[reference]
+
+    def is_elsewhere(self, reference: str) -> bool:
+        """Whether it surely leads out of the document. Where parts have bases of their own, relative ones are left to llguidance."""
+        if not self.has_one_base and not urlsplit(reference).scheme:
+            return False
+        base, names = self.names
+        target = urldefrag(urljoin(base, reference)).url
+        return target not in names and urlsplit(target).netloc != "json-schema.org"  # whose own schemas llguidance knows
+
+    @cached_property
+    def names(self) -> tuple[str, frozenset[str]]:
+        """The document's own, and those of all that is named in it."""
+        given = [part[keyword] for _, part in walk(self.root) for keyword in ("$id", "id") if isinstance(part.get(keyword), str)]
+        own = [self.root[keyword] for keyword in ("$id", "id") if isinstance(self.root.get(keyword), str)]
+        base = own[0] if own else ""
+        return base, frozenset(urldefrag(urljoin(base, name)).url for name in given)
 
     def moved(self, place: str, target: Any) -> str:
         """The name of a definition that stands for what may not be found any more where it was."""

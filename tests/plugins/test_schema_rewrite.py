@@ -240,3 +240,24 @@ def test_a_definition_may_have_any_name(name: str) -> None:
         grammar = compiled(schema)
         assert accepts(grammar, {"a": 1})
         assert not accepts(grammar, {"a": "x"})
+
+
+@pytest.mark.parametrize("reference", ["other.json", "https://b.org/x#/$defs/a", "../x.json#/a"])
+def test_a_reference_out_of_a_document_with_a_name_is_refused_where_it_stands(reference: str) -> None:
+    schema = {
+        "$id": "https://a.org/dir/x.json",
+        "type": "object",
+        "properties": {"a": {"items": {"$ref": reference}}, "b": {"type": "string"}},
+    }
+    with pytest.raises(UnsupportedGrammar, match="another document") as caught:
+        compiled(schema)
+    assert caught.value.param == "guided_json.properties.a.items.$ref"
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/n", "x.json#/$defs/n", "https://a.org/dir/x.json#/$defs/n", "https://a.org/dir/n.json"])
+def test_a_reference_by_a_name_in_the_document_is_followed(reference: str) -> None:
+    number = {"$id": "n.json", "type": "integer"} if reference.endswith("n.json") else {"type": "integer"}
+    schema = {"$id": "https://a.org/dir/x.json", "properties": {"a": {"$ref": reference}}, "$defs": {"n": number}}
+    grammar = compiled(schema)
+    assert accepts(grammar, {"a": 1})
+    assert not accepts(grammar, {"a": "x"})
