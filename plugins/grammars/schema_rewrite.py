@@ -227,7 +227,7 @@ class Rewriting:
             return [] if names else [{"maxProperties": 0}]
         if not isinstance(names, dict) or "string" not in types_of({"type": names.get("type", "string")}):
             raise Inexpressible
-        asserted = {keyword for keyword, value in names.items() if keyword != "type" and self._is_assertion(keyword, value)}
+        asserted = {keyword for keyword, value in names.items() if keyword != "type" and self._is_assertion(keyword, value)} - ANNOTATIONS
         if not asserted:
             return []
         values = values_of(names)

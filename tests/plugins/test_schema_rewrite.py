@@ -261,3 +261,13 @@ def test_a_reference_by_a_name_in_the_document_is_followed(reference: str) -> No
     grammar = compiled(schema)
     assert accepts(grammar, {"a": 1})
     assert not accepts(grammar, {"a": "x"})
+
+
+def test_names_may_be_those_of_an_enumeration_with_a_title() -> None:
+    names = {"title": "E", "description": "which", "type": "string", "enum": ["x", "y"]}
+    schema = {"type": "object", "additionalProperties": {"type": "integer"}, "propertyNames": {"$ref": "#/$defs/E"}, "$defs": {"E": names}}
+    grammar = compiled(schema)
+    assert accepts(grammar, {"x": 1, "y": 2})
+    assert accepts(grammar, {"y": 2})
+    assert not accepts(grammar, {"z": 1})
+    assert not accepts(grammar, {"x": "a"})
