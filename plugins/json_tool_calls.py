@@ -124,7 +124,7 @@ class JsonToolCalls:
         return self._give_back(events) if marker is None else self._enter(marker, self._block)
 
     def _read_bracket(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start("[")
+        start = self._buffer.take_start("[", *(("{",) if self._head is not None else ()))
         if start is None:
             return False
         space, marker = start
@@ -132,7 +132,9 @@ class JsonToolCalls:
         if marker is not None:
             self._is_in_array = True
             self._block += self._as_written(marker)
-            self._open(self._call())
+            reader = self._open(self._call())
+            if marker == "{":  # an array without its brackets
+                reader.feed(marker, 0)
         elif self._head is not None or self._envelope.may_be_array:
             self._start()
         else:

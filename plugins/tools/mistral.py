@@ -37,7 +37,7 @@ def register_tool_parsers(register: Register) -> None:
     info = FormatInfo(
         models="Mistral, Mixtral, Ministral, Devstral, Magistral",
         markers=(START, ID, ARGUMENTS),
-        quirks="Ids are nine letters and digits: fresh ones, or the model's own after `[CALL_ID]`.",
+        quirks="Ids are nine letters and digits: fresh ones, or the model's own after `[CALL_ID]`. The array may lack its brackets.",
         signs=(START,),
         example='[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
     )

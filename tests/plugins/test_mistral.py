@@ -18,6 +18,7 @@ CALLS: list[Event] = [
 GENERATIONS = [
     '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 3.5}}, {"name": "sub", "arguments": {"b": 4}}]',
     '[TOOL_CALLS][ {"arguments":{"a": 3.5}, "name":"add"} ,{"name" : "sub", "arguments" : {"b": 4} , "id": "Ab3De6Gh9"} ]',
+    '[TOOL_CALLS] {"name": "add", "arguments": {"a": 3.5}}, {"name": "sub", "arguments": {"b": 4}}',
     '[TOOL_CALLS]add{"a": 3.5}[TOOL_CALLS]sub{"b": 4}',
     '[TOOL_CALLS]add[ARGS]{"a": 3.5}[TOOL_CALLS]sub[ARGS] {"b": 4}',
     '[TOOL_CALLS]add[CALL_ID]Ab3De6Gh9[ARGS]{"a": 3.5}\n[TOOL_CALLS] sub[CALL_ID]9hG6eD3bA[ARGS]{"b": 4}',
@@ -31,7 +32,10 @@ def test_every_generation_is_read(text: str) -> None:
 
 def test_any_cut_and_any_stop_give_the_same_answer() -> None:
     check_parser(
-        mistral, [f"hi{{hi{GENERATIONS[1]}!", GENERATIONS[4], "[TOOL_CALLS]f[ARGS]oops"], markers=[START, ID, ARGUMENTS], max_examples=25
+        mistral,
+        [f"hi{{hi{GENERATIONS[1]}!", GENERATIONS[2], GENERATIONS[5], "[TOOL_CALLS]f[ARGS]oops"],
+        markers=[START, ID, ARGUMENTS],
+        max_examples=25,
     )
 
 
