@@ -37,6 +37,9 @@ def grammar_spec(body: GenerationFields) -> GrammarSpec | None:
     if len(forms) > 1:
         fields = " and ".join(f"`{form.param}`" for form in forms)
         raise InvalidRequest(f"only one constraint may be given, got {fields}", forms[1].param)
+    if not forms and body.structured_outputs is not None:
+        message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
+        raise InvalidRequest(message, "structured_outputs")
     return forms[0].spec() if forms else None
 
 

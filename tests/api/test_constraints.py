@@ -109,8 +109,7 @@ OFF: list[dict[str, Any]] = [
     {},
     {"response_format": {"type": "text"}},
     {"guided_json": None},
-    {"structured_outputs": {}},
-    {"structured_outputs": {"json": None, "json_object": False, "disable_fallback": False, "disable_additional_properties": False}},
+    {"structured_outputs": None},
     {"json_schema": "", "regex": "", "ebnf": "", "structural_tag": ""},
 ]
 
@@ -130,6 +129,8 @@ def test_no_constraint_is_none(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"grammar": {"syntax": "bnf", "definition": "x"}}}, "structured_outputs.grammar.syntax"),
         ({"structured_outputs": {"disable_additional_properties": True}}, "structured_outputs.disable_additional_properties"),
         ({"structured_outputs": {"json": {}, "jsn": {}}}, "structured_outputs.jsn"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": None, "json_object": False, "whitespace_pattern": ""}}, "structured_outputs"),
         ({"regex": "a", "ebnf": GBNF}, "ebnf"),
         ({"guided_json": "{", "structural_tag": TAG}, "structural_tag"),
         ({"guided_grammar": LARK + "\nroot ::= a"}, "guided_grammar"),
