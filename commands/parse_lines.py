@@ -78,6 +78,7 @@ class LineParser:
             tools=given_tools or (),
             response_template=flags.response_template,
             special_tokens=frozenset((flags.special_tokens if line.special_tokens is None else line.special_tokens) or ()),
+            shown_tokens=self._markers(reasoning, tool),
             chunk_sizes=sizes,
         )
         return answer.message(
@@ -86,6 +87,11 @@ class LineParser:
 
     def _name(self, registry: Registry[Any], name: str | None) -> str | None:
         return None if name in (None, NONE) else self._plugins.resolve(registry, f"--{registry.kind.replace(' ', '-')}", name)
+
+    def _markers(self, reasoning: str | None, tool: str | None) -> frozenset[str]:
+        """Of both parsers: what is neither reasoning nor a call after all is shown with them."""
+        infos = (self._plugins.reasoning_parsers.infos.get(reasoning or ""), self._plugins.tool_parsers.infos.get(tool or ""))
+        return frozenset(marker for info in infos if info is not None for marker in info.markers)
 
     def _prompt_tail(self, reasoning: str | None, line: Line) -> str:
         for given in (line.prompt_tail, self._flags.prompt_tail):

@@ -21,13 +21,17 @@ from penstock.plugins.markers import join_pieces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenAnswer:
-    """`special_tokens` are those that are special tokens in the text; `chunk_sizes`, in characters, begin again when they are used up."""
+    """`special_tokens` are those that are special tokens in the text; `chunk_sizes`, in characters, begin again when they are used up.
+
+    Of special tokens that no parser has consumed, `shown_tokens` are content and others are left out.
+    """
 
     text: str
     prompt_tail: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     response_template: Mapping[str, Any] | None = None
     special_tokens: frozenset[str] = frozenset()
+    shown_tokens: frozenset[str] = frozenset()
     chunk_sizes: Sequence[int] = ()
 
     @property
@@ -44,10 +48,13 @@ class WrittenAnswer:
         """The text as parsers get it: each special token by itself, and the rest in chunks."""
         sizes = cycle(self.chunk_sizes or (max(len(self.text), 1),))
         for piece in join_pieces(split_symbols(self.text, self.special_tokens)):
+            if isinstance(piece, SpecialText):
+                yield SpecialText(piece, is_hidden=piece not in self.shown_tokens)
+                continue
             start = 0
             while start < len(piece):
-                end = len(piece) if isinstance(piece, SpecialText) else start + next(sizes)
-                yield piece if isinstance(piece, SpecialText) else piece[start:end]
+                end = start + next(sizes)
+                yield piece[start:end]
                 start = end
 
     def message(self, reasoning_parser: ReasoningParserFactory | None, tool_parser: ToolParserFactory | None) -> AssistantMessage:

@@ -208,3 +208,13 @@ def test_chunks_are_of_the_sizes_asked_for_and_lose_nothing(text: str, sizes: li
     assert "".join(pieces) == text
     assert sum(isinstance(piece, SpecialText) for piece in pieces) == text.count("<think>")
     assert all(isinstance(piece, SpecialText) or len(piece) <= max(sizes, default=len(text)) for piece in pieces)
+
+
+def test_markers_of_a_call_that_does_not_parse_are_shown_where_they_are_special_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a <tool_call>oops</tool_call> b"
+    line = {"text": f"{text}<|im_end|>", "tool_parser": "hermes", "special_tokens": ["<tool_call>", "</tool_call>", "<|im_end|>"]}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line))
+    assert main(["parse", "--jsonl", str(tmp_path / "lines.jsonl")]) == 0
+    assert json.loads(capsys.readouterr().out) == {"reasoning_content": None, "content": text, "tool_calls": []}
