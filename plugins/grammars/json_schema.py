@@ -13,6 +13,7 @@ from typing import Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars import json_text
 from penstock.plugins.grammars.json_text import JSON_TYPES, Whitespace, dumps, json_type
+from penstock.plugins.grammars.llguidance_regex import UnwritableRegex, check_size
 from penstock.plugins.grammars.number_range import number
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse
 from penstock.plugins.grammars.regular import EMPTY, MisplacedAnchor, Node, Repeat, Sequence, either, optional, search
@@ -179,11 +180,13 @@ class Translation:
         if not isinstance(pattern, str):
             raise refusal("`pattern` must be a string", place)
         try:
-            return search(parse(pattern, ecma_dialect()))
-        except RegexError as error:
+            tree = search(parse(pattern, ecma_dialect()))
+            check_size(tree)
+        except (RegexError, UnwritableRegex) as error:
             raise refusal(f"`pattern`: {error}", place) from error
         except MisplacedAnchor as anchor:
             raise refusal(f"`pattern`: an anchor inside the pattern is refused at position {anchor.position}", place) from anchor
+        return tree
 
     def array_node(self, schema: Mapping[str, Any], place: Place) -> Node:
         if schema.get("uniqueItems", False) is not False:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.plugins.grammars.llguidance_regex import UnwritableRegex, check_size
 from penstock.plugins.grammars.number_range import number
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse
 from penstock.plugins.grammars.regular import MisplacedAnchor, search
@@ -12,6 +13,7 @@ from penstock.plugins.grammars.schema_keywords import ANNOTATIONS, TRANSLATED
 from penstock.plugins.grammars.schema_shape import are_disjoint
 from penstock.plugins.grammars.string_formats import string_format
 
+MAX_COMPARED = 100  # each with each
 _COMBINERS = ("anyOf", "oneOf", "allOf")
 
 
@@ -88,13 +90,15 @@ def _is_exact_combination(keyword: str, schemas: Any, root: Any) -> bool:
         return True
     if keyword == "allOf":
         return len(schemas) == 1
+    if len(schemas) > MAX_COMPARED:
+        return False
     return all(are_disjoint(root, left, right) for left, right in itertools.combinations(schemas, 2))
 
 
 def _is_translated(pattern: Any) -> bool:
     try:
-        search(parse(pattern, ecma_dialect()))
-    except (RegexError, MisplacedAnchor):
+        check_size(search(parse(pattern, ecma_dialect())))
+    except (RegexError, MisplacedAnchor, UnwritableRegex):
         return False
     return True
 

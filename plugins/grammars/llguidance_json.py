@@ -15,7 +15,7 @@ from penstock.plugins.grammars.json_document import parse_document
 from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.llguidance_regex import MAX_PLACES, UnwritableRegex, check_size, to_pattern
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
-from penstock.plugins.grammars.regular import MisplacedAnchor, full_match, search
+from penstock.plugins.grammars.regular import MisplacedAnchor, Node, full_match, search
 from penstock.plugins.grammars.schema_keywords import DIALECTS, unknown_keywords
 from penstock.plugins.grammars.schema_negation import Inexpressible
 from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
@@ -31,7 +31,7 @@ _LARGEST_BOUND = 2**63 - 1024  # the largest double of 64 bits with a sign
 _CLASSES = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
 _SET_OPERATORS = re.compile(r"(?<!\\)\[|&&|--|~~")  # characters in the classes of JSON Schema's regexes, operators in Rust's
 _LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
-_COUNTS = re.compile(r"(\d{1,9})\}")
+_COUNTS = re.compile(r"(\d{1,9}),?\}")
 _MOVED = "penstock-moved-"
 MAX_REWRITTEN = 200
 _UNREAD = frozenset({"title", "description", "default", "examples", "$comment"})  # and may be long
@@ -118,6 +118,7 @@ class _Reading:
             "const": self.values,
             "enum": self.values,
             "pattern": self.pattern,
+            **dict.fromkeys(("patternProperties", "propertyNames"), self.patterns),
             "properties": self.properties,
             **dict.fromkeys((*_LOWER_BOUNDS, *_UPPER_BOUNDS), self.bound),
         }
@@ -263,18 +264,44 @@ class _Reading:
     def pattern(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         """Rewritten where it would not mean the same, and read where it may be too large; others are left to llguidance."""
         pattern = schema[keyword]
-        if not isinstance(pattern, str):
+        if not isinstance(pattern, str) or self.leaves_out_large(schema, keyword, pattern, (*steps, keyword)):
             return
-        has_operators = any(_SET_OPERATORS.search(found[1] or "") for found in _CLASSES.finditer(pattern))
-        if not has_operators and math.prod(max(int(count), 1) for count in _COUNTS.findall(pattern)) <= MAX_PLACES:
+        if _has_operators(pattern):
+            schema[keyword] = f"^(?:{to_pattern(self.tree(pattern, (*steps, keyword)))})$"
+
+    def patterns(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+        """Those that names have, in `patternProperties` or `propertyNames`."""
+        value = schema[keyword]
+        if not isinstance(value, dict):
             return
+        found = [value["pattern"]] if keyword == "propertyNames" and "pattern" in value else value if keyword != "propertyNames" else ()
+        for pattern in found:
+            inner = "pattern" if keyword == "propertyNames" else pattern
+            if isinstance(pattern, str) and self.leaves_out_large(schema, keyword, pattern, (*steps, keyword, inner)):
+                return
+
+    def leaves_out_large(self, schema: dict[str, Any], keyword: str, pattern: str, steps: Steps) -> bool:
+        """Whether the pattern is too large, for which the schema of a lenient document loses the keyword, and others are refused."""
+        if math.prod(max(int(count), 1) for count in _COUNTS.findall(pattern)) <= MAX_PLACES and not _has_operators(pattern):
+            return False
         try:
-            tree = search(parse(pattern, ecma_dialect()))
-            check_size(tree)
-        except (RegexError, MisplacedAnchor, UnwritableRegex) as error:
-            raise self.refusal(f"regex: {error}", (*steps, keyword)) from error
-        if has_operators:
-            schema[keyword] = f"^(?:{to_pattern(tree)})$"
+            check_size(self.tree(pattern, steps))
+        except UnwritableRegex as error:
+            if not self.is_lenient:
+                raise self.refusal(f"regex: {error}", steps) from error
+        else:
+            return False
+        self.warnings.append(f"`{keyword}` at {self.param}{path(steps)}")
+        del schema[keyword]
+        if keyword == "patternProperties":
+            schema.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
+        return True
+
+    def tree(self, pattern: str, steps: Steps) -> Node:
+        try:
+            return search(parse(pattern, ecma_dialect()))
+        except (RegexError, MisplacedAnchor) as error:
+            raise self.refusal(f"regex: {error}", steps) from error
 
     def properties(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         required = schema.get("required")
@@ -300,6 +327,10 @@ class _Reading:
         elif not is_lower and int(nearest) > bound:
             nearest = math.nextafter(nearest, -math.inf)
         schema[keyword] = int(nearest)
+
+
+def _has_operators(pattern: str) -> bool:
+    return any(_SET_OPERATORS.search(found[1] or "") for found in _CLASSES.finditer(pattern))
 
 
 def _with_look_around(schema: dict[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ from penstock.plugins.grammars.charset import charset, complement, intersect, of
 from penstock.plugins.grammars.json_schema import Place, Translation, object_members, refusal
 from penstock.plugins.grammars.json_text import INTEGER, NUMBER, STRING_CHARACTER, Whitespace, dumps
 from penstock.plugins.grammars.lenient_schema import LenientSchema
+from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.regular import EMPTY, Chars, Either, Literal, Node, Reference, Repeat, Sequence, chars, either, optional
 from penstock.plugins.grammars.schema_keywords import ANNOTATIONS, KEYWORDS_OF, TRANSLATED
 from penstock.plugins.grammars.schema_shape import resolve
@@ -152,6 +153,8 @@ class SchemaRules(Translation):
         if undescribed and False in undescribed.values():
             name = next(iter(undescribed))
             raise refusal(f"`required` names {dumps(name)[:80]}, which nothing allows", place.at("required"))
+        if len(properties) - len(required) > MAX_OPTIONAL_PROPERTIES:
+            raise refusal(f"more than {MAX_OPTIONAL_PROPERTIES} properties that are not required", place.at("properties"))
         members = []
         for name, value in {**properties, **undescribed}.items():
             is_required = name in required

@@ -149,6 +149,10 @@ def test_tokens_that_spell_the_same_are_all_allowed() -> None:
         ),
         ({"prefixItems": [True, {"format": "idn-email"}]}, ".prefixItems[1].format", "idn-email"),
         ({"properties": {"a": {"pattern": "a(?=b)"}}}, ".properties.a.pattern", "look-around"),
+        ({"items": {"pattern": "(x{1000}){1000}"}}, ".items.pattern", "more than 200000 characters"),
+        ({"items": {"pattern": "(x{1000,}){1000,}"}}, ".items.pattern", "more than 200000 characters"),
+        ({"patternProperties": {"(x{1000}){1000}": {}}}, ".patternProperties.(x{1000}){1000}", "more than 200000 characters"),
+        ({"propertyNames": {"pattern": "(x{1000}){1000}"}}, ".propertyNames.pattern", "more than 200000 characters"),
         ({"maxProperties": 9, "properties": {f"p{i}": {} for i in range(40)}}, ".maxProperties", "so many properties"),
         ({"anyOf": [{"patternProperties": {"^(?!a)": {}}}]}, ".anyOf[0].patternProperties", "look-around"),
         ({"properties": {"a": {"type": "banana"}}}, ".properties.a.type", "banana"),
@@ -228,6 +232,31 @@ def test_a_lenient_schema_loses_what_cannot_be_enforced_by_name() -> None:
 
 def test_a_lenient_schema_that_can_be_enforced_has_no_warnings() -> None:
     assert schema_grammar(PERSON, is_lenient=True).warnings == ()
+
+
+def test_a_lenient_schema_loses_patterns_that_are_too_large() -> None:
+    large = "^(x{1000}){1000}$"
+    grammar = schema_grammar(
+        {
+            "patternProperties": {large: False},
+            "additionalProperties": False,
+            "properties": {
+                "a": {"type": "string", "pattern": large},
+                "b": {"type": "object", "propertyNames": {"pattern": large}, "required": ["c"]},
+            },
+            "type": "object",
+        },
+        is_lenient=True,
+        param="p",
+    )
+    assert set(grammar.warnings) == {
+        f"`patternProperties` at p.patternProperties.{large}",
+        "`pattern` at p.properties.a.pattern",
+        "`propertyNames` at p.properties.b.propertyNames.pattern",
+    }
+    assert accepts(grammar, '{"a": "y", "b": {"c": 1}, "d": 2}')
+    assert not accepts(grammar, '{"a": 1}')
+    assert not accepts(grammar, '{"a": "y", "b": {}}')
 
 
 def test_a_mistake_is_refused_in_a_lenient_schema_too() -> None:
