@@ -22,7 +22,7 @@ from penstock.plugins.grammars.regular import Node
 if TYPE_CHECKING:
     from penstock.plugins.grammars.outlines_matcher import OutlinesCoreGrammar
 
-MAX_SECONDS = 1.0
+MAX_SECONDS = 2.0
 MAX_BYTES = 512 * 2**20
 
 # Measured on two shared cores with vocabularies of 49,152 and 151,669 tokens; rounded up.
