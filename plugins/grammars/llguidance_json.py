@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
@@ -48,12 +48,18 @@ def read_schema(spec: GrammarSpec, *, is_inlined: bool = False) -> tuple[Any, tu
     """
     if spec.kind is GrammarKind.JSON_OBJECT:
         return _ANY_OBJECT, ()
-    schema = parse_document(spec.text, spec.param)
-    _check_text(schema, spec.param)
-    if isinstance(schema, dict) and _OPTIONS in schema:
-        raise UnsupportedGrammar(f"`{_OPTIONS}` is refused: what it sets is not the schema's to say", f"{spec.param}.{_OPTIONS}")
-    reading = _Reading(schema, spec.param, _Identifiers.of(schema, spec.text), is_lenient=spec.is_lenient, is_inlined=is_inlined)
+    schema, identifiers = _document(spec.text, spec.param)
+    reading = _Reading(schema, spec.param, identifiers, is_lenient=spec.is_lenient, is_inlined=is_inlined)
     return reading.whole(), tuple(dict.fromkeys(reading.warnings))
+
+
+@lru_cache(maxsize=1)  # one document is read strictly, leniently and with references inlined, one after the other; no reading changes it
+def _document(text: str, param: str) -> tuple[Any, "_Identifiers"]:
+    schema = parse_document(text, param)
+    _check_text(schema, param)
+    if isinstance(schema, dict) and _OPTIONS in schema:
+        raise UnsupportedGrammar(f"`{_OPTIONS}` is refused: what it sets is not the schema's to say", f"{param}.{_OPTIONS}")
+    return schema, _Identifiers.of(schema, text)
 
 
 class _Identifiers(Enum):

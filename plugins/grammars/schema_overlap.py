@@ -52,6 +52,8 @@ class Overlap:
         self.root = root
         self._num_steps = 0
         self._keys: dict[int, tuple[list[Any], frozenset[str]]] = {}
+        self._types: dict[int, tuple[Schema, frozenset[str]]] = {}
+        self._targets: dict[str, Any] = {}
 
     def can_go_on(self, num_steps: int = 1) -> bool:
         """Counts steps; False where there have been too many."""
@@ -63,10 +65,12 @@ class Overlap:
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
                 return schema
-            try:
-                _, schema = resolve(self.root, unquote(reference), "")
-            except UnsupportedGrammar:
-                return schema
+            if reference not in self._targets:
+                try:
+                    _, self._targets[reference] = resolve(self.root, unquote(reference), "")
+                except UnsupportedGrammar:
+                    return schema
+            schema = self._targets[reference]
         return True
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
@@ -97,7 +101,7 @@ class Overlap:
             parts = one.get("allOf")
             if isinstance(parts, list) and any(self.are_disjoint(part, other, types, depth + 1) for part in parts):
                 return True
-        shared = self.types(left) & self.types(right) & types
+        shared = self._all_types(left) & self._all_types(right) & types
         if not shared:
             return True
         left_values, right_values = values_of(left), values_of(right)
@@ -105,11 +109,16 @@ class Overlap:
             return self._keys_of(left_values).isdisjoint(self._keys_of(right_values))
         return shared == {"object"} and self._have_disjoint_members(left, right, depth)
 
+    def _all_types(self, schema: Schema) -> frozenset[str]:
+        if id(schema) not in self._types:
+            self._types[id(schema)] = schema, self.types(schema)  # with the schema, whose identity is another's once it is gone
+        return self._types[id(schema)][1]
+
     def _keys_of(self, values: list[Any]) -> frozenset[str]:
         if len(values) == 1:
             return frozenset(map(same_key, values))
         if id(values) not in self._keys:
-            self._keys[id(values)] = values, frozenset(map(same_key, values))  # with the list, whose identity is another's once it is gone
+            self._keys[id(values)] = values, frozenset(map(same_key, values))  # with the list, as above
         return self._keys[id(values)][1]
 
     def _have_disjoint_members(self, left: Schema, right: Schema, depth: int) -> bool:
