@@ -177,7 +177,7 @@ class Trip(BaseModel):
 
 class Visit(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    province: Province
+    province: Province  # type: ignore[valid-type]
     by: Walk | Ride
 
 

@@ -99,8 +99,10 @@ def test_a_format_that_is_not_is_found(tool_format: type[Blocks], complaint: str
 
 def test_a_format_that_ignores_the_offer_is_found() -> None:
     class Stubborn(Blocks):
+        all: Tools[CallableTool] = ()
+
         def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
-            self.all = tools if len(tools) > len(getattr(self, "all", ())) else self.all
+            self.all = tools if len(tools) > len(self.all) else self.all
             return super().calls(self.all, is_single=is_single)
 
     with pytest.raises(AssertionError, match="is allowed with"):

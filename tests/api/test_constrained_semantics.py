@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from tests.api.conversations import plugins_of

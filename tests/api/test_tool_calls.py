@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any, ClassVar, Literal
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 from openai import AsyncOpenAI, pydantic_function_tool
@@ -197,7 +197,7 @@ def test_strict_arguments_are_exact_or_refused_and_others_as_exact_as_can_be() -
         with pytest.raises(openai.BadRequestError) as caught:
             await server.ask(tools=STRICT, extra_body={"guided_decoding_backend": "outlines_core"})
         assert "outlines_core" in str(caught.value)
-        raw = await server.client.chat.completions.with_raw_response.create(
+        raw = await server.client.chat.completions.with_raw_response.create(  # type: ignore[call-overload]
             model=MODEL, messages=HELLO, tools=[tool("f", UNKEPT)], tool_choice="required", max_tokens=300, temperature=0
         )
         assert "tools[0].function.parameters.properties.a.uniqueItems" in raw.headers["x-structured-output-warning"]
@@ -242,7 +242,7 @@ def test_a_parser_is_told_of_the_choice_and_without_a_format_it_is_promised_noth
             await client.chat.completions.create(model=MODEL, messages=HELLO, tools=LOOSE)
             for choice, word in (("required", "required"), (choice_of("Trip"), "Trip"), (allowed("Trip", mode="required"), "required")):
                 with pytest.raises(openai.BadRequestError, match="has no `tool_format`") as caught:
-                    await client.chat.completions.create(model=MODEL, messages=HELLO, tools=LOOSE, tool_choice=choice)
+                    await client.chat.completions.create(model=MODEL, messages=HELLO, tools=LOOSE, tool_choice=choice)  # type: ignore[call-overload]
                 assert caught.value.param == "tool_choice"
                 assert OlderParser.turns[-1].tool_choice == word
             assert OlderParser.turns[0].tool_choice == "auto"

@@ -33,8 +33,8 @@ class Tokens:
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[GrammarCompiler]:
     factories: dict[str, Callable[..., object]] = {}
-    llguidance.register_grammar_backends(factories.__setitem__)
-    outlines_core.register_grammar_backends(factories.__setitem__)
+    for plugin in (llguidance, outlines_core):
+        plugin.register_grammar_backends(lambda name, factory, info=None: factories.update({name: factory}))
     compiler = GrammarCompiler(factories, Tokens(), VOCABULARY.size, STOPS)  # type: ignore[arg-type]
     yield compiler
     compiler.close()

@@ -218,7 +218,7 @@ def test_a_client_may_leave_and_the_engine_stop_while_a_mask_is_being_filled(rel
             matcher = Blocked(number, release)
             task = asyncio.create_task(_collect(engine, str(number), matcher))
             num_steps = core.stats().num_steps
-            await until(lambda matcher=matcher, before=num_steps: matcher.asked.is_set() and core.stats().num_steps > before)
+            await until(lambda matcher=matcher, before=num_steps: matcher.asked.is_set() and core.stats().num_steps > before)  # type: ignore[misc]
             if number == 0:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -267,7 +267,7 @@ def test_what_is_taken_is_run_by_nobody_else() -> None:
     order: list[int] = []
     fills = [Counting(order, number) for number in range(3)]
     assert fills[1].take()
-    task = MaskTask(fills)
+    task = MaskTask(fills)  # type: ignore[arg-type]
     task.run()
     assert order == [0, 2]
     assert not any(fill.take() for fill in fills)

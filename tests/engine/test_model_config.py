@@ -22,5 +22,5 @@ def test_without_the_weights_the_tokens_are_those_of_the_loaded_model(tmp_path: 
 
 def test_ends_are_those_that_model_or_tokenizer_know() -> None:
     tokens = answer_tokens(TOKENIZER.vocab_size + 10, frozenset({3}), TOKENIZER)
-    assert (tokens.vocab_size, tokens.stop_token_ids) == (TOKENIZER.vocab_size, {3, EOS})
+    assert (tokens.vocab_size, tokens.stop_token_ids) == (TOKENIZER.vocab_size, frozenset({3, EOS}))
     assert answer_tokens(100, frozenset(), TOKENIZER).vocab_size == 100

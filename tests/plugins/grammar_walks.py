@@ -105,7 +105,7 @@ def random_answer(grammar: OutlinesCoreGrammar, rng: random.Random, patience: in
     raise AssertionError(f"no end in sight: {text[:200]!r}")
 
 
-PERSON = {
+PERSON: dict[str, Any] = {
     "title": "Person",
     "type": "object",
     "$defs": {

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence as Pieces
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 from hypothesis import strategies as st
 
 from penstock.engine.events import SpecialText
@@ -41,7 +41,7 @@ def ends(structure: Structure, symbols: Pieces[str], start: int, added: frozense
         case Marker(text):
             return _spelled(split_symbols(text, added), symbols, start)
         case FreeText(without):
-            stops = range(start, len(symbols) + 1)
+            stops = set(range(start, len(symbols) + 1))
             return {
                 stop for stop in stops if _is_text(symbols[start:stop]) and not any(_holds(symbols[start:stop], m, added) for m in without)
             }
@@ -55,7 +55,7 @@ def ends(structure: Structure, symbols: Pieces[str], start: int, added: frozense
                 if not _holds(symbols[start : stop - 1], marker, added) and not any(_holds(symbols[start:stop], m, added) for m in without)
             }
         case Value(spec):
-            stops = range(start, len(symbols) + 1)
+            stops = set(range(start, len(symbols) + 1))
             return {stop for stop in stops if _is_text(symbols[start:stop]) and _fits(spec, "".join(symbols[start:stop]))}
         case Sequence(parts):
             reached = {start}

@@ -170,7 +170,7 @@ def test_the_phase_is_content_where_the_name_of_a_function_begins() -> None:
     parser.feed(f"{ANALYSIS}{ROLE}<|channel|>commentary")
     assert parser.phase is Phase.REASONING
     assert parser.feed(" to=functions.") == [Text(HarmonyCalls.tool_format.opening)]
-    assert parser.phase is Phase.CONTENT
+    assert parser.phase is Phase.CONTENT  # type: ignore[comparison-overlap]
 
 
 def test_a_forced_call_begins_with_the_message_after_the_reasoning() -> None:
@@ -178,7 +178,7 @@ def test_a_forced_call_begins_with_the_message_after_the_reasoning() -> None:
     parser.feed("<|channel|>analysis<|message|>why")
     assert parser.phase is Phase.REASONING
     assert parser.feed(parser.end_marker) == []
-    assert parser.phase is Phase.CONTENT
+    assert parser.phase is Phase.CONTENT  # type: ignore[comparison-overlap]
     assert parser.feed(" to=functions.f") == [Text(" to=functions."), Text("f")]
 
 

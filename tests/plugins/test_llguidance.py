@@ -260,7 +260,8 @@ def test_a_lenient_schema_loses_patterns_that_are_too_large() -> None:
 
 
 def test_a_mistake_is_refused_in_a_lenient_schema_too() -> None:
-    for schema in ({"type": "banana"}, {"pattern": 5}, {"enum": []}, {"$ref": "#/$defs/a"}):
+    schemas: list[dict[str, Any]] = [{"type": "banana"}, {"pattern": 5}, {"enum": []}, {"$ref": "#/$defs/a"}]
+    for schema in schemas:
         refusal(GrammarKind.JSON_SCHEMA, json.dumps(schema), is_lenient=True)
 
 

@@ -58,5 +58,5 @@ def test_a_size_that_makes_no_sense_is_refused(size: object) -> None:
 
 def test_it_is_registered_under_its_name() -> None:
     registered: dict[str, object] = {}
-    register_logits_processors(registered.__setitem__)
+    register_logits_processors(lambda name, factory, info=None: registered.update({name: factory}))
     assert registered == {"no_repeat_ngram": NoRepeatNgram}

@@ -5,7 +5,7 @@ import random
 from typing import Any
 from urllib.parse import quote
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from penstock.engine.errors import UnsupportedGrammar

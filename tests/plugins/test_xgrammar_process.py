@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from penstock.plugins.grammars.xgrammar_process import CompilationFailed, CompilerProcess
