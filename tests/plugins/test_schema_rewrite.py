@@ -11,6 +11,7 @@ import pytest
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
+from penstock.plugins.grammars.llguidance_json import read_schema
 from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar
 from tests.plugins.grammar_walks import STOPS, VOCABULARY
 
@@ -271,3 +272,17 @@ def test_names_may_be_those_of_an_enumeration_with_a_title() -> None:
     assert accepts(grammar, {"y": 2})
     assert not accepts(grammar, {"z": 1})
     assert not accepts(grammar, {"x": "a"})
+
+
+def test_a_document_reads_the_same_however_often_it_was_read_before() -> None:
+    variants = {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "string", "pattern": "^b$"}], "not": {"const": "b"}, "description": "c"}
+    definitions = {"a": {"allOf": [{"$ref": "#/$defs/b"}], "format": "date"}, "b": {"type": "object", "minProperties": 1}}
+    text = json.dumps(
+        {"$defs": definitions, "type": "object", "properties": {"v": variants}, "patternProperties": {"^w": {"format": "regex"}}}
+    )
+
+    def read(is_inlined: bool) -> str:
+        return json.dumps(read_schema(GrammarSpec(GrammarKind.JSON_SCHEMA, text, is_lenient=True), is_inlined=is_inlined))
+
+    first = [read(is_inlined) for is_inlined in (False, True)]
+    assert [read(is_inlined) for is_inlined in (False, True)] == first
