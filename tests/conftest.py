@@ -1,4 +1,6 @@
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,3 +17,13 @@ from penstock.engine.model_store import resolve_model
 def default_model_dir() -> Path:
     """The default model, by the code that a user runs: fetched and converted on the first run on a machine, cached from then on."""
     return resolve_model(None)
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    """Commands that tests run in this process set them up for the process."""
+    ours, access = logging.getLogger("penstock"), logging.getLogger("penstock.access")
+    level, is_disabled = ours.level, access.disabled
+    yield
+    ours.setLevel(level)
+    access.disabled = is_disabled
