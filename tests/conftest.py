@@ -1,6 +1,5 @@
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,7 @@ def default_model_dir() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def loggers_as_they_were() -> Iterator[None]:
-    """Commands that tests run in this process set them up for the process."""
-    ours, access = logging.getLogger("penstock"), logging.getLogger("penstock.access")
-    level, is_disabled = ours.level, access.disabled
-    yield
-    ours.setLevel(level)
-    access.disabled = is_disabled
+def loggers_as_imported() -> None:
+    """Commands that other tests and their fixtures run in this process set them up for the process."""
+    logging.getLogger("penstock").setLevel(logging.NOTSET)
+    logging.getLogger("penstock.access").disabled = False
