@@ -8,7 +8,7 @@ from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.call_reader import CallReader, Progress, Surroundings
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
 from penstock.plugins.schema_types import ToolSchemas
 
 _TAIL = 64
@@ -74,11 +74,7 @@ class CallSections:
         """Takes text as it arrived, however it is cut."""
         if self._is_off:
             return [Text(text)] if text else []
-        self._buffer.feed(text)
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
+        return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
         """An open block that has not named its call is text; one that has stays a call, as far as it came."""

@@ -9,7 +9,7 @@ from penstock.plugins.automaton import split_symbols
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.harmony_call import HarmonyCall
 from penstock.plugins.harmony_header import CHANNEL, CONSTRAIN, ENDS, MESSAGE, RECIPIENT, ROLE, Header
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
 
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
@@ -50,11 +50,7 @@ class Harmony:
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
-        self._buffer.feed(text)
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
+        return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
         """An open header is text, unless it is one of ours with nothing but its end missing."""

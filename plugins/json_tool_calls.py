@@ -12,7 +12,7 @@ from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.json_call import JsonCall
 from penstock.plugins.json_call_reader import JsonCallReader
 from penstock.plugins.json_call_reading import JsonCallReading
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
 from penstock.plugins.named_call import NamedCall
 
 _BETWEEN = " \t\r\n,;"
@@ -60,11 +60,7 @@ class JsonToolCalls:
         """Takes text as it arrived, however it is cut."""
         if self._is_off:
             return [Text(text)] if text else []
-        self._buffer.feed(text)
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
+        return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
         """What has not named its call is text; what has stays a call, as far as it came."""

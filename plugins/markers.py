@@ -1,9 +1,10 @@
 """Finds a format's markers in text that arrives in pieces: the marker cut in two is solved here, once, for every parser."""
 
 from collections import deque
+from collections.abc import Callable
 from itertools import groupby
 
-from penstock.engine.events import SpecialText
+from penstock.engine.events import Event, SpecialText
 from penstock.plugins.automaton import MarkerAutomaton, compile_markers
 
 
@@ -199,3 +200,15 @@ def join_pieces(pieces: list[str]) -> list[str]:
         texts = list(run)
         joined += texts if is_special else ["".join(texts)]
     return joined
+
+
+def read_steps(buffer: MarkerBuffer, text: str, step: Callable[[list[Event]], bool]) -> list[Event]:
+    """Adds `text` to the buffer and gives the events of as many steps as can be taken: `step` is False where more has to come first.
+
+    A parser whose next step is an attribute that steps change gives a function that looks it up.
+    """
+    buffer.feed(text)
+    events: list[Event] = []
+    while step(events):
+        pass
+    return events

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
 from penstock.plugins.notation_call import NotationCall
 from penstock.plugins.schema_types import STRING, ToolSchemas, Types
 
@@ -54,11 +54,7 @@ class NotationCalls:
         """Takes text as it arrived, however it is cut."""
         if self._is_off:
             return [Text(text)] if text else []
-        self._buffer.feed(text)
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
+        return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
         """An open call is closed as far as it came."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
 from penstock.plugins.python_call import PythonCall
 
 _NO_CALL = ("(", ")", "[", "]", "{", "}", '"', "'")
@@ -53,11 +53,7 @@ class PythonCalls:
         """Takes text as it arrived, however it is cut."""
         if self._is_off:
             return [Text(text)] if text else []
-        self._buffer.feed(text)
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
+        return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
         """A call that is certain is closed as far as it came; what is none is text."""

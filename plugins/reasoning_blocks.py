@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from penstock.engine.events import Event, Reasoning, Text
 from penstock.engine.parsing import Phase
 from penstock.plugins.edge_space import EdgeSpace
-from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.markers import MarkerBuffer, read_steps
 
 
 class ReasoningBlocks:
@@ -51,11 +51,7 @@ class ReasoningBlocks:
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
-        self._buffer.feed(text)
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
+        return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
         """Gives back what is held: a marker that was never completed is part of what it stood in."""

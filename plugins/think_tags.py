@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text
 from penstock.engine.parsing import Phase
-from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.markers import MarkerBuffer, read_steps
 
 
 class ThinkTags:
@@ -53,11 +53,7 @@ class ThinkTags:
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
-        self._buffer.feed(text)
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
+        return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
         """Gives back what is held: a marker that was never completed is part of what it stood in."""

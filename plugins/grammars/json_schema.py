@@ -214,12 +214,7 @@ class Translation:
         return self.whitespace.container("[]", json_text.joined(items, self.whitespace.comma(place.depth)), place.depth)
 
     def object_node(self, schema: Mapping[str, Any], place: Place) -> Node:
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise refusal("`properties` must be an object", place.at("properties"))
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise refusal("`required` must be an array of strings", place.at("required"))
+        properties, required = described(schema, place)
         for name in required:
             if name not in properties:
                 raise refusal(f"`required` names {dumps(name)}, which `properties` does not describe", place.at("required"))
@@ -229,9 +224,10 @@ class Translation:
             message = "`additionalProperties` beside `properties` is supported only as false"
             raise refusal(message, place.at("additionalProperties"))
         members = []
+        are_required = frozenset(required)
         for name, value in properties.items():
             node = self.whitespace.member(json_text.value(name, self.whitespace), self.node(value, place.inside("properties", name)))
-            members.append((node, name in required))
+            members.append((node, name in are_required))
         filled = self.whitespace.container("{}", object_members(members, self.whitespace.comma(place.depth)), place.depth)
         return filled if required else either(self.whitespace.container("{}", None, place.depth), filled)
 
@@ -256,6 +252,17 @@ class Translation:
         if maximum is not None and maximum < minimum:
             raise refusal(f"`{high}` is less than `{low}`", place.at(high))
         return minimum, maximum
+
+
+def described(schema: Mapping[str, Any], place: Place) -> tuple[Mapping[str, Any], list[str]]:
+    """What an object's schema has as `properties` and as `required`. Raises `UnsupportedGrammar` where they are something else."""
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise refusal("`properties` must be an object", place.at("properties"))
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise refusal("`required` must be an array of strings", place.at("required"))
+    return properties, required
 
 
 def object_members(members: list[tuple[Node, bool]], comma: Node) -> Node:

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.plugins.grammars import json_text
 from penstock.plugins.grammars.charset import charset, complement, intersect, of, union
-from penstock.plugins.grammars.json_schema import Place, Translation, object_members, refusal
+from penstock.plugins.grammars.json_schema import Place, Translation, described, object_members, refusal
 from penstock.plugins.grammars.json_text import INTEGER, NUMBER, STRING_CHARACTER, Whitespace, dumps
 from penstock.plugins.grammars.lenient_schema import LenientSchema
 from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
@@ -142,12 +142,7 @@ class SchemaRules(Translation):
         return either(self.whitespace.container(brackets, None, 0), node) if is_optional else node
 
     def object_node(self, schema: Mapping[str, Any], place: Place) -> Node:
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise refusal("`properties` must be an object", place.at("properties"))
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise refusal("`required` must be an array of strings", place.at("required"))
+        properties, required = described(schema, place)
         additional = schema.get("additionalProperties", not properties)
         undescribed = {name: schema.get("additionalProperties", True) for name in required if name not in properties}
         if undescribed and False in undescribed.values():
@@ -156,8 +151,9 @@ class SchemaRules(Translation):
         if len(properties) - len(required) > MAX_OPTIONAL_PROPERTIES:
             raise refusal(f"more than {MAX_OPTIONAL_PROPERTIES} properties that are not required", place.at("properties"))
         members = []
+        are_required = frozenset(required)
         for name, value in {**properties, **undescribed}.items():
-            is_required = name in required
+            is_required = name in are_required
             if value is False and not is_required:
                 continue
             step = ("properties", name) if name in properties else ("additionalProperties",)
