@@ -16,6 +16,7 @@ import psutil
 
 from benchmarks.measurement import METRICS, Measurement, Metric
 
+ROOT = Path(__file__).resolve().parent.parent
 NAME_WIDTH = 22
 
 
@@ -95,13 +96,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def without_home(text: str) -> str:
-    return text.replace(str(Path.home()), "~")
+def without_paths(text: str) -> str:
+    """Without this machine's paths: those in the checkout relative to it, the home directory as `~`."""
+    return text.replace(f"{ROOT}{os.sep}", "").replace(str(Path.home()), "~")
 
 
 def surroundings(secrets: Sequence[str]) -> dict[str, Any]:
-    """When, where and how this was run. The home directory is written as `~`, arguments that hold a secret without it."""
-    command_line = [without_home(argument) for argument in sys.argv]
+    """When, where and how this was run. Paths are written as `without_paths` does, arguments that hold a secret without it."""
+    command_line = [without_paths(argument) for argument in sys.argv]
     for secret in secrets:
         command_line = [argument.replace(secret, "***") for argument in command_line]
     return {

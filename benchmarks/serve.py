@@ -66,9 +66,9 @@ class Bench:
     def meet(self, server: Running) -> Running:
         target = server.target
         entry = self.servers[target.name]
-        entry["started_by"] = report.without_home(target.command or target.url or "")
+        entry["started_by"] = report.without_paths(target.command or target.url or "")
         entry["version"] = server.version
-        entry["model"] = report.without_home(server.client.model)
+        entry["model"] = report.without_paths(server.client.model)
         entry["refused_fields"] = server.refused
         entry.setdefault("startup_s", []).extend([] if server.startup is None else [server.startup])
         startup = "" if server.startup is None else f", first answer after {server.startup:.2f} s"

@@ -114,7 +114,7 @@ class Load:
     async def run(self) -> None:
         target = Target("penstock", command=self.options.launch)
         async with running(target, True, self.options.start_timeout, self.options.timeout) as server:
-            self.server = {"started_by": report.without_home(self.options.launch), "version": server.version, "model": server.client.model}
+            self.server = {"started_by": report.without_paths(self.options.launch), "version": server.version, "model": server.client.model}
             for number in range(self.options.rounds):
                 for place in range(len(VARIANTS)):
                     await self.turn(server, VARIANTS[(number + place) % len(VARIANTS)], number)
