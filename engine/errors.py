@@ -4,7 +4,8 @@ PenstockError
 ├── ConfigurationError          the operator's mistake: the server refuses to start
 ├── InvalidRequest              the client's mistake: 400, with the field's path
 │   ├── UnsupportedGrammar      a constraint the backend cannot express exactly
-│   │   └── UnsupportedKind     one of a kind that the backend does not know at all
+│   │   ├── UnsupportedKind     one of a kind that the backend does not know at all
+│   │   └── ConstraintTooLarge  one that asks too much of any backend
 │   └── NoSuchModel             404
 ├── QueueFull                   429 with Retry-After
 ├── EngineUnavailable           503: stopping, or the engine cannot serve any more
@@ -38,6 +39,13 @@ class UnsupportedGrammar(InvalidRequest):
 
 class UnsupportedKind(UnsupportedGrammar):
     """A backend knows no constraints of this kind, whatever they hold: says less than any other refusal."""
+
+
+class ConstraintTooLarge(UnsupportedGrammar):
+    """A constraint whose size no backend could bear: those that would be asked next are spared the attempt.
+
+    A bound that comes of how one backend works, such as the size of its tables, is an `UnsupportedGrammar`.
+    """
 
 
 class NoSuchModel(InvalidRequest):

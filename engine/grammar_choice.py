@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
+from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, Repeat, Sequence, Structure, Value
 
@@ -61,7 +61,7 @@ class GrammarChoice:
         return sorted(self.factories, key=lambda name: kind not in getattr(self.factories[name], "preferred_kinds", ()))
 
     def compile(self, spec: GrammarSpec, backend_name: str | None) -> CompiledGrammar | Refusal:
-        """By the named backend, or by the first that takes the constraint. Slow.
+        """By the named backend, or by the first that takes the constraint, unless one before it says that it is too large for any. Slow.
 
         Of several refusals it is the preferred backend's that is returned; one that says no more than that a backend does not know this
         kind of constraint, only where there is no other.
@@ -70,6 +70,8 @@ class GrammarChoice:
         for name in self.order(spec.kind) if backend_name is None else (backend_name,):
             try:
                 return self._backend(name).compile(spec)
+            except ConstraintTooLarge as error:
+                return Refusal.of(error, spec.param)
             except UnsupportedGrammar as error:
                 refusals.append(error)
             except RecursionError:

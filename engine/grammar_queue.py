@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ MAX_PENDING = 512
 MAX_PENDING_OF_CLIENT = 256  # behind a proxy, all users are one client
 NUM_QUICK = 1
 MAX_RUNNING = 4
+MAX_RUNNING_OF_CLIENT = 2  # what runs side by side takes the interpreter's lock from the model in turn: 10 ms a step for each
 SLOW_SECONDS = 0.1
 NICENESS = 5
 SLOW_NICENESS = 10  # not the lowest: it may hold the interpreter's lock when it is set aside for others
@@ -44,9 +45,9 @@ class GrammarQueue:
     """Runs work in few threads of low priority: a step of the model needs every core there is, and goes first.
 
     Clients take turns, one job each. One that runs for longer than `SLOW_SECONDS` falls to a lower one and makes room for the next
-    beside it, until `MAX_RUNNING` run: so the quick ones do not wait behind it. A thread cannot be stopped, so the work itself has to be
-    bounded. Each job has a thread of its own, since a priority once lowered cannot be raised again. While any runs, all threads of the
-    process hand the interpreter's lock on sooner.
+    beside it, until `MAX_RUNNING` run, or `MAX_RUNNING_OF_CLIENT` of one client: so the quick ones do not wait behind it. A thread
+    cannot be stopped, so the work itself has to be bounded. Each job has a thread of its own, since a priority once lowered cannot be
+    raised again. While any runs, all threads of the process hand the interpreter's lock on sooner.
     """
 
     def __init__(self) -> None:
@@ -77,8 +78,13 @@ class GrammarQueue:
         return True
 
     def _start_next(self) -> None:
-        while self._waiting and len(self._running) < MAX_RUNNING and sum(not job.is_slow for job in self._running) < NUM_QUICK:
-            client, jobs = self._waiting.popitem(last=False)
+        while len(self._running) < MAX_RUNNING and sum(not job.is_slow for job in self._running) < NUM_QUICK:
+            running = Counter(job.client for job in self._running)
+            free = [client for client in self._waiting if running[client] < MAX_RUNNING_OF_CLIENT]
+            if not free:
+                return
+            client = free[0]
+            jobs = self._waiting.pop(client)
             job = jobs.popleft()
             if jobs:
                 self._waiting[client] = jobs  # at the end: the other clients' turn comes first

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.llguidance_dialects import client_grammar
 from penstock.plugins.grammars.llguidance_errors import Complaint, read_complaint
 from penstock.plugins.grammars.llguidance_json import read_schema, schema_source
 from penstock.plugins.grammars.llguidance_lenient import refusal, relaxed
 from penstock.plugins.grammars.llguidance_limits import parser_limits
-from penstock.plugins.grammars.llguidance_regex import UnwritableRegex, to_terminal
+from penstock.plugins.grammars.llguidance_regex import OversizedRegex, UnwritableRegex, to_terminal
 from penstock.plugins.grammars.regular import Node
 from penstock.plugins.grammars.schema_faults import find_fault
 from penstock.plugins.grammars.text_constraints import choice, regex
@@ -45,6 +45,8 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
         case GrammarKind.REGEX | GrammarKind.CHOICE:
             try:
                 return Leaf(to_terminal(regular_tree(spec)), is_terminal=True)
+            except OversizedRegex as error:
+                raise ConstraintTooLarge(str(error), spec.param) from error
             except UnwritableRegex as error:
                 raise UnsupportedGrammar(str(error), spec.param) from error
         case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
@@ -67,7 +69,8 @@ def explain(spec: GrammarSpec, complaint: Complaint) -> UnsupportedGrammar:
             return refusal(fault, spec.param)
     if complaint.line is not None and spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
         return UnsupportedGrammar(f"{complaint.message}, at line {complaint.line}, column {complaint.column}", spec.param)
-    return UnsupportedGrammar(f"the constraint cannot be compiled: {complaint.message}", spec.param)
+    kind = ConstraintTooLarge if complaint.is_about_size else UnsupportedGrammar
+    return kind(f"the constraint cannot be compiled: {complaint.message}", spec.param)
 
 
 def regular_tree(spec: GrammarSpec) -> Node:

@@ -14,15 +14,19 @@ _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
 class UnwritableRegex(Exception):
-    """The tree asks for a character that cannot be generated, or for too much. The message says so."""
+    """The tree asks for a character that cannot be generated. The message says so."""
+
+
+class OversizedRegex(UnwritableRegex):
+    """The tree asks for too much."""
 
 
 def check_size(node: Node) -> None:
-    """Raises `UnwritableRegex` for more than `MAX_PLACES` for a character, all repeats written out, and for more than `MAX_RANGES`."""
+    """Raises `OversizedRegex` for more than `MAX_PLACES` for a character, all repeats written out, and for more than `MAX_RANGES`."""
     if _num_ranges(node) > MAX_RANGES:
-        raise UnwritableRegex(f"sets of characters that come to more than {MAX_RANGES} ranges")
+        raise OversizedRegex(f"sets of characters that come to more than {MAX_RANGES} ranges")
     if _num_places(node) > MAX_PLACES:
-        raise UnwritableRegex(f"repeats within repeats come to more than {MAX_PLACES} characters")
+        raise OversizedRegex(f"repeats within repeats come to more than {MAX_PLACES} characters")
 
 
 def _num_places(node: Node) -> int:

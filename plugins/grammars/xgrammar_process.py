@@ -9,13 +9,14 @@ import time
 import weakref
 from pathlib import Path
 
-from penstock.engine.errors import EngineUnavailable
+from penstock.engine.errors import EngineUnavailable, QueueFull
 from penstock.engine.grammar import Vocabulary
 from penstock.plugins.grammars import xgrammar_worker as protocol
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 48 * 2**20  # of memory; as text half as much again, which takes a third of a second to read in, without the interpreter's lock
 START_SECONDS = 60.0
+MAX_WAIT = 3.0  # seconds for the process to be free: whoever waits and is then compiled should still be waited for
 
 
 class CompilationFailed(Exception):
@@ -38,23 +39,33 @@ class CompilerProcess:
         return None if self._process is None else self._process.pid
 
     def compile(self, ebnf: str) -> tuple[str, str]:
-        """The compiled grammar and the tokenizer information, as xgrammar writes them. Raises `CompilationFailed`."""
-        with self._lock:
-            process = self._started()
-            try:
-                kind, payload = self._exchange(process, protocol.pack(protocol.GRAMMAR, ebnf.encode()), self._max_seconds)
-            except TimeoutError:
-                self._end()
-                raise CompilationFailed(f"compiling took longer than {self._max_seconds:g} s") from None
-            except (EOFError, BrokenPipeError):
-                self._end()
-                raise CompilationFailed("compiling took more memory than is allowed, or ended the compiler") from None
-            if kind == protocol.TOO_LARGE:
-                self._end()
-                raise CompilationFailed(f"compiled, it would take more than {self._max_bytes / 2**20:.0f} MiB") from None
-            if kind == protocol.REFUSED:
-                raise CompilationFailed(_reason(payload.decode()))
-            return payload.decode(), self._tokenizer_info
+        """The compiled grammar and the tokenizer information, as xgrammar writes them.
+
+        Raises `CompilationFailed`, and `QueueFull` where the process is not free in time.
+        """
+        if not self._lock.acquire(timeout=MAX_WAIT):
+            raise QueueFull("too many constraints are being compiled by xgrammar")
+        try:
+            return self._compiled(protocol.pack(protocol.GRAMMAR, ebnf.encode())), self._tokenizer_info
+        finally:
+            self._lock.release()
+
+    def _compiled(self, frame: bytes) -> str:
+        process = self._started()
+        try:
+            kind, payload = self._exchange(process, frame, self._max_seconds)
+        except TimeoutError:
+            self._end()
+            raise CompilationFailed(f"compiling took longer than {self._max_seconds:g} s") from None
+        except (EOFError, BrokenPipeError):
+            self._end()
+            raise CompilationFailed("compiling took more memory than is allowed, or ended the compiler") from None
+        if kind == protocol.TOO_LARGE:
+            self._end()
+            raise CompilationFailed(f"compiled, it would take more than {self._max_bytes / 2**20:.0f} MiB") from None
+        if kind == protocol.REFUSED:
+            raise CompilationFailed(_reason(payload.decode()))
+        return payload.decode()
 
     def close(self) -> None:
         """Ends the process. Compiling again starts another."""

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
+from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammar_choice import GrammarChoice, Refusal, exact, is_lenient
 from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
@@ -75,6 +75,14 @@ def test_the_preferred_backends_refusal_is_reported_unless_it_is_about_the_kind_
     assert backends.compile(SCHEMA, None) == Refusal("`not` is not supported", ".not")
     assert backends.compile(SCHEMA, "two") == Refusal("no schemas here", "")
     assert choice().compile(SCHEMA, None) == Refusal("no grammar backend is loaded", "")
+
+
+def test_no_backend_is_asked_after_one_that_says_that_the_constraint_is_too_large_for_any() -> None:
+    first, last = refusal("an index too large for me", "guided_json"), Backend()
+    backends = choice(first=first, second=Backend(ConstraintTooLarge("too large", "guided_json.a")), last=last)
+    assert backends.compile(SCHEMA, None) == Refusal("too large", ".a")
+    assert (len(first.specs), last.specs) == (1, [])
+    assert backends.compile(SCHEMA, "last") == Grammar(last)
 
 
 def test_what_nests_too_deeply_for_a_backend_is_refused() -> None:

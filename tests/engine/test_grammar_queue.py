@@ -56,7 +56,7 @@ def test_what_is_slow_steps_aside_for_the_quick_until_too_many_run(monkeypatch: 
 
     async def run() -> None:
         queue = GrammarQueue()
-        held = [queue.submit(work.job(f"held{i}", is_held=True), "a") for i in range(grammar_queue.MAX_RUNNING - 1)]
+        held = [queue.submit(work.job(f"held{i}", is_held=True), f"client{i}") for i in range(grammar_queue.MAX_RUNNING - 1)]
         assert await queue.submit(work.job("quick"), "a").done == "quick"
         assert not any(job.done.done() for job in held)
         held.append(queue.submit(work.job("last", is_held=True), "a"))
@@ -66,6 +66,24 @@ def test_what_is_slow_steps_aside_for_the_quick_until_too_many_run(monkeypatch: 
         for gate in work.gates.values():
             gate.set()
         await asyncio.gather(waiting.done, *(job.done for job in held))
+        queue.check_integrity()
+        queue.close()
+
+    asyncio.run(run())
+
+
+def test_one_clients_slow_jobs_leave_room_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 0.01)
+    work = Work()
+
+    async def run() -> None:
+        queue = GrammarQueue()
+        held = [queue.submit(work.job(f"a{i}", is_held=True), "a") for i in range(grammar_queue.MAX_RUNNING)]
+        assert await queue.submit(work.job("b"), "b").done == "b"
+        assert sum(job.is_started for job in held) == grammar_queue.MAX_RUNNING_OF_CLIENT
+        for gate in work.gates.values():
+            gate.set()
+        await asyncio.gather(*(job.done for job in held))
         queue.check_integrity()
         queue.close()
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar, LlguidanceMatcher, MatcherFailed
@@ -221,7 +221,7 @@ def test_a_sequence_outlives_the_budget_that_another_has_used_up() -> None:
 
 
 def test_repeats_within_repeats_are_refused() -> None:
-    with pytest.raises(UnsupportedGrammar, match="repeats within repeats"):
+    with pytest.raises(ConstraintTooLarge, match="repeats within repeats"):
         regex_grammar("(x{1000}){1000}")
     with pytest.raises(UnsupportedGrammar, match="repeats within repeats"):
         schema_grammar({"type": "string", "pattern": "^(x{1000}){1000}$"})

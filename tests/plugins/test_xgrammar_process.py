@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from penstock.engine.errors import QueueFull
+from penstock.plugins.grammars import xgrammar_process
 from penstock.plugins.grammars.xgrammar_process import CompilationFailed, CompilerProcess
 from tests.plugins.grammar_walks import VOCABULARY
 
@@ -40,6 +42,13 @@ def test_what_takes_too_long_or_too_much_ends_the_process_and_not_the_next_compi
     assert len(str(caught.value)) < 200
     assert process.pid is None
     process.close()
+
+
+def test_nobody_waits_for_long_while_the_process_is_busy(process: CompilerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xgrammar_process, "MAX_WAIT", 0.01)
+    with process._lock, pytest.raises(QueueFull, match="xgrammar"):
+        process.compile('root ::= "a"')
+    assert process.compile('root ::= "a"')
 
 
 def test_a_refusal_is_one_line_with_the_place_and_keeps_the_process(process: CompilerProcess) -> None:
