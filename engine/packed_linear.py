@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import weakref
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -103,21 +104,32 @@ def pack_linears(model: nn.Module, *, keep_plain: bool = False) -> int:
     A weight shared with an embedding keeps its plain copy. Layers of a type without packed kernels stay as they are, and so do those whose
     weight the model's code reads beside calling them.
     """
+    return replace_linears(model, lambda linear: PackedLinear(linear, keep_plain=keep_plain) if can_pack(linear.weight.dtype) else None)
+
+
+def replace_linears(model: nn.Module, replacement: Callable[[nn.Linear], nn.Module | None], *, skip: Collection[str] = ()) -> int:
+    """Puts what `replacement` returns in place of every `nn.Linear` on the CPU or the meta device, and returns how many.
+
+    Where it returns None the layer stays. So do those whose weight the model's code reads beside calling them, and those that a parent has
+    under one of the names in `skip`. What was replaced loses its weight.
+    """
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():
-            if type(child) is nn.Linear and child.weight.device.type in ("cpu", "meta") and can_pack(child.weight.dtype):
+            if type(child) is nn.Linear and child.weight.device.type in ("cpu", "meta"):
                 places.setdefault(child, []).append((parent, name))
-    num_packed = 0
+    num_replaced = 0
     for linear, parents in places.items():
-        if any(reads_weight(type(parent), name) for parent, name in parents):  # type: ignore[arg-type]
+        if any(name in skip or reads_weight(type(parent), name) for parent, name in parents):  # type: ignore[arg-type]
             continue
-        packed = PackedLinear(linear, keep_plain=keep_plain)
+        replaced = replacement(linear)
+        if replaced is None:
+            continue
         linear.weight = None  # type: ignore[assignment]
         for parent, name in parents:
-            setattr(parent, name, packed)
-        num_packed += 1
-    return num_packed
+            setattr(parent, name, replaced)
+        num_replaced += 1
+    return num_replaced
 
 
 @functools.cache
