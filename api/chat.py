@@ -9,6 +9,7 @@ from penstock.api.answering import answer
 from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.constraint_size import is_large
 from penstock.api.constraints import grammar_spec, open_schema, whitespace_pattern
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.folds import ReasoningView
@@ -103,8 +104,8 @@ async def render(context: ServerContext, body: ChatCompletionRequest, tools: Too
 
 
 async def constraint(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, turn: Turn) -> GrammarSpec | None:
-    """What the answer is held to, tool calls included. Schemas are written out in a worker: they may be long."""
-    spec = grammar_spec(body)
+    """What the answer is held to, tool calls included. Long schemas are written out in a worker."""
+    spec = await run(context, lambda: grammar_spec(body), is_long=is_large(body))
     if not tools.shown or context.tool_parser is None:
         return spec
     tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)

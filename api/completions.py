@@ -9,6 +9,7 @@ from penstock.api.answering import answer
 from penstock.api.bodies import read_body, served_model
 from penstock.api.completion_fold import CompletionFold, Prompt
 from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
+from penstock.api.constraint_size import is_large
 from penstock.api.constraints import grammar_spec, open_schema
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics import begin_timer
@@ -34,7 +35,8 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     prompts, requests = await prepare(context, body, request_id, client_of(http))
     n = requests[0].params.n
     hidden = special_token_ids(context.tokenizer) if requests[0].params.skip_special_tokens else frozenset()
-    check = AnswerCheck(context.conformance, open_schema(body, requests[0].grammar))
+    schema = await run(context, lambda: open_schema(body, requests[0].grammar), is_long=is_large(body))
+    check = AnswerCheck(context.conformance, schema)
     fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden, check.found)
     streams = [timer.watch(context.engine.generate(request)) for request in requests]
     deltas = streams[0] if len(streams) == 1 else merge(streams, n)
@@ -59,7 +61,8 @@ async def prepare(
     params = await run(context, lambda: checked_params(context, body, encoded), is_long=is_long)
     prompts = await run(context, lambda: readable_prompts(context, body, given, encoded), is_long=is_long)
     processors = logits_processors(context, body.logits_processors)
-    grammar = await compiled_grammar(context, body, grammar_spec(body), client)
+    spec = await run(context, lambda: grammar_spec(body), is_long=is_large(body))
+    grammar = await compiled_grammar(context, body, spec, client)
     requests = [
         Request(
             request_id=request_id if len(given) == 1 else f"{request_id}-{position}",

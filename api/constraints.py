@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from penstock.api.backend_choice import COMPACT, named_backend
 from penstock.api.common_protocol import GenerationFields, ResponseFormat, StructuredOutputs
+from penstock.api.constraint_size import check_text
 from penstock.api.grammar_source import grammar_of
 from penstock.api.json_source import read_json, write_json
 from penstock.api.json_whitespace import whitespace_regex
@@ -109,7 +110,7 @@ class _Forms:
         if outputs.json_object:
             yield Form(f"{at}.json_object", lambda: self._json_object(f"{at}.json_object"))
         if (tag := outputs.structural_tag) is not None:
-            yield Form(f"{at}.structural_tag", lambda: self._tags.read(tag, f"{at}.structural_tag"))
+            yield Form(f"{at}.structural_tag", lambda: self._structural_tag(tag, f"{at}.structural_tag"))
 
     def _response_format(self) -> Iterator[Form]:
         given = self._body.response_format
@@ -128,7 +129,7 @@ class _Forms:
             case "structural_tag":
                 members = {name: getattr(given, name) for name in RESPONSE_FORMATS["structural_tag"]}
                 tag = {name: value for name, value in members.items() if value is not None}
-                yield Form("response_format", lambda: self._tags.read(tag, "response_format"))
+                yield Form("response_format", lambda: self._structural_tag(tag, "response_format"))
 
     def _bare(self) -> Iterator[Form]:
         """SGLang's fields. Empty ones are off."""
@@ -140,7 +141,7 @@ class _Forms:
         if ebnf := body.ebnf:
             yield Form("ebnf", lambda: GrammarSpec(GrammarKind.GBNF, ebnf, "ebnf"))
         if tag := body.structural_tag:
-            yield Form("structural_tag", lambda: self._tags.read(tag, "structural_tag"))
+            yield Form("structural_tag", lambda: self._structural_tag(tag, "structural_tag"))
 
     def _json_schema_format(self, given: ResponseFormat) -> GrammarSpec:
         param = "response_format.json_schema.schema"
@@ -153,6 +154,10 @@ class _Forms:
             raise InvalidRequest("`response_format` of type `grammar` needs a grammar", "response_format.grammar")
         return grammar_of(given.grammar, "response_format.grammar")
 
+    def _structural_tag(self, tag: str | dict[str, Any], param: str) -> GrammarSpec:
+        check_text(tag, param)
+        return self._tags.read(tag, param)
+
     def _json_object(self, param: str) -> GrammarSpec:
         return GrammarSpec(GrammarKind.JSON_OBJECT, "", param, self._whitespace)
 
@@ -162,6 +167,7 @@ class _Forms:
 
 def json_schema_spec(schema: Any, param: str, whitespace: str | None, *, is_lenient: bool = False) -> GrammarSpec:
     """A schema as an object or as its JSON text; its members keep their order, which the answer's follow. Raises `InvalidRequest`."""
+    check_text(schema, param)
     if isinstance(schema, str):
         schema = read_json(schema, param)
     if not isinstance(schema, dict | bool):
@@ -170,6 +176,7 @@ def json_schema_spec(schema: Any, param: str, whitespace: str | None, *, is_leni
 
 
 def _choice(choices: list[str], param: str) -> GrammarSpec:
+    check_text(choices, param)
     if not choices or not all(choices):
         raise InvalidRequest(f"`{param}` must be a list of non-empty strings", param)
     return GrammarSpec(GrammarKind.CHOICE, write_json(choices, param), param)

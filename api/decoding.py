@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 MAX_UNKNOWN = 100
+MAX_BRACKETS = 250_000  # each an object to be made while the interpreter's lock is held, and for the garbage collector to walk through
 PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]+)`")
 
@@ -55,6 +56,8 @@ def decode(body: bytes, kind: type[T], *, allow_unknown_fields: bool = False) ->
 
     Raises `InvalidRequest`: for malformed JSON, wrong types and ranges, refused fields, and unknown ones with the nearest known name.
     """
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        raise InvalidRequest(f"a body with more than {MAX_BRACKETS} opening brackets and braces is refused")
     try:
         return msgspec.json.decode(body, type=kind), ()
     except msgspec.ValidationError as error:

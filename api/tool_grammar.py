@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from penstock.api.constraint_size import check_text
 from penstock.api.json_source import write_json
 from penstock.api.tools import Tool, ToolUse
 from penstock.engine.errors import InvalidRequest
@@ -87,6 +88,7 @@ def grammar_of(structure: Structure) -> GrammarSpec:
 def callable_tool(tool: Tool, whitespace_pattern: str | None = None) -> CallableTool:
     """Equal definitions give equal texts, which is what compiled grammars are kept by; the properties keep the client's order."""
     param = f"{tool.path}.function.parameters"
+    check_text(tool.parameters, param)
     text = write_json(arguments_schema(tool.parameters), param)
     return CallableTool(tool.name, GrammarSpec(GrammarKind.JSON_SCHEMA, text, param, whitespace_pattern, is_lenient=not tool.is_strict))
 

@@ -128,7 +128,7 @@ def test_a_constraint_on_content_contradicts_a_forced_call() -> None:
 
 def test_arguments_that_nest_too_deeply_are_refused() -> None:
     schema: dict[str, Any] = {}
-    for _ in range(100_000):
+    for _ in range(20_000):
         schema = {"properties": {"a": schema}}
     use = use_of(tools=STRICT)
     deep = ToolUse(shown=use.shown, callable=(type(use.callable[0])("f", schema, True, "tools[0]"),), choice="auto")
