@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from penstock.commands.grammar_bench import GrammarBench, Outcome
 from penstock.commands.instance_walk import Walk, Walker
+from penstock.commands.schema_order import in_schema_order
 from penstock.engine.errors import PenstockError, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
 
@@ -17,9 +18,9 @@ SHOWN_CHARACTERS = 40
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A document as text, and whether the schema should allow it."""
+    """A document, and whether the schema should allow it. `texts` are the orders its members may come in: the file's and the schema's."""
 
-    text: str
+    texts: tuple[str, ...]
     is_valid: bool
 
 
@@ -137,9 +138,15 @@ def read_case(number: int, line: bytes) -> Case:
     for index, test in enumerate(tests):
         if not isinstance(test, dict) or not isinstance(test.get("valid"), bool) or "data" not in test:
             raise ValueError(f'`tests[{index}]` must be an object with "valid", true or false, and "data"')
-    instances = tuple(Instance(_text(test["data"], f"tests[{index}].data"), test["valid"]) for index, test in enumerate(tests))
+    instances = tuple(
+        Instance(_texts(test["data"], content["schema"], f"tests[{index}].data"), test["valid"]) for index, test in enumerate(tests)
+    )
     name = content.get("name", content.get("id", ""))
     return Case(number, str(name), json.dumps(content["schema"], ensure_ascii=False), instances)
+
+
+def _texts(data: Any, schema: Any, place: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_text(order, place) for order in (data, in_schema_order(data, schema))))
 
 
 def _text(data: Any, place: str) -> str:
@@ -159,22 +166,31 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 def _failures(walker: Walker, grammar: CompiledGrammar, instances: Iterable[Instance], mask_seconds: list[float]) -> Iterator[Failure]:
     for test, instance in enumerate(instances, start=1):
+        why = _what_is_wrong(walker, grammar, instance, mask_seconds)
+        if why is not None:
+            yield Failure(test, instance.is_valid, why)
+
+
+def _what_is_wrong(walker: Walker, grammar: CompiledGrammar, instance: Instance, mask_seconds: list[float]) -> str | None:
+    """An instance is accepted where one of its texts is. Of several that are not, the last is told of, which is in the schema's order."""
+    why = None
+    for text in instance.texts:
         try:
-            token_ids = walker.spell(instance.text)
+            token_ids = walker.spell(text)
             walk = walker.walk(grammar, token_ids)
         except (PenstockError, ValueError) as error:
-            yield Failure(test, instance.is_valid, f"stopped: {error}")
-            continue
+            return f"stopped: {error}"
         mask_seconds += walk.mask_seconds
         if walk.contradiction is not None:
-            yield Failure(test, instance.is_valid, walk.contradiction)
-        elif walk.is_accepted != instance.is_valid:
-            yield Failure(test, instance.is_valid, _explained(walker, token_ids, walk))
+            return walk.contradiction
+        if walk.is_accepted:
+            return None if instance.is_valid else "invalid, but accepted"
+        why = _explained(walker, token_ids, walk) if instance.is_valid else None
+    return why
 
 
 def _explained(walker: Walker, token_ids: list[int], walk: Walk) -> str:
-    if walk.refused_at is None:
-        return "invalid, but accepted"
+    assert walk.refused_at is not None
     before = walker.text(token_ids[: walk.refused_at])
     shown = repr(before if len(before) <= SHOWN_CHARACTERS else f"…{before[-SHOWN_CHARACTERS:]}")
     if walk.refused_at == walk.num_tokens:

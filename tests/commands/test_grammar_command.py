@@ -153,6 +153,15 @@ def test_what_an_exact_grammar_gets_wrong_is_listed_and_fails_the_trial(schema: 
     assert f"test 1: {why}" in "\n".join(trial_as_text(trial, ABOUT))
 
 
+def test_members_may_come_in_the_files_order_or_in_the_schemas() -> None:
+    """And what is invalid has to be refused in both."""
+    schema = {"accepts": ['{"a": 1, "b": 2}'], "properties": {"a": 0, "b": 0}}
+    assert tried(line(schema, valid=[{"b": 2, "a": 1}, {"a": 1, "b": 2}])).is_passed
+    (result,) = tried(line(schema, invalid=[{"b": 2, "a": 1}], valid=[{"b": 3, "a": 1}])).results
+    first = """valid, but '3' is refused after '{"a": 1, "b": ', at token 14 of 16"""
+    assert sorted(failure.why for failure in result.failures) == ["invalid, but accepted", first]
+
+
 def test_leniently_compiled_schemas_are_counted_apart_and_may_accept_what_is_invalid() -> None:
     soft = {"accepts": ["1", "2"], "soft": 0}
     trial = tried(RIGHT, line(soft, valid=[1], invalid=[2]), line(soft, valid=[1]), line({"hard": 0}, valid=[1]))
