@@ -55,7 +55,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         self._core.masks.wake = functools.partial(_set_from_elsewhere, loop, self._wake)
         self._task = asyncio.create_task(self._run(), name="engine")
-        threading.Thread(target=self._core.runner.compile_layers, name="compile", daemon=True).start()
+        threading.Thread(target=self._core.runner.optimize, name="optimize", daemon=True).start()
         self._is_accepting = True
 
     async def stop(self, drain_seconds: float = 0.0) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch, PromptRows
 from penstock.engine.compiled_layers import LayerCompilation
+from penstock.engine.cuda_graphs import DecodeGraphs
+from penstock.engine.forward import compute_logits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.logprobs import prompt_logprobs
 from penstock.engine.model_loader import LoadedModel
@@ -71,12 +74,14 @@ class ModelRunner:
         *,
         vocab_size: int,
         compilation: LayerCompilation | None = None,
+        graphs: DecodeGraphs | None = None,
         seed: int | None = None,
         num_threads: int,
     ) -> None:
         self.loaded = loaded
         self.num_threads = num_threads
         self._compilation = compilation
+        self._graphs = graphs
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
@@ -89,8 +94,21 @@ class ModelRunner:
     def launch(self, batch: Batch) -> StepHandle:
         return StepHandle(self.thread.submit(self.run, batch))
 
-    def compile_layers(self) -> None:
-        """Compiles what is to be compiled and swaps it in between two steps. Takes long, outside the model's thread."""
+    def optimize(self) -> None:
+        """Captures and compiles what makes steps faster, and swaps it in between two steps. Takes long, outside the model's thread."""
+        self._capture_graphs()
+        self._compile_layers()
+
+    def _capture_graphs(self) -> None:
+        if self._graphs is None:
+            return
+        with suppress(RuntimeError):  # the runner was shut down meanwhile
+            while self.thread.submit(self._graphs.capture_next).result():
+                pass  # one at a time: steps go on in between
+        if self._graphs.sizes:
+            logger.info("Decode steps of up to %d sequences run as CUDA graphs.", self._graphs.sizes[-1])
+
+    def _compile_layers(self) -> None:
         if self._compilation is None or not self._compilation.compile():
             return
         try:
@@ -114,14 +132,9 @@ class ModelRunner:
         return StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts])
 
     def _forward(self, batch: Batch) -> Tensor:
-        output = self.loaded.model(
-            input_ids=batch.input_ids_1T,
-            position_ids=batch.positions_1T,
-            use_cache=False,
-            logits_to_keep=batch.kept_T,
-            attention_metadata=batch.attention,
-        )
-        logits_KV: Tensor = output.logits[0]
+        logits_KV = None if self._graphs is None else self._graphs.run(batch)
+        if logits_KV is None:
+            logits_KV = compute_logits(self.loaded.model, batch.input_ids_1T, batch.positions_1T, batch.attention, batch.kept_T)
         return logits_KV
 
     def _score(self, logits_KV: Tensor, rows: PromptRows) -> tuple[Sequence, int, list[TokenLogprobs]]:

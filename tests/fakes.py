@@ -96,8 +96,8 @@ class FakeRunner:
     def launch(self, batch: Batch) -> StepHandle:
         return StepHandle(self.thread.submit(self.run, batch))
 
-    def compile_layers(self) -> None:
-        """There are none."""
+    def optimize(self) -> None:
+        """There is nothing to compile."""
 
     def shutdown(self) -> None:
         if self.gate is not None:
