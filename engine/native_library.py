@@ -56,6 +56,8 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_small_linear.restype = None
     library.penstock_has_small_linear.argtypes = []
     library.penstock_has_small_linear.restype = integer
+    library.penstock_quantized_linear.argtypes = [pointer] * 4 + [integer] * 5
+    library.penstock_quantized_linear.restype = None
     library.penstock_has_prefill.argtypes = []
     library.penstock_has_prefill.restype = integer
     return library

@@ -28,7 +28,23 @@ _library.define("quantized_linear(Tensor x, Tensor blocks, Tensor? bias, SymInt 
 
 @torch.library.impl(_library, "quantized_linear", "CPU")
 def _quantized_linear(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    return torch_linear(x, blocks_TGB, bias, out_features)
+    library = native_library()
+    if library is None or x.dtype not in (torch.bfloat16, torch.float32):
+        return torch_linear(x, blocks_TGB, bias, out_features)
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], out_features)
+    library.penstock_quantized_linear(
+        out.data_ptr(),
+        x.data_ptr(),
+        blocks_TGB.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        x.shape[:-1].numel(),
+        x.shape[-1],
+        out_features,
+        num_bits(blocks_TGB),
+        x.dtype == torch.bfloat16,
+    )
+    return out
 
 
 @torch.library.register_fake("penstock::quantized_linear", lib=_library)  # type: ignore[untyped-decorator]
@@ -91,13 +107,17 @@ def unpack(blocks_TGB: Tensor, out_features: int) -> QuantizedWeight:
     """The weight that `pack` made the blocks from."""
     num_tiles, num_groups, _ = blocks_TGB.shape
     codes_TGC, numbers = blocks_TGB[..., :-FOOTER_BYTES], blocks_TGB[..., -FOOTER_BYTES:].contiguous().view(torch.float16)
-    bits = 8 * codes_TGC.shape[-1] // (TILE * GROUP_SIZE)
+    bits = num_bits(blocks_TGB)
     if bits == 4:
         codes_TGC = torch.cat([codes_TGC & 15, codes_TGC >> 4], dim=-1)
     codes = codes_TGC.view(num_tiles, num_groups, GROUP_SIZE // STEP, TILE, STEP).permute(0, 3, 1, 2, 4)
     codes_OI = codes.reshape(num_tiles * TILE, num_groups * GROUP_SIZE)[:out_features]
     scales_OG, minimums_OG = (part.transpose(1, 2).flatten(0, 1)[:out_features] for part in numbers.chunk(2, dim=-1))
     return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG)
+
+
+def num_bits(blocks_TGB: Tensor) -> int:
+    return 8 * (blocks_TGB.shape[-1] - FOOTER_BYTES) // (TILE * GROUP_SIZE)
 
 
 def torch_linear(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

@@ -24,13 +24,13 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """Float32 [O, I]."""
-        codes_OGS = self.codes_OI.unflatten(1, (-1, GROUP_SIZE)).float()  # type: ignore[no-untyped-call]
+        codes_OGS: Tensor = self.codes_OI.unflatten(1, (-1, GROUP_SIZE)).float()  # type: ignore[no-untyped-call]
         return (codes_OGS * self.scales_OG.float()[..., None] + self.minimums_OG.float()[..., None]).flatten(1)
 
 
 def quantized(weight_OI: Tensor, bits: int) -> QuantizedWeight:
     """Rounds each group between its extremes: to 16 levels for 4 bits, and to 255 levels around zero for 8, as GGUF's Q4_1 and Q8_0 do."""
-    groups_OGS = weight_OI.float().unflatten(1, (-1, GROUP_SIZE))  # type: ignore[no-untyped-call]
+    groups_OGS: Tensor = weight_OI.float().unflatten(1, (-1, GROUP_SIZE))  # type: ignore[no-untyped-call]
     if bits == 4:
         low_OG, high_OG = groups_OGS.aminmax(dim=-1)
         scales_OG = ((high_OG - low_OG) / 15).half()

@@ -1,4 +1,4 @@
-// The C++ kernels for CPUs: writing keys and values into their blocks, attention over them, and grammars' masks. Caches are [num_blocks,
+// The C++ kernels for CPUs: writing keys and values into their blocks, attention over them, linear layers, and grammars' masks. Caches are [num_blocks,
 // block_size, num_kv_heads, head_size], contiguous.
 //
 // A plain C interface without torch's headers, and one translation unit, so that it compiles in seconds; `engine/native_library.py` builds
@@ -6,7 +6,9 @@
 
 #include "bitmask.h"
 #include "decode.h"
+#include "decoder.h"
 #include "prefill.h"
+#include "quantized_linear.h"
 #include "small_linear.h"
 
 extern "C" {
@@ -55,6 +57,31 @@ int64_t penstock_has_small_linear() {
 void penstock_small_linear(void* out, const void* x, const void* weight, int64_t num_rows, int64_t inputs, int64_t outputs) {
 #ifdef __AVX512BF16__
     small_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weight), num_rows, inputs, outputs);
+#endif
+}
+
+// out [num_rows, outputs] and x [num_rows, inputs] are contiguous and of one type, like bias [outputs], which may be null. blocks: see
+// quantized_linear.h. inputs is a multiple of 32.
+void penstock_quantized_linear(void* out, const void* x, const uint8_t* blocks, const void* bias, int64_t num_rows, int64_t inputs, int64_t outputs,
+                               int64_t bits, int64_t is_bfloat16) {
+    auto* function = bits == 4 ? &quantized_linear<4> : &quantized_linear<8>;
+    function(out, x, blocks, bias, num_rows, inputs / GROUP, outputs, is_bfloat16);
+}
+
+// Whether `penstock_run_decoder` does anything: it takes bfloat16 products.
+int64_t penstock_has_decoder() {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// See `run_decoder`; `packed` is an AttentionMetadata's.
+void penstock_run_decoder(void* out, const void* decoder, const int64_t* packed, float* x, const int64_t* positions, const int64_t* kept,
+                          int64_t num_kept) {
+#ifdef __AVX512BF16__
+    run_decoder(*static_cast<const Decoder*>(decoder), Step(packed), static_cast<BFloat16*>(out), x, positions, kept, num_kept);
 #endif
 }
 

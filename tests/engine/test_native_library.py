@@ -26,6 +26,7 @@ FUNCTIONS = (
     "penstock_has_prefill",
     "penstock_small_linear",
     "penstock_has_small_linear",
+    "penstock_quantized_linear",
 )
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 

@@ -4,9 +4,11 @@ from torch import Tensor, nn
 
 from penstock.engine.decoder_layers import decoder_layers, layer_kind
 from penstock.engine.fused_linear import FusedPart, fuse_linears
-from penstock.engine.quantized_linear import QuantizedLinear, pack, quantize_linears, torch_linear, unpack
-from penstock.engine.quantized_weight import QuantizedWeight, quantized
+from penstock.engine.quantized_linear import QuantizedLinear, can_quantize, pack, quantize_linears, torch_linear, unpack
+from penstock.engine.quantized_weight import GROUP_SIZE, QuantizedWeight, quantized
 from tests.tiny_models import tiny_model
+
+needs_kernel = pytest.mark.skipif(not can_quantize(), reason="there is no C++ compiler here")
 
 
 def random_weight(out_features: int, in_features: int, bits: int) -> QuantizedWeight:
@@ -35,6 +37,95 @@ def test_without_the_kernel_a_layer_computes_with_the_weight_that_was_given(dtyp
     expected = nn.functional.linear(x.float(), weight.dequantized(), bias.float()).to(dtype)
     result = torch_linear(x, pack(weight), bias, 2000)
     torch.testing.assert_close(result, expected)
+
+
+def rounding_bound(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """How far off a result may be because each group of the input has 127 steps to its largest value, and sums are of floats."""
+    half_steps_MG = x.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1) / 127 / 2  # type: ignore[no-untyped-call]
+    sizes_GO = weight.dequantized().unflatten(1, (-1, GROUP_SIZE)).abs().sum(-1).T  # type: ignore[no-untyped-call]
+    return half_steps_MG @ sizes_GO * 1.001 + 1e-5 * (x.abs() @ weight.dequantized().abs().T)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 32), (16, 64), (33, 96), (70, 576), (130, 32)])
+def test_any_number_of_rows_is_computed_as_exactly_as_bytes_allow(out_features: int, in_features: int, bits: int) -> None:
+    weight = random_weight(out_features, in_features, bits)
+    layer = QuantizedLinear(weight, None)
+    x = torch.randn(70, in_features) * torch.logspace(-3, 3, 70)[:, None]
+    expected, bound = x @ weight.dequantized().T, rounding_bound(x, weight)
+    whole = layer(x)
+    assert ((whole - expected).abs() <= bound).all()
+    for num_rows in range(71):
+        assert torch.equal(layer(x[:num_rows]), whole[:num_rows])
+        assert torch.equal(layer(x[70 - num_rows :]), whole[70 - num_rows :])
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_bytes_represent_is_computed_without_error(bits: int) -> None:
+    codes = torch.randint(0, 2**bits, (50, 96), dtype=torch.uint8)
+    weight = QuantizedWeight(bits, codes, torch.full((50, 3), 0.25).half(), torch.full((50, 3), -2.0).half())
+    x = torch.randint(-127, 128, (9, 96)).float()
+    x[:, ::GROUP_SIZE] = 127.0
+    for rows in (x, x[:1], x / 1024, torch.zeros(9, 96)):
+        assert torch.equal(QuantizedLinear(weight, None)(rows), rows @ weight.dequantized().T)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_bias_is_added_and_types_and_shapes_are_kept(bits: int, dtype: torch.dtype) -> None:
+    weight, bias = random_weight(50, 64, bits), torch.randn(50, dtype=dtype)
+    layer = QuantizedLinear(weight, bias)
+    for shape in [(), (0,), (1,), (2, 7), (1, 0), (3, 1, 2)]:
+        x = torch.randn(*shape, 64, dtype=dtype)
+        expected = x.float() @ weight.dequantized().T + bias.float()
+        result = layer(x)
+        assert result.dtype == dtype
+        assert result.shape == (*shape, 50)
+        bound = rounding_bound(x.float().flatten(0, -2) if shape else x.float()[None], weight).reshape(expected.shape)
+        rounding = 2**-8 if dtype == torch.bfloat16 else 2**-23
+        assert ((result.float() - expected).abs() <= bound + rounding * expected.abs() + 1e-4).all()
+
+
+@needs_kernel
+def test_input_of_any_layout_is_taken() -> None:
+    layer = QuantizedLinear(random_weight(50, 64, 4), None)
+    for x in (torch.randn(64, 7).T, torch.randn(7, 128)[:, ::2], torch.randn(9, 96)[1::2, 3:67], torch.randn(64).expand(3, 64)):
+        assert torch.equal(layer(x), layer(x.clone(memory_format=torch.contiguous_format)))
+
+
+@needs_kernel
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, value: float) -> None:
+    layer = QuantizedLinear(random_weight(50, 64, 4), None)
+    x = torch.randn(13, 64, dtype=dtype)
+    expected = layer(x)
+    x[5, 40] = value
+    result = layer(x)
+    others = torch.arange(13) != 5
+    assert torch.equal(result[others], expected[others])
+    assert not result[5].isfinite().any()
+
+
+@needs_kernel
+@pytest.mark.parametrize("factor", [1e-38, 1e-25, 1e30])
+def test_inputs_of_extreme_sizes_make_finite_results(factor: float) -> None:
+    weight = random_weight(50, 64, 4)
+    x = torch.randn(13, 64)
+    result = QuantizedLinear(weight, None)(x * factor)
+    assert ((result / factor - x @ weight.dequantized().T).abs() <= rounding_bound(x, weight) + (factor < 1e-30) * 1e3).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("scale", [6e-8, 6e4])
+def test_weights_of_extreme_scales_are_computed(scale: float) -> None:
+    codes = torch.randint(0, 16, (20, 64), dtype=torch.uint8)
+    weight = QuantizedWeight(4, codes, torch.full((20, 2), scale).half(), torch.full((20, 2), -scale).half())
+    x = torch.randn(5, 64)
+    assert ((QuantizedLinear(weight, None)(x) - x @ weight.dequantized().T).abs() <= rounding_bound(x, weight)).all()
 
 
 class Attention(nn.Module):

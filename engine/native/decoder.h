@@ -1,0 +1,232 @@
+// All layers of a decoder in one call, so that between two matrix products there is nothing but what has to be computed there.
+//
+// The layers are of the form that most models share: x += attention(norm(x)), x += down(silu(gate(norm(x))) * up(norm(x))), with rotary
+// positions. The sum x stays in float32 from the first layer to the last.
+
+#pragma once
+
+#ifdef __AVX512BF16__
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "common.h"
+#include "decode.h"
+#include "panel_linear.h"
+#include "prefill.h"
+#include "quantized_linear.h"
+#include "vector.h"
+
+namespace penstock {
+
+struct Linear {
+    int64_t bits;  // of a weight: 16 in panels (panel_linear.h), 8 or 4 in blocks (quantized_linear.h)
+    int64_t inputs, outputs;
+    const void* weight;
+    const BFloat16* bias;  // null: none
+};
+
+struct DecoderLayer {
+    Linear query_key_value, output, gate_up, down;
+    const float *input_norm, *post_norm, *query_norm, *key_norm;  // the latter two null where there are none
+    BFloat16 *key_cache, *value_cache;
+    int64_t window;  // 0: none
+    float scaling;
+};
+
+struct Decoder {
+    const DecoderLayer* layers;
+    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, block_size;
+    const float* final_norm;
+    const float* inverse_frequencies;  // [head_size / 2]
+    float rope_factor;
+    float epsilon;
+};
+
+// Views of the packed metadata; see engine/attention_metadata.py.
+struct Step {
+    int64_t num_tokens, num_sequences, table_width, num_decodes;
+    const int64_t *slots, *query_starts, *context_lens, *block_table;
+
+    explicit Step(const int64_t* packed)
+        : num_tokens(packed[0]), num_sequences(packed[1]), table_width(packed[2]), num_decodes(packed[3]), slots(packed + 6),
+          query_starts(slots + num_tokens), context_lens(query_starts + num_sequences + 1), block_table(context_lens + num_sequences) {}
+
+    int64_t num_real_tokens() const { return query_starts[num_sequences]; }
+};
+
+}  // namespace penstock
+
+namespace {
+
+constexpr int64_t MIN_PARALLEL_ROWS = 8;  // fewer are done before a second thread has woken up
+
+inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows) {
+    if (linear.bits == 16)
+        return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
+    auto* multiply = linear.bits == 8 ? &quantized_linear<8> : &quantized_linear<4>;
+    multiply(out, x, static_cast<const uint8_t*>(linear.weight), linear.bias, num_rows, linear.inputs / GROUP, linear.outputs, true);
+}
+
+inline Vector load(const BFloat16* from) { return (Vector)load_floats(from); }
+
+inline const Vector& at(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+
+inline float sum_of(Vector x) { return _mm512_reduce_add_ps((__m512)x); }
+
+// Root mean square over `size` numbers, a multiple of 16 (Zhang and Sennrich, arXiv:1910.07467).
+inline void norm(BFloat16* out, const float* x, const float* weight, int64_t size, float epsilon) {
+    Vector squares{};
+    for (int64_t i = 0; i < size; i += 16) squares += at(x + i) * at(x + i);
+    const float scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
+    for (int64_t i = 0; i < size; i += 16) convert(out + i, at(x + i) * scale * at(weight + i));
+}
+
+// x += change, and its norm.
+inline void add_and_norm(BFloat16* out, float* x, const BFloat16* change, const float* weight, int64_t size, float epsilon) {
+    Vector squares{};
+    for (int64_t i = 0; i < size; i += 16) {
+        const Vector sum = at(x + i) + load(change + i);
+        *reinterpret_cast<Vector*>(x + i) = sum;
+        squares += sum * sum;
+    }
+    const float scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
+    for (int64_t i = 0; i < size; i += 16) convert(out + i, at(x + i) * scale * at(weight + i));
+}
+
+// One head's numbers, normed where there is a weight, then turned by the position's angles (Su et al., arXiv:2104.09864).
+inline void rotate(BFloat16* out, const BFloat16* head, const float* norm_weight, const float* cosines, const float* sines, int64_t size,
+                   float epsilon) {
+    const int64_t half = size / 2;
+    float scale = 1.0f;
+    if (norm_weight) {
+        Vector squares{};
+        for (int64_t i = 0; i < size; i += 16) squares += load(head + i) * load(head + i);
+        scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
+    }
+    for (int64_t i = 0; i < half; i += 16) {
+        Vector first = load(head + i), second = load(head + half + i);
+        if (norm_weight) {
+            first *= scale * at(norm_weight + i);
+            second *= scale * at(norm_weight + half + i);
+        }
+        convert(out + i, first * at(cosines + i) - second * at(sines + i));
+        convert(out + half + i, second * at(cosines + i) + first * at(sines + i));
+    }
+}
+
+// out = silu(gate) * up; `gate_up` holds the one before the other.
+inline void activate(BFloat16* out, const BFloat16* gate_up, int64_t size) {
+    for (int64_t i = 0; i < size; i += 16) {
+        const Vector gate = load(gate_up + i);
+        const Vector smaller = power_of_two((gate > 0.0f ? -gate : gate) * LOG2_E);  // e^-|gate|
+        const Vector share = (gate > 0.0f ? Vector{} + 1.0f : smaller) / (1.0f + smaller);
+        convert(out + i, gate * share * load(gate_up + size + i));
+    }
+}
+
+template <typename Function>
+inline void for_rows(int64_t num_rows, const Function& function) {
+#pragma omp parallel for schedule(static) if (num_rows >= MIN_PARALLEL_ROWS)
+    for (int64_t t = 0; t < num_rows; ++t) function(t);
+}
+
+// What one step needs room for.
+struct DecoderScratch {
+    std::unique_ptr<float[]> cosines, sines;
+    std::unique_ptr<BFloat16[]> normed, projected, queries, attended, activated;
+
+    DecoderScratch(const Decoder& decoder, int64_t num_tokens)
+        : cosines(new float[num_tokens * decoder.head_size / 2]),
+          sines(new float[num_tokens * decoder.head_size / 2]),
+          normed(new BFloat16[num_tokens * decoder.hidden_size]),
+          projected(new BFloat16[num_tokens * widest(decoder)]),
+          queries(new BFloat16[num_tokens * decoder.num_heads * decoder.head_size]),
+          attended(new BFloat16[num_tokens * decoder.num_heads * decoder.head_size]),
+          activated(new BFloat16[num_tokens * decoder.layers[0].down.inputs]) {}
+
+    static int64_t widest(const Decoder& decoder) {
+        const DecoderLayer& layer = decoder.layers[0];
+        return std::max({layer.query_key_value.outputs, layer.gate_up.outputs, decoder.hidden_size});
+    }
+};
+
+inline void attend(const Decoder& decoder, const DecoderLayer& layer, const Step& step, BFloat16* out, const BFloat16* queries) {
+    const Options options{layer.scaling, layer.window, 0.0f, nullptr};
+    const Shape shape{decoder.num_heads, decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size, step.table_width};
+    if (step.num_decodes)
+        decode_any<BFloat16>(out, queries, layer.key_cache, layer.value_cache, step.block_table, step.context_lens, step.num_decodes, shape, options);
+    std::vector<Prefill<BFloat16>> sequences;
+    const int64_t width = decoder.num_heads * decoder.head_size;
+    for (int64_t i = step.num_decodes; i < step.num_sequences; ++i) {
+        const int64_t first = step.query_starts[i];
+        sequences.push_back({out + first * width, queries + first * width, layer.key_cache, layer.value_cache,
+                             step.block_table + i * step.table_width, step.query_starts[i + 1] - first, step.context_lens[i], decoder.num_heads,
+                             decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size, options});
+    }
+    if (!sequences.empty()) prefill(sequences);
+}
+
+// `x` [num_tokens, hidden_size] is what the embedding gives, and is overwritten. Writes the normed output of the last layer for the rows
+// `kept`, which ascend, to out [num_kept, hidden_size].
+inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out, float* x, const int64_t* positions, const int64_t* kept,
+                        int64_t num_kept) {
+    const int64_t size = decoder.hidden_size, head_size = decoder.head_size, half = head_size / 2;
+    const int64_t query_width = decoder.num_heads * head_size, key_width = decoder.num_kv_heads * head_size;
+    const int64_t num_tokens = step.num_real_tokens();
+    const DecoderScratch scratch(decoder, step.num_tokens);
+    BFloat16* normed = scratch.normed.get();
+    BFloat16* projected = scratch.projected.get();
+    BFloat16* attended = scratch.attended.get();
+    for_rows(num_tokens, [&](int64_t t) {
+        for (int64_t i = 0; i < half; ++i) {
+            const float angle = positions[t] * decoder.inverse_frequencies[i];
+            scratch.cosines[t * half + i] = std::cos(angle) * decoder.rope_factor;
+            scratch.sines[t * half + i] = std::sin(angle) * decoder.rope_factor;
+        }
+        norm(normed + t * size, x + t * size, decoder.layers[0].input_norm, size, decoder.epsilon);
+    });
+    for (int64_t l = 0; l < decoder.num_layers; ++l) {
+        const DecoderLayer& layer = decoder.layers[l];
+        const int64_t width = layer.query_key_value.outputs;
+        apply(layer.query_key_value, projected, normed, num_tokens);
+        for_rows(num_tokens, [&](int64_t t) {
+            const BFloat16* row = projected + t * width;
+            const float *cosines = &scratch.cosines[t * half], *sines = &scratch.sines[t * half];
+            for (int64_t d = 0; d < query_width; d += head_size)
+                rotate(&scratch.queries[t * query_width + d], row + d, layer.query_norm, cosines, sines, head_size, decoder.epsilon);
+            BFloat16* key = layer.key_cache + step.slots[t] * key_width;
+            for (int64_t d = 0; d < key_width; d += head_size)
+                rotate(key + d, row + query_width + d, layer.key_norm, cosines, sines, head_size, decoder.epsilon);
+            std::memcpy(layer.value_cache + step.slots[t] * key_width, row + query_width + key_width, key_width * sizeof(BFloat16));
+        });
+        attend(decoder, layer, step, attended, scratch.queries.get());
+        const bool is_last = l + 1 == decoder.num_layers;
+        if (is_last)  // from here on nobody looks at the other rows
+            for (int64_t k = 0; k < num_kept; ++k) {
+                std::memmove(x + k * size, x + kept[k] * size, size * sizeof(float));
+                std::memmove(attended + k * query_width, attended + kept[k] * query_width, query_width * sizeof(BFloat16));
+            }
+        const int64_t num_rows = is_last ? num_kept : num_tokens;
+        apply(layer.output, projected, attended, num_rows);
+        for_rows(num_rows, [&](int64_t t) {
+            add_and_norm(normed + t * size, x + t * size, projected + t * size, layer.post_norm, size, decoder.epsilon);
+        });
+        apply(layer.gate_up, projected, normed, num_rows);
+        const int64_t inner = layer.down.inputs;
+        for_rows(num_rows, [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
+        apply(layer.down, projected, scratch.activated.get(), num_rows);
+        const float* next_norm = is_last ? decoder.final_norm : decoder.layers[l + 1].input_norm;
+        for_rows(num_rows, [&](int64_t t) {
+            add_and_norm((is_last ? out : normed) + t * size, x + t * size, projected + t * size, next_norm, size, decoder.epsilon);
+        });
+    }
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,233 @@
+// A linear layer over weights of 4 or 8 bits: products are sums of integers, and every group of 32 columns then counts by its scales.
+//
+// A tile is 16 rows of the weight, and a block one tile's group: codes [8, 16, 4], the upper half of 4-bit codes in the upper halves of the
+// bytes, then 16 scales and 16 minimums in half precision.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "common.h"
+#include "quantized_rows.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t TILE = 16;      // rows of the weight, one in each lane
+constexpr int64_t MOST_ROWS = 6;  // at once: their sums and those of two tiles fill the registers
+constexpr int64_t FEW_ROWS = 3;   // up to here there is room for four tiles
+constexpr int64_t ROWS_ALONE = 4;  // quantized sooner than a second thread wakes up
+
+template <int BITS>
+constexpr int64_t BLOCK_BYTES = 2 * GROUP * BITS + 4 * TILE;
+
+struct QuantizedProduct {
+    void* out;
+    const void* bias;  // null: none
+    const uint8_t* blocks;
+    const RowGroup* rows;
+    int64_t num_groups, outputs;
+    bool is_bfloat16;
+
+    template <typename T>
+    void store_as(int64_t row, int64_t tile, Vector sums) const {
+        const int64_t first = tile * TILE;
+        T* to = static_cast<T*>(out) + row * outputs + first;
+        const int64_t count = std::min(TILE, outputs - first);
+        if (bias)
+            for (int64_t i = 0; i < count; ++i) sums[i] += to_float(static_cast<const T*>(bias)[first + i]);
+        if (count == TILE) {
+            convert(to, sums);
+        } else {
+            for (int64_t i = 0; i < count; ++i) store(to + i, sums[i]);
+        }
+    }
+
+    void store_sums(int64_t row, int64_t tile, Vector sums) const {
+        if (is_bfloat16) {
+            store_as<BFloat16>(row, tile, sums);
+        } else {
+            store_as<float>(row, tile, sums);
+        }
+    }
+
+    // The order of additions does not depend on ROWS or TILES, so neither does the result.
+    template <int BITS, int ROWS, int TILES>
+    void multiply(int64_t first_row, int64_t first_tile) const;
+
+    template <int BITS, int ROWS>
+    void multiply_tiles(int64_t first_row, int64_t first_tile, int64_t num_tiles) const {
+        constexpr int TILES = ROWS <= FEW_ROWS ? 4 : 2;
+        int64_t tile = first_tile;
+        for (; tile + TILES <= first_tile + num_tiles; tile += TILES) multiply<BITS, ROWS, TILES>(first_row, tile);
+        for (; tile < first_tile + num_tiles; ++tile) multiply<BITS, ROWS, 1>(first_row, tile);
+    }
+
+    template <int BITS>
+    void multiply_any(int64_t first_row, int64_t num_rows, int64_t first_tile, int64_t num_tiles) const {
+        switch (num_rows) {
+            case 1: return multiply_tiles<BITS, 1>(first_row, first_tile, num_tiles);
+            case 2: return multiply_tiles<BITS, 2>(first_row, first_tile, num_tiles);
+            case 3: return multiply_tiles<BITS, 3>(first_row, first_tile, num_tiles);
+            case 4: return multiply_tiles<BITS, 4>(first_row, first_tile, num_tiles);
+            case 5: return multiply_tiles<BITS, 5>(first_row, first_tile, num_tiles);
+            default: return multiply_tiles<BITS, MOST_ROWS>(first_row, first_tile, num_tiles);
+        }
+    }
+};
+
+#ifdef __AVX512VNNI__
+
+inline __m512i four_codes(const int8_t* codes) {
+    int32_t four;
+    std::memcpy(&four, codes, sizeof(four));
+    return _mm512_set1_epi32(four);
+}
+
+template <int BITS, int ROWS, int TILES>
+void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
+    const int64_t tile_bytes = num_groups * BLOCK_BYTES<BITS>;
+    const uint8_t* block = blocks + first_tile * tile_bytes;
+    const RowGroup* x = rows + first_row * num_groups;
+    const __m512i lower_half = _mm512_set1_epi8(15);
+    __m512 sums[ROWS][TILES];
+    for (int r = 0; r < ROWS; ++r)
+        for (int t = 0; t < TILES; ++t) sums[r][t] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < num_groups; ++g, block += BLOCK_BYTES<BITS>, ++x) {
+        __m512i dots[ROWS][TILES];
+        for (int r = 0; r < ROWS; ++r)
+            for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int step = 0; step < BITS; ++step) {
+            __m512i codes[TILES], upper[TILES];
+            for (int t = 0; t < TILES; ++t) {
+                codes[t] = _mm512_loadu_si512(block + t * tile_bytes + 64 * step);
+                if constexpr (BITS == 4) {
+                    upper[t] = _mm512_and_si512(_mm512_srli_epi16(codes[t], 4), lower_half);
+                    codes[t] = _mm512_and_si512(codes[t], lower_half);
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const __m512i four = four_codes(x[r * num_groups].codes + 4 * step);
+                for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_dpbusd_epi32(dots[r][t], codes[t], four);
+            }
+            if constexpr (BITS == 4) {
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; ++r) {
+                    const __m512i four = four_codes(x[r * num_groups].codes + 4 * (step + 4));
+                    for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_dpbusd_epi32(dots[r][t], upper[t], four);
+                }
+            }
+        }
+        __m512 scales[TILES], minimums[TILES];
+        for (int t = 0; t < TILES; ++t) {
+            const auto* halves = reinterpret_cast<const __m256i*>(block + t * tile_bytes + 2 * GROUP * BITS);
+            scales[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
+            minimums[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            const __m512 scale = _mm512_set1_ps(x[r * num_groups].scale), sum = _mm512_set1_ps(x[r * num_groups].sum);
+            for (int t = 0; t < TILES; ++t) {
+                sums[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][t]), _mm512_mul_ps(scales[t], scale), sums[r][t]);
+                sums[r][t] = _mm512_fmadd_ps(minimums[t], sum, sums[r][t]);
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int t = 0; t < TILES; ++t) store_sums(first_row + r, first_tile + t, (Vector)sums[r][t]);
+}
+
+#else
+
+inline float half_to_float(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
+    float result;
+    if (exponent == 0) {
+        result = static_cast<float>(fraction) * 0x1p-24f;
+        return sign ? -result : result;
+    }
+    const uint32_t wide = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+    std::memcpy(&result, &wide, sizeof(result));
+    return result;
+}
+
+template <int BITS, int ROWS, int TILES>
+void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
+    for (int64_t tile = first_tile; tile < first_tile + TILES; ++tile) {
+        float sums[ROWS][TILE] = {};
+        for (int64_t g = 0; g < num_groups; ++g) {
+            const uint8_t* block = blocks + (tile * num_groups + g) * BLOCK_BYTES<BITS>;
+            uint8_t codes[TILE * GROUP];
+            for (int64_t i = 0; i < 2 * GROUP * BITS; ++i) {
+                codes[i] = BITS == 4 ? block[i] & 15 : block[i];
+                if constexpr (BITS == 4) codes[i + 2 * GROUP * BITS] = block[i] >> 4;
+            }
+            uint16_t halves[2 * TILE];
+            std::memcpy(halves, block + 2 * GROUP * BITS, sizeof(halves));
+            for (int r = 0; r < ROWS; ++r) {
+                const RowGroup& x = rows[(first_row + r) * num_groups + g];
+                int32_t dots[TILE] = {};
+                for (int64_t step = 0; step < GROUP / 4; ++step)
+                    for (int64_t o = 0; o < TILE; ++o)
+                        for (int64_t i = 0; i < 4; ++i) dots[o] += codes[step * 64 + o * 4 + i] * x.codes[step * 4 + i];
+                for (int64_t o = 0; o < TILE; ++o) {
+                    sums[r][o] = std::fma(static_cast<float>(dots[o]), half_to_float(halves[o]) * x.scale, sums[r][o]);
+                    sums[r][o] = std::fma(half_to_float(halves[TILE + o]), x.sum, sums[r][o]);
+                }
+            }
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            Vector row;
+            for (int64_t o = 0; o < TILE; ++o) row[o] = sums[r][o];
+            store_sums(first_row + r, tile, row);
+        }
+    }
+}
+
+#endif
+
+template <typename T>
+void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
+    for (int64_t g = 0; g < num_groups; ++g) quantize_group(to + g, x + g * GROUP);
+}
+
+template <int BITS>
+void quantized_linear(void* out, const void* x, const uint8_t* blocks, const void* bias, int64_t num_rows, int64_t num_groups, int64_t outputs,
+                      bool is_bfloat16) {
+    static thread_local std::vector<RowGroup> scratch;
+    if (static_cast<int64_t>(scratch.size()) < num_rows * num_groups) scratch.resize(num_rows * num_groups);
+    RowGroup* rows = scratch.data();
+    const QuantizedProduct product{out, bias, blocks, rows, num_groups, outputs, is_bfloat16};
+    const int64_t num_tiles = (outputs + TILE - 1) / TILE, num_row_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    // Two tiles each, for all rows where there are few and for a part of them where that leaves threads without work.
+    auto quantize = [&](int64_t row) {
+        if (is_bfloat16) {
+            quantize_row(rows + row * num_groups, static_cast<const BFloat16*>(x) + row * num_groups * GROUP, num_groups);
+        } else {
+            quantize_row(rows + row * num_groups, static_cast<const float*>(x) + row * num_groups * GROUP, num_groups);
+        }
+    };
+    if (num_rows <= ROWS_ALONE)
+        for (int64_t row = 0; row < num_rows; ++row) quantize(row);
+    const int64_t width = num_row_blocks == 1 ? 4 : 2, num_panels = (num_tiles + width - 1) / width;
+#pragma omp parallel
+    {
+        if (num_rows > ROWS_ALONE) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < num_rows; ++row) quantize(row);
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t panel = 0; panel < num_panels; ++panel) {
+            for (int64_t i = 0; i < num_row_blocks; ++i) {
+                const int64_t first = num_rows * i / num_row_blocks, last = num_rows * (i + 1) / num_row_blocks;
+                product.template multiply_any<BITS>(first, last - first, panel * width, std::min(width, num_tiles - panel * width));
+            }
+        }
+    }
+}
+
+}  // namespace
