@@ -14,7 +14,7 @@ from penstock.plugins.grammars.charset import CharSet, lead_bytes, num_utf8_stat
 from penstock.plugins.grammars.regular import Anchor, Chars, Either, Literal, Node, Reference, Repeat, Sequence
 
 MAX_POSITIONS = 30_000
-MAX_WORK = 700_000
+MAX_WORK = 300_000  # 100 ms of Python
 MAX_DEPTH = 300
 _WORK_BETWEEN_PAUSES = 5_000
 _PAUSE_SECONDS = 0.0005

@@ -23,7 +23,7 @@ class OversizedRegex(UnwritableRegex):
 
 def check_size(node: Node) -> None:
     """Raises `OversizedRegex` for more than `MAX_PLACES` for a character, all repeats written out, and for more than `MAX_RANGES`."""
-    if _num_ranges(node) > MAX_RANGES:
+    if num_ranges(node) > MAX_RANGES:
         raise OversizedRegex(f"sets of characters that come to more than {MAX_RANGES} ranges")
     if _num_places(node) > MAX_PLACES:
         raise OversizedRegex(f"repeats within repeats come to more than {MAX_PLACES} characters")
@@ -40,16 +40,17 @@ def _num_places(node: Node) -> int:
     return 1
 
 
-def _num_ranges(node: Node) -> int:
+def num_ranges(node: Node) -> int:
+    """Of characters, in all sets that stand in the pattern."""
     match node:
         case Chars(chars):
             return len(chars)
         case Sequence(items):
-            return sum(_num_ranges(item) for item, _ in groupby(items))
+            return sum(num_ranges(item) for item, _ in groupby(items))
         case Either(items):
-            return sum(map(_num_ranges, items))
+            return sum(map(num_ranges, items))
         case Repeat(item):
-            return _num_ranges(item)
+            return num_ranges(item)
     return 0
 
 

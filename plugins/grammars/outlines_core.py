@@ -16,6 +16,7 @@ from penstock.plugins.grammars import json_schema, text_constraints
 from penstock.plugins.grammars.index_size import IndexSize, IndexTooLarge, TokenOpenings, measure
 from penstock.plugins.grammars.json_document import parse_document
 from penstock.plugins.grammars.json_text import Whitespace
+from penstock.plugins.grammars.llguidance_regex import num_ranges
 from penstock.plugins.grammars.outlines_terms import UnwritableText, to_pattern
 from penstock.plugins.grammars.regular import Node
 
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from penstock.plugins.grammars.outlines_matcher import OutlinesCoreGrammar
 
 MAX_SECONDS = 2.0
-MAX_BYTES = 512 * 2**20
+MAX_BYTES = 128 * 2**20
 
 # Measured on two shared cores with vocabularies of 49,152 and 151,669 tokens; rounded up.
 _SECONDS_PER_STATE = 50e-6
 _SECONDS_PER_STATE_AND_TOKEN = 9e-9
 _SECONDS_PER_TRANSITION = 140e-9
-_SECONDS_PER_CHARACTER = 160e-9  # of the pattern: a set such as \w is spelled out in thousands
+_SECONDS_PER_RANGE = 5e-6  # of characters: a set such as \w is spelled out in hundreds
 _BYTES_PER_TRANSITION = 48
 
 _NUL = b"\0"
@@ -63,11 +64,10 @@ class OutlinesCoreBackend:
         node = _tree(spec)
         try:
             size = measure(node, self._openings)
-            self._check(size, 0, spec)
+            self._check(size, num_ranges(node), spec)
             pattern = to_pattern(node)
         except (IndexTooLarge, UnwritableText) as error:
             raise UnsupportedGrammar(f"the constraint cannot be compiled: {error}", spec.param) from error
-        self._check(size, len(pattern), spec)
         try:
             index = Index(f"\\x00(?:{pattern})\\x00", self._engine_vocabulary)
         except ValueError as error:
@@ -76,10 +76,10 @@ class OutlinesCoreBackend:
             raise UnsupportedGrammar(message, spec.param) from error
         return OutlinesCoreGrammar(index, self._vocabulary.size, self._stop_token_ids, size.num_transitions * _BYTES_PER_TRANSITION)
 
-    def _check(self, size: IndexSize, pattern_length: int, spec: GrammarSpec) -> None:
+    def _check(self, size: IndexSize, ranges: int, spec: GrammarSpec) -> None:
         num_tokens = len(self._vocabulary.token_bytes)
         seconds = size.num_states * (_SECONDS_PER_STATE + num_tokens * _SECONDS_PER_STATE_AND_TOKEN)
-        seconds += size.num_transitions * _SECONDS_PER_TRANSITION + pattern_length * _SECONDS_PER_CHARACTER
+        seconds += size.num_transitions * _SECONDS_PER_TRANSITION + ranges * _SECONDS_PER_RANGE
         num_bytes = size.num_transitions * _BYTES_PER_TRANSITION
         if seconds > MAX_SECONDS or num_bytes > MAX_BYTES:
             message = f"the constraint is too large: about {seconds:.0f} s and {num_bytes / 2**20:.0f} MiB to compile"
