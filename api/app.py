@@ -6,6 +6,7 @@ from aiohttp.typedefs import Middleware
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
 from penstock.api.context import CONTEXT, ServerContext
+from penstock.api.grammar_metrics import GrammarCollector
 from penstock.api.health import show_health, show_version
 from penstock.api.metrics import METRICS, Metrics, show_metrics
 from penstock.api.middleware import (
@@ -36,6 +37,7 @@ def build_app(context: ServerContext) -> web.Application:
     app[CONTEXT] = context
     app[GATE] = Gate()
     app[METRICS] = Metrics(context.engine.stats, context.model_names[0])
+    app[METRICS].registry.register(GrammarCollector(context.compile_grammar.stats, context.model_names[0]))
     app.on_response_prepare.append(set_response_headers)
     app.on_cleanup.append(stop_checking)
     app.add_routes(

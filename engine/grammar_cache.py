@@ -12,6 +12,7 @@ from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarSpec
 from penstock.engine.grammar_choice import GrammarChoice, Refusal, VocabularySource, exact, is_lenient
 from penstock.engine.grammar_limits import check_limits, check_size
 from penstock.engine.grammar_queue import GrammarQueue, Job
+from penstock.engine.grammar_stats import GrammarStats
 
 MAX_BYTES = 2**29
 MAX_REFUSALS = 1024
@@ -53,6 +54,8 @@ class GrammarCompiler:
         self._refusals: OrderedDict[str, Refusal] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
         self.num_bytes = 0
+        self._num_queries = 0
+        self._num_hits = 0
 
     async def compile(self, spec: GrammarSpec, backend_name: str | None = None, *, client: str | None = None) -> CompiledGrammar:
         """The grammar of `spec`, by the named backend or by the first that takes it; exactly, or else as leniently as the spec allows.
@@ -63,7 +66,11 @@ class GrammarCompiler:
         assert backend_name is None or backend_name in self._choice.factories
         check_size(spec)
         key = _key(spec, backend_name)
-        outcome = self._kept(key) or await self._compiled(key, spec, backend_name, client)
+        outcome = self._kept(key)
+        self._num_queries += 1
+        self._num_hits += outcome is not None
+        if outcome is None:
+            outcome = await self._compiled(key, spec, backend_name, client)
         if isinstance(outcome, Refusal):
             raise outcome.error(spec.param)
         return outcome
@@ -119,6 +126,19 @@ class GrammarCompiler:
         self.num_bytes += grammar.num_bytes
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= self._grammars.popitem(last=False)[1].num_bytes
+
+    def stats(self) -> GrammarStats:
+        num_attempts, seconds = self._choice.counts.read()
+        return GrammarStats(
+            num_attempts=num_attempts,
+            seconds=seconds,
+            num_cache_queries=self._num_queries,
+            num_cache_hits=self._num_hits,
+            num_cache_entries=len(self._grammars),
+            num_cache_bytes=self.num_bytes,
+            num_running=self._queue.num_running,
+            num_waiting=self._queue.num_waiting,
+        )
 
     def check_integrity(self) -> None:
         """Asserts that what is kept adds up and that nothing is left waiting. For tests, between requests."""

@@ -1,6 +1,7 @@
 """Which backend compiles a constraint, and what is said where none does."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,6 +9,7 @@ from typing import Protocol
 
 from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar_stats import CompileCounts, CompileOutcome
 from penstock.engine.structure import Either, Repeat, Sequence, Structure, Value
 
 # A number, a pattern and a format: each makes engines build tables of their own.
@@ -50,6 +52,7 @@ class GrammarChoice:
         stop_token_ids: Iterable[int],
     ) -> None:
         self.factories = factories
+        self.counts = CompileCounts()
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -69,13 +72,11 @@ class GrammarChoice:
         refusals: list[UnsupportedGrammar] = []
         for name in self.order(spec.kind) if backend_name is None else (backend_name,):
             try:
-                return self._backend(name).compile(spec)
+                return self._counted(name, spec)
             except ConstraintTooLarge as error:
                 return Refusal.of(error, spec.param)
             except UnsupportedGrammar as error:
                 refusals.append(error)
-            except RecursionError:
-                refusals.append(UnsupportedGrammar("nested too deeply", spec.param))
         refusals.sort(key=lambda refusal: isinstance(refusal, UnsupportedKind))
         return Refusal.of(refusals[0], spec.param) if refusals else Refusal("no grammar backend is loaded", "")
 
@@ -83,6 +84,23 @@ class GrammarChoice:
         """Makes the backends that the usual constraints get, and has them load what they load when first needed. Takes up to a second."""
         for spec in (GrammarSpec(GrammarKind.JSON_SCHEMA, _WARM_UP_SCHEMA), GrammarSpec(GrammarKind.CHOICE, '["a"]')):
             self.compile(spec, None)
+        self.counts = CompileCounts()
+
+    def _counted(self, name: str, spec: GrammarSpec) -> CompiledGrammar:
+        began_at = time.perf_counter()
+        outcome = CompileOutcome.FAILED
+        try:
+            grammar = self._backend(name).compile(spec)
+            outcome = CompileOutcome.COMPILED
+            return grammar
+        except UnsupportedGrammar:
+            outcome = CompileOutcome.REFUSED
+            raise
+        except RecursionError:
+            outcome = CompileOutcome.REFUSED
+            raise UnsupportedGrammar("nested too deeply", spec.param) from None
+        finally:
+            self.counts.add(name, outcome, time.perf_counter() - began_at)
 
     def _backend(self, name: str) -> GrammarBackend:
         with self._making:

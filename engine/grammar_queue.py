@@ -68,6 +68,14 @@ class GrammarQueue:
         self._start_next()
         return job
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
     def withdraw(self, job: Job) -> bool:
         """Forgets a job that has not been started; False where it has."""
         if job.is_started:

@@ -32,8 +32,11 @@ class IndexSize:
     num_transitions: int
 
 
-def measure(node: Node, openings: "TokenOpenings") -> IndexSize:
-    """The size of the index of `node`'s full matches over a vocabulary. Raises `IndexTooLarge` as soon as that is certain."""
+def measure(node: Node, openings: "TokenOpenings", max_states: int = 2**30) -> IndexSize:
+    """The size of the index of `node`'s full matches over a vocabulary.
+
+    Raises `IndexTooLarge` as soon as it is certain that there are more than `max_states`, or that finding out takes too much.
+    """
     _check_positions(node)
     work = _Work()
     nfa = _Nfa(work)
@@ -47,6 +50,8 @@ def measure(node: Node, openings: "TokenOpenings") -> IndexSize:
         key = pending.pop()
         if key in blocks:
             continue
+        if len(blocks) == max_states:
+            raise IndexTooLarge(f"more than {max_states} states")
         overlapping: dict[int, set[int]] = {}
         for state in nfa.closure(key):
             edge = nfa.edges[state]

@@ -63,7 +63,7 @@ class OutlinesCoreBackend:
             raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
         node = _tree(spec)
         try:
-            size = measure(node, self._openings)
+            size = measure(node, self._openings, int(MAX_SECONDS / self._seconds_per_state))
             self._check(size, num_ranges(node), spec)
             pattern = to_pattern(node)
         except (IndexTooLarge, UnwritableText) as error:
@@ -77,13 +77,16 @@ class OutlinesCoreBackend:
         return OutlinesCoreGrammar(index, self._vocabulary.size, self._stop_token_ids, size.num_transitions * _BYTES_PER_TRANSITION)
 
     def _check(self, size: IndexSize, ranges: int, spec: GrammarSpec) -> None:
-        num_tokens = len(self._vocabulary.token_bytes)
-        seconds = size.num_states * (_SECONDS_PER_STATE + num_tokens * _SECONDS_PER_STATE_AND_TOKEN)
+        seconds = size.num_states * self._seconds_per_state
         seconds += size.num_transitions * _SECONDS_PER_TRANSITION + ranges * _SECONDS_PER_RANGE
         num_bytes = size.num_transitions * _BYTES_PER_TRANSITION
         if seconds > MAX_SECONDS or num_bytes > MAX_BYTES:
             message = f"the constraint is too large: about {seconds:.0f} s and {num_bytes / 2**20:.0f} MiB to compile"
             raise UnsupportedGrammar(f"{message}; allowed are {MAX_SECONDS:.0f} s and {MAX_BYTES / 2**20:.0f} MiB", spec.param)
+
+    @property
+    def _seconds_per_state(self) -> float:
+        return _SECONDS_PER_STATE + len(self._vocabulary.token_bytes) * _SECONDS_PER_STATE_AND_TOKEN
 
     @cached_property
     def _texts(self) -> dict[bytes, list[int]]:

@@ -19,6 +19,7 @@ from penstock.api.context import ServerContext, ServerOptions
 from penstock.engine.errors import InvalidRequest, PenstockError
 from penstock.engine.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
 from penstock.engine.grammar_choice import is_lenient
+from penstock.engine.grammar_stats import CompileOutcome, CompileSeconds, GrammarStats
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer
@@ -155,6 +156,13 @@ class RecordingCompiler:
         if spec.text == "[":
             raise InvalidRequest("unclosed set at 0", spec.param)
         return NoGrammar(self.warnings if is_lenient(spec) else ())
+
+    def stats(self) -> GrammarStats:
+        times = CompileSeconds()
+        for seconds in (0.001, 0.003, 20.0):
+            times.add(seconds)
+        attempts = {("fast", CompileOutcome.COMPILED): 2, ("fast", CompileOutcome.REFUSED): 1}
+        return GrammarStats(attempts, {"fast": times}, 9, 6, num_cache_entries=2, num_cache_bytes=300, num_running=1, num_waiting=4)
 
 
 @dataclass(frozen=True)

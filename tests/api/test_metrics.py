@@ -128,3 +128,29 @@ def test_a_broken_connection_counts_nothing_as_finished() -> None:
             assert "finished_reason=" not in await response.text()
 
     serve(scenario)
+
+
+def test_what_compiling_took_and_the_cache_spared_is_shown() -> None:
+    async def scenario(server: Running) -> None:
+        async with server.http.get("/metrics") as response:
+            text = await response.text()
+        shown = values(text)
+        expected = {
+            "cache_queries_total": 9,
+            "cache_hits_total": 6,
+            "cache_entries": 2,
+            "cache_bytes": 300,
+            "num_compiling": 1,
+            "num_waiting": 4,
+        }
+        assert shown.items() >= {f"penstock:grammar_{name}": value for name, value in expected.items()}.items()
+        samples = {family.name: family.samples for family in text_string_to_metric_families(text)}
+        attempts = {
+            (sample.labels["backend"], sample.labels["outcome"]): sample.value for sample in samples["penstock:grammar_compilations"]
+        }
+        assert attempts == {("fast", "compiled"): 2, ("fast", "refused"): 1}
+        times = {sample.labels.get("le", sample.name[-5:]): sample.value for sample in samples["penstock:grammar_compile_seconds"]}
+        assert (times["0.001"], times["0.0025"], times["0.005"], times["10.0"], times["+Inf"], times["count"]) == (1, 1, 2, 2, 3, 3)
+        assert times["s_sum"] == pytest.approx(20.004)
+
+    serve(scenario)

@@ -74,6 +74,11 @@ def test_a_grammar_is_compiled_once_and_then_shared() -> None:
 
     asyncio.run(run())
     assert backend.compiled == ["a", "b"]
+    stats = grammars.stats()
+    assert (stats.num_cache_queries, stats.num_cache_hits, stats.num_cache_entries) == (3, 1, 2)
+    assert stats.num_cache_bytes == grammars.num_bytes
+    assert stats.num_attempts == {("backend0", "compiled"): 2}
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
     grammars.check_integrity()
 
 

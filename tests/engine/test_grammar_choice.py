@@ -115,3 +115,17 @@ def test_a_warm_up_makes_the_backends_of_usual_constraints_and_survives_refusals
     assert [spec.kind for spec in schemas.specs] == [GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE]
     assert [spec.kind for spec in texts.specs] == [GrammarKind.CHOICE]
     assert last.specs == []
+
+
+def test_each_backends_attempts_are_counted_by_how_they_ended() -> None:
+    backends = choice(one=refusal("no", "guided_json"), two=Backend(ZeroDivisionError()), three=Backend())
+    backends.compile(SCHEMA, "one")
+    backends.compile(SCHEMA, "three")
+    with pytest.raises(ZeroDivisionError):
+        backends.compile(SCHEMA, None)
+    attempts, seconds = backends.counts.read()
+    assert attempts == {("one", "refused"): 2, ("three", "compiled"): 1, ("two", "failed"): 1}
+    assert [sum(seconds[name].counts) for name in ("one", "two", "three")] == [2, 1, 1]
+    backends = choice(only=Backend())
+    backends.warm_up()
+    assert backends.counts.read() == ({}, {})

@@ -60,6 +60,13 @@ def test_what_grows_out_of_proportion_is_refused(pattern: str) -> None:
         size(pattern)
 
 
+def test_what_has_too_many_states_is_refused_before_they_are_all_found() -> None:
+    num_states = size("[ab]*a[ab]{8}").num_states
+    assert measure(tree("[ab]*a[ab]{8}"), OPENINGS, num_states) == size("[ab]*a[ab]{8}")
+    with pytest.raises(IndexTooLarge, match="more than 500 states"):
+        measure(tree("[ab]*a[ab]{8}"), OPENINGS, 500)
+
+
 def test_the_interpreter_is_let_go_while_much_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
