@@ -37,6 +37,8 @@ def read_complaint(text: str) -> Complaint:
         message = f"`{keyword}` is not supported"
     elif message.startswith("NoExtension"):
         message = "no text satisfies it, or none that this model's tokens can spell"
+    elif "Regex is empty" in message:  # and what is quoted of it is the client's
+        message = "no string has its pattern, format and lengths together"
     elif message.startswith("oneOf constraints"):
         message = "its alternatives may share values, which is not supported"
     message = message.partition(": json-schema:")[0].strip()

@@ -16,7 +16,7 @@ from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.llguidance_regex import MAX_PLACES, UnwritableRegex, check_size, to_pattern
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
 from penstock.plugins.grammars.regular import MisplacedAnchor, Node, full_match, search
-from penstock.plugins.grammars.schema_keywords import DIALECTS, unknown_keywords
+from penstock.plugins.grammars.schema_keywords import DIALECTS, has_unknown_type, unknown_keywords
 from penstock.plugins.grammars.schema_negation import Inexpressible
 from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
 from penstock.plugins.grammars.schema_shape import resolve
@@ -40,16 +40,17 @@ _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 
 
-def read_schema(spec: GrammarSpec, *, is_inlined: bool = False) -> tuple[Any, tuple[str, ...]]:
+def read_schema(spec: GrammarSpec, *, is_inlined: bool = False, is_shared: bool = True) -> tuple[Any, tuple[str, ...]]:
     """The schema to compile, checked and made exact, and what of a lenient one is left out.
 
     Where `is_inlined`, what `allOf` refers to stands in the reference's place: no circle is followed in which others stand beside it.
+    Where `is_shared`, strings that are alike are one definition, which is faster; otherwise all stands where the client has it.
     Raises `UnsupportedGrammar` with the path of what is at fault.
     """
     if spec.kind is GrammarKind.JSON_OBJECT:
         return _ANY_OBJECT, ()
     schema, identifiers = _document(spec.text, spec.param)
-    reading = _Reading(schema, spec.param, identifiers, is_lenient=spec.is_lenient, is_inlined=is_inlined)
+    reading = _Reading(schema, spec.param, identifiers, is_lenient=spec.is_lenient, is_inlined=is_inlined, is_shared=is_shared)
     return reading.whole(), tuple(dict.fromkeys(reading.warnings))
 
 
@@ -102,13 +103,14 @@ def _whitespace(pattern: str, param: str) -> str:
 class _Reading:
     """One pass over the schemas of a document; the result shares what it did not change."""
 
-    def __init__(self, root: Any, param: str, identifiers: _Identifiers, *, is_lenient: bool, is_inlined: bool) -> None:
+    def __init__(self, root: Any, param: str, identifiers: _Identifiers, *, is_lenient: bool, is_inlined: bool, is_shared: bool) -> None:
         self.root = root
         self.param = param
         self.has_identifiers = identifiers is not _Identifiers.NONE
         self.has_one_base = identifiers is not _Identifiers.OF_PARTS
         self.is_lenient = is_lenient
         self.is_inlined = is_inlined
+        self.is_shared = is_shared and self.has_one_base
         self.inlined: list[str] = []  # references within each other that are being replaced
         self.targets: dict[str, Any] = {}
         self.written: dict[str, str] = {}  # references as they are in what is compiled
@@ -158,7 +160,7 @@ class _Reading:
         for keyword in [keyword for keyword in exact if keyword in REWRITTEN]:
             if keyword in exact:
                 self.rewrite(exact, schema, keyword, steps)
-        if ("format" in exact or "pattern" in exact) and exact.get("type") == "string" and self.has_one_base:
+        if ("format" in exact or "pattern" in exact) and exact.get("type") == "string" and self.is_shared:
             return self.shared(exact)
         return exact
 
@@ -184,6 +186,7 @@ class _Reading:
         """Says the keyword with others, where that is exact; else refuses it or, in a lenient schema, leaves it out."""
         if not self.origins:  # what is put together of the client's schemas is found again where the client has it
             self.origins = {id(part): place for place, part in walk(self.root)}
+            self.check_types()
         self.num_rewritten += 1
         num_warnings = len(self.warnings)
         try:
@@ -198,6 +201,12 @@ class _Reading:
             self.give_up(exact, schema, keyword, steps)
             return
         replace_keyword(exact, keyword, additions)
+
+    def check_types(self) -> None:
+        """In what is rewritten, a type that nobody knows would be one that no value has, and nobody would say so."""
+        for place, schema in walk(self.root):
+            if has_unknown_type(schema) and (self.has_identifiers or pointer(place) in self.reachable):
+                raise self.refusal("`type`: no type of JSON", (*place, "type"))
 
     def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         if not self.has_identifiers and pointer(steps) not in self.reachable:

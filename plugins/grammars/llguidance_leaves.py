@@ -50,9 +50,9 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
             except UnwritableRegex as error:
                 raise UnsupportedGrammar(str(error), spec.param) from error
         case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
-            schema, warnings = read_schema(spec, is_inlined=is_inlined)
+            schema, warnings = read_schema(spec, is_inlined=is_inlined, is_shared=not is_relaxed)
             if spec.is_lenient and is_relaxed:
-                schema, more = relaxed(schema, _schema_errors(spec), spec.param)
+                schema, more = relaxed(schema, _schema_errors(spec), spec)
                 warnings += more
             return Leaf(SCHEMA_PREFIX + schema_source(schema, spec.whitespace_pattern, spec.param), warnings=warnings)
         case GrammarKind.LARK | GrammarKind.GBNF:
@@ -64,9 +64,9 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
 def explain(spec: GrammarSpec, complaint: Complaint) -> UnsupportedGrammar:
     """Why llguidance refuses `spec`, with the keyword and its path, or the place in a grammar."""
     if spec.kind is GrammarKind.JSON_SCHEMA and not complaint.is_about_size:
-        fault = find_fault(read_schema(spec)[0], _schema_errors(spec))
+        fault = find_fault(read_schema(spec, is_shared=False)[0], _schema_errors(spec))
         if fault is not None:
-            return refusal(fault, spec.param)
+            return refusal(fault, spec)
     if complaint.line is not None and spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
         return UnsupportedGrammar(f"{complaint.message}, at line {complaint.line}, column {complaint.column}", spec.param)
     kind = ConstraintTooLarge if complaint.is_about_size else UnsupportedGrammar

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.plugins.grammars.schema_faults import Fault, find_fault
+from penstock.engine.grammar import GrammarSpec
+from penstock.plugins.grammars.json_document import parse_document
+from penstock.plugins.grammars.schema_faults import Fault, as_written, find_fault
 from penstock.plugins.grammars.schema_walk import at, path, walk
 
 MAX_ROUNDS = 32
@@ -27,15 +29,16 @@ _SOMETIMES_ENFORCED = frozenset(
 _MISTAKES = ("Expected", "must be", "Unsatisfiable")
 
 
-def refusal(fault: Fault, param: str) -> UnsupportedGrammar:
-    """Names the keyword and its path."""
+def refusal(fault: Fault, spec: GrammarSpec) -> UnsupportedGrammar:
+    """Names the keyword and its path, as the client has them."""
+    fault = as_written(fault, parse_document(spec.text, spec.param))
     if fault.keyword is None:
-        return UnsupportedGrammar(f"the schema: {fault.message}", param + path(fault.steps))
+        return UnsupportedGrammar(f"the schema: {fault.message}", spec.param + path(fault.steps))
     message = fault.message if fault.message.startswith(f"`{fault.keyword}`") else f"`{fault.keyword}`: {fault.message}"
-    return UnsupportedGrammar(message, param + path((*fault.steps, fault.keyword)))
+    return UnsupportedGrammar(message, spec.param + path((*fault.steps, fault.keyword)))
 
 
-def relaxed(schema: Any, error_of: Callable[[Any], str | None], param: str) -> tuple[Any, tuple[str, ...]]:
+def relaxed(schema: Any, error_of: Callable[[Any], str | None], spec: GrammarSpec) -> tuple[Any, tuple[str, ...]]:
     """The schema less what cannot be enforced, and the names of that. Unchanged where all of it can be.
 
     Raises `UnsupportedGrammar` for a malformed schema and for what cannot be left out.
@@ -43,13 +46,13 @@ def relaxed(schema: Any, error_of: Callable[[Any], str | None], param: str) -> t
     if error_of(schema) is None:
         return schema, ()
     schema = copy.deepcopy(schema)
-    warnings = _without_never_enforced(schema, param)
+    warnings = _without_never_enforced(schema, spec.param)
     for _ in range(MAX_ROUNDS):
         fault = find_fault(schema, error_of)
         if fault is None:
             return schema, tuple(warnings)
-        warnings.append(_drop(schema, fault, param))
-    raise UnsupportedGrammar(f"more than {MAX_ROUNDS} keywords cannot be enforced", param)
+        warnings.append(_drop(schema, fault, spec))
+    raise UnsupportedGrammar(f"more than {MAX_ROUNDS} keywords cannot be enforced", spec.param)
 
 
 def _without_never_enforced(schema: Any, param: str) -> list[str]:
@@ -61,9 +64,9 @@ def _without_never_enforced(schema: Any, param: str) -> list[str]:
     return warnings
 
 
-def _drop(schema: Any, fault: Fault, param: str) -> str:
+def _drop(schema: Any, fault: Fault, spec: GrammarSpec) -> str:
     if fault.keyword not in _SOMETIMES_ENFORCED or any(word in fault.message for word in _MISTAKES):
-        raise refusal(fault, param)
+        raise refusal(fault, spec)
     current = at(schema, fault.steps)
     value = current[fault.keyword]
     if fault.keyword == "oneOf" and isinstance(value, list):
@@ -78,4 +81,7 @@ def _drop(schema: Any, fault: Fault, param: str) -> str:
         current.update(relaxed_members)
     else:
         del current[fault.keyword]
-    return f"`{fault.keyword}` at {param}{path((*fault.steps, fault.keyword))}"
+        if fault.keyword == "patternProperties":
+            current.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
+    written = as_written(fault, parse_document(spec.text, spec.param))
+    return f"`{written.keyword or fault.keyword}` at {spec.param}{path((*written.steps, written.keyword or fault.keyword))}"

@@ -1,6 +1,9 @@
 """The keywords of JSON Schema, by what they are about."""
 
+from collections.abc import Mapping
 from typing import Any
+
+from penstock.plugins.grammars.json_text import JSON_TYPES
 
 ANNOTATIONS = frozenset(
     {
@@ -54,3 +57,9 @@ def unknown_keywords(root: Any) -> frozenset[str]:
     dialect = root.get("$schema") if isinstance(root, dict) else None
     draft = _OLD_DRAFTS.get(dialect.removesuffix("#"), 8) if isinstance(dialect, str) else 8
     return frozenset(keyword for since, keywords in _SINCE_DRAFT.items() if since > draft for keyword in keywords)
+
+
+def has_unknown_type(schema: Mapping[str, Any]) -> bool:
+    """Whether `type` names one that there is not."""
+    given = schema.get("type", [])
+    return any(name not in JSON_TYPES for name in (given if isinstance(given, list) else [given]))

@@ -166,6 +166,13 @@ def test_tokens_that_spell_the_same_are_all_allowed() -> None:
         ({"type": "object", "x-guidance": {"lenient": True}}, ".x-guidance", "refused"),
         ({"properties": {"a": {"const": "\ud800"}}}, ".properties.a.const", "surrogate"),
         ({"properties": {f"p{i}": {} for i in range(1501)}}, ".properties", "1500 properties"),
+        ({"type": "string", "pattern": "("}, ".pattern", "unclosed group"),
+        ({"properties": {"a": {"type": "string", "format": "date", "minLength": "x"}}}, ".properties.a.minLength", "positive integer"),
+        ({"items": {"if": {"required": ["x"]}, "then": {"items": {"maxLength": -1}}}}, ".items.if", "positive integer"),
+        ({"items": {"propertyNames": {"pattern": "("}}}, ".items.propertyNames", "unclosed group"),
+        ({"allOf": [{}], "dependentSchemas": {"x": {"minLength": -1}}}, ".dependentSchemas", "positive integer"),
+        ({"items": {"oneOf": [{"type": "string"}, {"type": "banana"}]}}, ".items.oneOf[1].type", "no type"),
+        ({"not": {"properties": {"x": {"type": ["string", "banana"]}}}}, ".not.properties.x.type", "no type"),
     ],
 )
 def test_a_refusal_names_the_keyword_and_its_path(schema: Any, param: str, message: str) -> None:
@@ -257,6 +264,16 @@ def test_a_lenient_schema_loses_patterns_that_are_too_large() -> None:
     assert accepts(grammar, '{"a": "y", "b": {"c": 1}, "d": 2}')
     assert not accepts(grammar, '{"a": 1}')
     assert not accepts(grammar, '{"a": "y", "b": {}}')
+
+
+def test_what_a_lenient_schema_loses_is_named_where_it_stands() -> None:
+    overlapping = {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "z$": {}}, "additionalProperties": False}
+    part = {"properties": {"p": {"type": "string", "format": "date"}, "q": overlapping}}
+    grammar = schema_grammar({"if": {"required": ["x"]}, "then": part, "type": "object"}, is_lenient=True, param="p")
+    assert grammar.warnings == ("`if` at p.if",)
+    grammar = schema_grammar(overlapping, is_lenient=True, param="p")
+    assert grammar.warnings == ("`patternProperties` at p.patternProperties",)
+    assert accepts(grammar, '{"abz": 1, "b": "x"}')
 
 
 def test_a_mistake_is_refused_in_a_lenient_schema_too() -> None:
