@@ -25,7 +25,7 @@ def attend(
     accumulator: tl.tensor,  # [ROWS, VALUE_PADDED] float32, with row_max and row_sum [ROWS]: the state so far
     row_max: tl.tensor,
     row_sum: tl.tensor,
-    query: tl.tensor,  # [ROWS, KEY_PADDED], of the cache's type
+    query: tl.tensor,  # [ROWS, KEY_PADDED]; keys and values are converted to its type
     positions: tl.tensor,  # [ROWS]: a row sees the keys up to its position; -1: none
     keys: tl.tensor,  # pointers to the caches at the KV head in question, and to the sequence's row of the block table
     values: tl.tensor,
@@ -58,7 +58,7 @@ def attend(
         tokens = key_positions % BLOCK_SIZE
         key_offsets = blocks * key_block_stride + tokens * key_token_stride
         key_DN = tl.load(keys + key_offsets[None, :] + key_dims[:, None], mask=is_key[None, :] & (key_dims[:, None] < KEY_SIZE), other=0.0)
-        scores = tl.dot(query, key_DN, input_precision="ieee") * scaling
+        scores = tl.dot(query, key_DN.to(query.dtype), input_precision="ieee") * scaling
         if softcap is not None:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # softcap * tanh(scores / softcap)
         scores *= LOG2_E
@@ -79,6 +79,6 @@ def attend(
         )
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
-        accumulator = tl.dot(weights.to(value_ND.dtype), value_ND, accumulator, input_precision="ieee")
+        accumulator = tl.dot(weights.to(query.dtype), value_ND.to(query.dtype), accumulator, input_precision="ieee")
         row_max = new_max
     return accumulator, row_max, row_sum

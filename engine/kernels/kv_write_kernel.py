@@ -5,6 +5,15 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def bounded(element: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """Cut off at LARGEST, unless that is None; NaN stays NaN, and shows that the model has failed."""
+    if LARGEST is not None:
+        element = element.to(tl.float32)
+        element = tl.where(element > LARGEST, LARGEST, tl.where(element < -LARGEST, -LARGEST, element))
+    return element
+
+
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def kv_write_kernel(
     key: tl.tensor,
@@ -28,6 +37,7 @@ def kv_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEY_ELEMENTS: tl.constexpr,
     VALUE_ELEMENTS: tl.constexpr,
+    LARGEST: tl.constexpr,
 ) -> None:
     """One program: all heads of one token. KEY_ELEMENTS and VALUE_ELEMENTS are heads times head size, padded to powers of two."""
     token = tl.program_id(0).to(tl.int64)
@@ -43,7 +53,7 @@ def kv_write_kernel(
     is_element = head < NUM_KV_HEADS
     source = key + token * key_token_stride + head * key_head_stride + dim
     target = key_cache + block * key_cache_block_stride + offset * key_cache_token_stride + head * key_cache_head_stride + dim
-    tl.store(target, tl.load(source, mask=is_element), mask=is_element)
+    tl.store(target, bounded(tl.load(source, mask=is_element), LARGEST), mask=is_element)
 
     element = tl.arange(0, VALUE_ELEMENTS)
     head = element // VALUE_SIZE
@@ -51,4 +61,4 @@ def kv_write_kernel(
     is_element = head < NUM_KV_HEADS
     source = value + token * value_token_stride + head * value_head_stride + dim
     target = value_cache + block * value_cache_block_stride + offset * value_cache_token_stride + head * value_cache_head_stride + dim
-    tl.store(target, tl.load(source, mask=is_element), mask=is_element)
+    tl.store(target, bounded(tl.load(source, mask=is_element), LARGEST), mask=is_element)

@@ -22,10 +22,10 @@ def paged_decode(
 ) -> Tensor:
     """Attention of each sequence's last token over all its keys, in `num_splits` parts that run side by side; returns [B, H, Dv].
 
-    The caches are [num_blocks, block_size, KV heads, Dk or Dv] with contiguous heads. The table names each sequence's blocks in order;
-    entries past its context are never read. `context_lens_B` counts the new token, whose key and value are in the cache already; a
-    sequence of length 0 gets zeros. Table and lengths are int32 or int64. `sinks` [H] join the softmax as keys without
-    values. Never waits for the device.
+    The caches are [num_blocks, block_size, KV heads, Dk or Dv] with contiguous heads, of the query's type or float8_e4m3fn. The table names
+    each sequence's blocks in order; entries past its context are never read. `context_lens_B` counts the new token, whose key and value
+    are in the cache already; a sequence of length 0 gets zeros. Table and lengths are int32 or int64. `sinks` [H] join the softmax as
+    keys without values. Never waits for the device.
     Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile.
     """
     from penstock.engine.kernels.paged_decode_kernel import merge_splits_kernel, paged_decode_kernel
@@ -39,7 +39,7 @@ def paged_decode(
     if num_sequences == 0:
         return out
     group_size = num_heads // num_kv_heads
-    tuning = decode_tuning(group_size, key_size, value_size, key_cache.element_size())
+    tuning = decode_tuning(group_size, key_size, value_size, query_BHD.element_size())
     is_split = num_splits > 1
     partial_output = partial_log_sum = out
     if is_split:

@@ -74,7 +74,7 @@ def paged_decode_kernel(
         tl.zeros([TILE_ROWS, VALUE_PADDED], tl.float32),
         row_max,
         row_sum,
-        query_rows.to(key_cache.dtype.element_ty),
+        query_rows,
         tl.where(is_row, context_len - 1, -1),
         key_cache + kv_head.to(tl.int64) * key_head_stride,
         value_cache + kv_head.to(tl.int64) * value_head_stride,

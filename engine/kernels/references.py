@@ -96,8 +96,9 @@ def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache:
     is_token_T = slot_mapping_T >= 0
     slots = slot_mapping_T[is_token_T]
     block_size = key_cache.shape[1]
-    key_cache[slots // block_size, slots % block_size] = key_THD[is_token_T].to(key_cache.dtype)
-    value_cache[slots // block_size, slots % block_size] = value_THD[is_token_T].to(value_cache.dtype)
+    for cache, rows_THD in ((key_cache, key_THD), (value_cache, value_THD)):
+        largest = torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else torch.inf
+        cache[slots // block_size, slots % block_size] = rows_THD[is_token_T].clamp(-largest, largest).to(cache.dtype)
 
 
 def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None:

@@ -41,7 +41,7 @@ def varlen_prefill(
     if num_tokens == 0 or num_sequences <= 0:
         return out
     group_size = num_heads // num_kv_heads
-    tuning = prefill_tuning(group_size, key_size, value_size, key_cache.element_size(), max_query_len)
+    tuning = prefill_tuning(group_size, key_size, value_size, query_THD.element_size(), max_query_len)
     num_tiles = -(-max_query_len // (tuning.tile_rows // group_size))
     varlen_prefill_kernel[(num_tiles, num_kv_heads, num_sequences)](
         out,

@@ -74,7 +74,7 @@ def varlen_prefill_kernel(
         query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + key_dims[None, :],
         mask=is_row[:, None] & (key_dims[None, :] < KEY_SIZE),
         other=0.0,
-    ).to(key_cache.dtype.element_ty)
+    )
 
     end_key = tl.minimum(first_position + num_queries, context_len)
     keys = key_cache + kv_head.to(tl.int64) * key_head_stride

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from tests.engine.kernels.interpreter import receive, send
 
 # Triton exists for Linux alone; elsewhere there is nothing to run.
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
@@ -46,9 +47,8 @@ class Interpreter:
     def launch(self, function: Callable[..., Any], **arguments: Any) -> Launched:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump((function.__module__, function.__name__, arguments), self._process.stdin)
-        self._process.stdin.flush()
-        result, arguments_after, error = pickle.load(self._process.stdout)
+        send((function.__module__, function.__name__, arguments), self._process.stdin)
+        result, arguments_after, error = receive(self._process.stdout)
         assert error is None, error
         return Launched(result, arguments_after)
 
@@ -104,6 +104,7 @@ class Case:
     value_size: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
     has_sinks: bool = False
     sliding_window: int | None = None
     softcap: float | None = None
@@ -130,8 +131,8 @@ class Case:
         query_THD = torch.randn(sum(self.query_lens), num_heads, self.key_size, generator=generator)
         return {
             "query": query_THD.to(self.dtype),
-            "key_cache": key_cache.to(self.dtype),
-            "value_cache": value_cache.to(self.dtype),
+            "key_cache": key_cache.to(self.cache_dtype or self.dtype),
+            "value_cache": value_cache.to(self.cache_dtype or self.dtype),
             "block_table_BN": block_table_BN,
             "context_lens_B": torch.tensor(self.context_lens, dtype=self.index_dtype),
             "scaling": self.key_size**-0.5 * 1.5,

@@ -5,6 +5,7 @@ Triton decides between compiler and interpreter when it is imported, for the who
 else runs beside them (torch.compile imports Triton too), so the interpreter lives in a process of its own.
 """
 
+import io
 import os
 import pickle
 import sys
@@ -13,13 +14,26 @@ from importlib import import_module
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
+
+
+def send(message: Any, stream: BinaryIO) -> None:
+    """By torch's own pickling: Python's knows no tensors of 8 bits."""
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    pickle.dump(buffer.getvalue(), stream)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> Any:
+    return torch.load(io.BytesIO(pickle.load(stream)), weights_only=False)
 
 
 def serve(calls: BinaryIO, answers: BinaryIO) -> None:
     """Answers (module, function, arguments by name) with (result, arguments as the call left them, None) or (None, None, traceback)."""
     while True:
         try:
-            module, function, arguments = pickle.load(calls)
+            module, function, arguments = receive(calls)
         except EOFError:
             return
         answer: tuple[Any, Any, str | None]
@@ -27,8 +41,7 @@ def serve(calls: BinaryIO, answers: BinaryIO) -> None:
             answer = (getattr(import_module(module), function)(**arguments), arguments, None)
         except BaseException:
             answer = (None, None, traceback.format_exc())
-        pickle.dump(answer, answers)
-        answers.flush()
+        send(answer, answers)
 
 
 def widen_bfloat16_dots() -> None:

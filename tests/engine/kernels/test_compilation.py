@@ -85,8 +85,10 @@ def num_compiled(kernels: dict[str, Compiled]) -> dict[str, int]:
         (89, 4, {"group_size": 2, "key_size": 256, "value_size": 256, "softcap": 50.0, "sliding_window": 4096}),
         (90, 1, {"group_size": 1, "key_size": 192, "value_size": 128}),
         (80, 4, {"group_size": 3, "dtype": torch.float32}),
+        (90, 4, {"group_size": 4, "key_size": 128, "value_size": 128, "cache_dtype": torch.float8_e4m3fn}),
+        (89, 1, {"group_size": 2, "key_size": 256, "value_size": 256, "cache_dtype": torch.float8_e4m3fn}),
     ],
-    ids=["llama-sm90", "llama-sm89", "gpt-oss-sm90", "gemma-sm89", "deepseek-sm90", "smollm-sm80"],
+    ids=["llama-sm90", "llama-sm89", "gpt-oss-sm90", "gemma-sm89", "deepseek-sm90", "smollm-sm80", "8bit-sm90", "8bit-sm89"],
 )
 def test_attention_compiles_and_fits(kernels: dict[str, Compiled], make_case: MakeCase, num_splits: int, options: dict[str, Any]) -> None:
     make_case = partial(make_case, **{"dtype": torch.bfloat16} | options)
@@ -103,6 +105,13 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     kv_write(rows, rows, cache, cache, torch.zeros(3, dtype=torch.int64))
     bitmask_apply(torch.zeros(3, 1000), torch.zeros(3, 32, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
     assert num_compiled(kernels) == {"kv_write_kernel": 1, "bitmask_apply_kernel": 1}
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+def test_writing_to_a_cache_of_8_bits_compiles(kernels: dict[str, Compiled]) -> None:
+    rows, cache = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 8, 128, dtype=torch.float8_e4m3fn)
+    kv_write(rows, rows, cache, cache, torch.zeros(3, dtype=torch.int64))
+    assert num_compiled(kernels) == {"kv_write_kernel": 1}
 
 
 @pytest.mark.parametrize("capability", [80])

@@ -45,6 +45,11 @@ def test_half_precision_gives_the_reference_to_rounding(launch: Launch, make_cas
     check(launch, make_case(**BATCH, dtype=dtype, key_size=head_size, value_size=head_size), num_splits=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_of_8_bits_gives_what_its_numbers_give(launch: Launch, make_case: MakeCase, dtype: torch.dtype) -> None:
+    check(launch, make_case(**BATCH, dtype=dtype, cache_dtype=torch.float8_e4m3fn, has_sinks=True, sliding_window=50), num_splits=2)
+
+
 @pytest.mark.parametrize("sliding_window", [1, 16, 33, 1000])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_a_sliding_window_gives_the_reference(launch: Launch, make_case: MakeCase, sliding_window: int, num_splits: int) -> None:
