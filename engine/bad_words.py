@@ -1,5 +1,6 @@
 """Token sequences that may not appear in the output."""
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +22,12 @@ class BadWords:
 
     def append(self, token_id: int) -> None:
         self._tail.append(token_id)
+
+    def copy(self) -> "BadWords":
+        """One that goes on by itself."""
+        other = copy.copy(self)
+        other._tail = self._tail.copy()
+        return other
 
     def completing_ids(self) -> list[int]:
         tail = tuple(self._tail)

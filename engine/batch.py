@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.sampler_row import SamplerRow, sampler_rows
 from penstock.engine.scheduler import Step
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_masks import StepMasks
@@ -28,6 +29,9 @@ class Batch:
 
     `kept_T` are the flat rows whose logits are computed. Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the
     sampler may share one where sequences fork. `masks` is None where no grammar has a say; it is still being filled.
+
+    To attention each token that is tried ahead, and the one before the first of them, is a sequence of its own with one new token, on the
+    blocks that they share: all keys are written before anybody attends, and decoding is what its kernels do best.
     """
 
     input_ids_1T: Tensor
@@ -35,7 +39,7 @@ class Batch:
     attention: AttentionMetadata
     kept_T: Tensor
     sample_rows: list[int]
-    samplers: list[Sequence]
+    samplers: list[SamplerRow]
     prompts: list[PromptRows]
     masks: StepMasks | None
     copies: list[tuple[int, int]]
@@ -53,32 +57,38 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
     slots: list[int] = []
     starts = [0]
     kept: list[int] = []
+    context_lens: list[int] = []
+    block_tables: list[list[int]] = []
     sample_rows: list[int] = []
-    samplers: list[Sequence] = []
+    samplers: list[SamplerRow] = []
     prompts: list[PromptRows] = []
     for sequence, num_tokens in step.num_tokens.items():
+        draft = step.drafts.get(sequence, [])
         first = sequence.num_computed_tokens
         last = first + num_tokens
-        input_ids += sequence.token_ids[first:last]
-        positions += range(first, last)
-        slots += slots_of(sequence.block_table, first, last, block_size)
+        input_ids += sequence.token_ids[first:last] + draft
+        positions += range(first, last + len(draft))
+        slots += slots_of(sequence.block_table, first, last + len(draft), block_size)
         starts.append(starts[-1] + num_tokens)
+        context_lens += range(last, last + len(draft) + 1)
+        block_tables += [sequence.block_table] * (1 + len(draft))
         if sequence.prompt_logprobs is not None and first < sequence.num_prompt_tokens - 1:
             num_scored = min(last, sequence.num_prompt_tokens - 1) - first
             prompts.append(PromptRows(sequence, len(kept), len(kept) + num_scored, first + 1))
             kept += range(starts[-2], starts[-2] + num_scored)
         if last == len(sequence.token_ids):
-            sequences = sequence.sampling_sequences
-            sample_rows += [len(kept)] * len(sequences)
-            samplers += sequences
-            kept.append(starts[-1] - 1)
+            rows = sampler_rows(sequence, draft)
+            sample_rows += [len(kept) + row.num_drafted for row in rows]
+            samplers += rows
+            kept += range(starts[-1] - 1, starts[-1] + len(draft))
+        starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
     num_padding = max(0, min_tokens - len(input_ids))
     attention = AttentionMetadata.pack(
         slots + [-1] * num_padding,
         starts,
-        [sequence.num_computed_tokens + num_tokens for sequence, num_tokens in step.num_tokens.items()],
-        [sequence.block_table for sequence in step.num_tokens],
-        num_decodes=sum(num_tokens == 1 for num_tokens in step.num_tokens.values()),
+        context_lens,
+        block_tables,
+        num_decodes=sum(num_tokens == 1 for num_tokens in step.num_tokens.values()) + sum(map(len, step.drafts.values())),
         device=device,
     )
     return Batch(
@@ -89,6 +99,6 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         sample_rows=sample_rows,
         samplers=samplers,
         prompts=prompts,
-        masks=masks.begin(samplers, vocab_size, pin_memory=device.type == "cuda"),
+        masks=masks.begin(samplers, step.drafts, vocab_size, pin_memory=device.type == "cuda"),
         copies=step.copies,
     )

@@ -12,6 +12,7 @@ from penstock.engine.grammar_gate import GrammarGate
 from penstock.engine.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepOutput
+from penstock.engine.ngram_proposer import NgramProposer
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
@@ -109,17 +110,23 @@ class EngineCore:
                     self.scheduler.fork(sequence)
         deltas: DeltasByRequest = {}
         samples = {row: position for position, row in enumerate(output.rows)}
-        for row, sequence in enumerate(batch.samplers):
-            if sequence.status is not Status.RUNNING:
+        for row, sampler in enumerate(batch.samplers):
+            sequence = sampler.sequence
+            if sampler.num_drafted or sequence.status is not Status.RUNNING:
                 continue
             delta = SequenceDelta(sequence.index)
+            draft = step.drafts.get(sequence, [])
+            num_known = len(sequence.token_ids)
             if row in samples:
-                self._take_sample(sequence, delta, output.samples, samples[row])
+                rows = [samples[row + place] for place in range(len(draft) + 1) if row + place in samples]
+                self._take_samples(sequence, delta, output.samples, rows, draft)
             elif sequence.mask is not None and sequence.mask.needs_no_sample:
                 self._take_mask(sequence, delta, sequence.mask)
             else:
                 self.scheduler.take_back(sequence)
                 continue
+            if draft:
+                self._settle(sequence, draft, sequence.token_ids[num_known:])
             deltas.setdefault(sequence.request.request_id, []).append(delta)
         return deltas
 
@@ -187,6 +194,7 @@ class EngineCore:
         params = request.params
         answer = request.make_answer()
         room = self.max_model_len - len(request.prompt_token_ids)
+        token_ids = list(request.prompt_token_ids)
         sampling = SamplingState(
             params,
             request.prompt_token_ids,
@@ -201,12 +209,13 @@ class EngineCore:
             request=request,
             index=index,
             arrival=self._num_arrivals,
-            token_ids=list(request.prompt_token_ids),
+            token_ids=token_ids,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             answer=answer,
             sampling=sampling,
             gate=self._make_gate(request, answer),
             thinking=self._make_thinking_budget(request, answer),
+            proposer=None if self.scheduler.speculation is None or sampling.processors else NgramProposer(token_ids, len(token_ids)),
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
 
@@ -227,6 +236,30 @@ class EngineCore:
         if (request.params.thinking_token_budget is None and request.grammar is None) or not answer.end_marker:
             return None
         return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
+
+    def _take_samples(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, rows: list[int], draft: list[int]) -> None:
+        """Takes the next token, and those after it for as long as each was sampled after tokens that have indeed been said.
+
+        A draft is right with the probability that the model gives it, and what is sampled in its place has the others' probabilities:
+        the distribution is the same as without it (Leviathan et al., arXiv:2211.17192, where the draft is certain of itself).
+        """
+        num_known = len(sequence.token_ids)
+        is_constrained = sequence.is_constrained
+        for num_right, row in enumerate(rows):
+            self._take_sample(sequence, delta, samples, row)
+            if sequence.status is not Status.RUNNING or sequence.token_ids[num_known:] != draft[: num_right + 1]:
+                break
+            if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
+                break  # the rows after this one were sampled by other rules
+
+    def _settle(self, sequence: Sequence, draft: list[int], said: list[int]) -> None:
+        """Counts how far the draft was what the sequence said, and keeps what was computed for it."""
+        assert self.scheduler.speculation is not None
+        pairs = enumerate(zip(said, draft, strict=False))
+        num_right = next((place for place, (token_id, drafted) in pairs if token_id != drafted), min(len(said), len(draft)))
+        self.scheduler.speculation.count(len(draft), num_right)
+        if sequence.status is Status.RUNNING:
+            self.scheduler.keep_computed(sequence, num_right)
 
     def _take_sample(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, row: int) -> None:
         sequence.mask = None

@@ -45,6 +45,10 @@ class GrammarGate:
         """Whether the next token is the grammar's to decide."""
         return self.has_begun or answer.phase is not Phase.REASONING
 
+    def is_stop(self, token_id: int) -> bool:
+        """Whether the token would end the answer."""
+        return token_id in self._all_stop_ids
+
     def fill_bitmask(self, answer: Answer, row_W: Tensor) -> None:
         """int32 [ceil(V / 32)]: what may come next."""
         if not self.is_open(answer):

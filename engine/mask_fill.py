@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -13,12 +13,14 @@ from penstock.engine.grammar_gate import GrammarGate
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT = 5.0  # seconds
+DRAFT_TIME = 0.002  # seconds, after which no mask for another drafted token is begun
 TOO_SLOW = "the constraint takes too long to say what may come next"
 
 
 class MaskFill:
-    """What a sequence may say next: `forced` where that is certain, else the bits of `row_W`, int32 [ceil(V / 32)].
+    """What a sequence may say next: `forced` where that is certain, else the bits of `rows_DW[0]`, int32 [1 + draft, ceil(V / 32)].
 
+    The other rows say what may follow the tokens of the draft, as far as the grammar lets these pass and there is time.
     It is run by whoever takes it, and nobody else touches the gate's matcher until `is_done`, which is set last. `error` says why there
     is no result. `is_apart` says that the grammar is slow: no step waits for it, and whether it is finished is found out here as well.
     `on_done` is called at the end, in the thread that ran it, where it was set before `is_done` was.
@@ -28,24 +30,28 @@ class MaskFill:
         "_answer",
         "_begun_at",
         "_claim",
+        "_draft",
         "_error",
         "_gate",
+        "_num_filled",
         "forced",
         "is_apart",
         "is_done",
         "is_finished",
         "on_done",
-        "row_W",
+        "rows_DW",
         "seconds",
     )
 
-    def __init__(self, gate: GrammarGate, answer: Answer, row_W: Tensor, *, is_apart: bool = False) -> None:
+    def __init__(self, gate: GrammarGate, answer: Answer, rows_DW: Tensor, draft: Sequence[int] = (), *, is_apart: bool = False) -> None:
         self._gate = gate
         self._answer = answer
         self._claim = threading.Lock()
         self._begun_at: float | None = None
+        self._draft = draft
+        self._num_filled = 0
         self._error: str | None = None
-        self.row_W = row_W
+        self.rows_DW = rows_DW
         self.is_apart = is_apart
         self.forced: list[int] = []
         self.seconds = 0.0
@@ -78,14 +84,21 @@ class MaskFill:
         """Whether it says by itself how the sequence goes on, or that it does not."""
         return self.error is not None or (self.is_done and (self.is_finished or bool(self.forced)))
 
+    @property
+    def num_to_sample(self) -> int:
+        """For how many of its rows it has said what may come next, where that is more than one token."""
+        return self._num_filled if self.is_done and not self.needs_no_sample else 0
+
     def run(self) -> None:
         self._begun_at = time.monotonic()
         try:
             self._ask()
+            self.seconds = time.monotonic() - self._begun_at
+            if self._draft and self._num_filled:
+                self._ask_ahead(self._begun_at + DRAFT_TIME)
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
             logger.exception("A grammar failed")
             self._error = f"the grammar raised {type(error).__name__}: {error}"
-        self.seconds = time.monotonic() - self._begun_at
         self.is_done = True
         if self.on_done is not None:
             self.on_done()
@@ -96,4 +109,18 @@ class MaskFill:
             return
         self.forced = self._gate.forced_tokens(self._answer)
         if not self.forced:
-            self._gate.fill_bitmask(self._answer, self.row_W)
+            self._gate.fill_bitmask(self._answer, self.rows_DW[0])
+            self._num_filled = 1
+
+    def _ask_ahead(self, deadline: float) -> None:
+        """Lets the grammar take the draft, token by token, and take it back."""
+        num_taken = 0
+        for token_id, row_W in zip(self._draft, self.rows_DW[1:], strict=True):
+            if time.monotonic() > deadline or self._gate.is_stop(token_id) or not self._gate.advance(self._answer, token_id):
+                break
+            num_taken += 1
+            if self._gate.is_finished(self._answer):
+                break
+            self._gate.fill_bitmask(self._answer, row_W)
+            self._num_filled += 1
+        self._gate.rollback(num_taken)

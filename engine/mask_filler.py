@@ -1,11 +1,12 @@
 """Fills the masks of constrained sequences off the event loop, so that a slow grammar holds up nobody but its own sequence."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from penstock.engine.bitmask import allocate_bitmask
 from penstock.engine.mask_fill import MaskFill
 from penstock.engine.mask_worker import MaskTask, MaskWorker
+from penstock.engine.sampler_row import SamplerRow
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_masks import StepMasks
 
@@ -31,27 +32,27 @@ class MaskFiller:
         self._news = threading.Event()
         self.wake: Callable[[], None] = self._news.set
 
-    def begin(self, samplers: list[Sequence], vocab_size: int, *, pin_memory: bool) -> StepMasks | None:
+    def begin(
+        self, samplers: list[SamplerRow], drafts: Mapping[Sequence, list[int]], vocab_size: int, *, pin_memory: bool
+    ) -> StepMasks | None:
         """Begins to fill the masks of a step's samplers; None where no grammar has a say."""
-        constrained = []
-        for row, sequence in enumerate(samplers):
-            gate = sequence.gate
-            sequence.sampling.is_constrained = gate is not None and gate.is_open(sequence.answer)
-            if gate is not None and sequence.sampling.is_constrained:
-                constrained.append((row, sequence, gate))
+        constrained = [(row, sampler.sequence) for row, sampler in enumerate(samplers) if _begins_constrained(sampler)]
         if not constrained:
             return None
         bitmask_BW = allocate_bitmask(len(samplers), vocab_size, pin_memory=pin_memory).fill_(-1)
-        rows = bitmask_BW.unbind()
         fresh: list[MaskFill] = []
-        fills: dict[int, MaskFill] = {}
-        for row, sequence, gate in constrained:
+        fills: dict[range, MaskFill] = {}
+        for row, sequence in constrained:
+            assert sequence.gate is not None
+            draft = drafts.get(sequence, [])
+            rows = range(row, row + 1 + len(draft))
             if sequence.mask is None:
-                sequence.mask = MaskFill(gate, sequence.answer, rows[row], is_apart=sequence.num_masks_apart > 0)
+                is_apart = sequence.num_masks_apart > 0
+                sequence.mask = MaskFill(sequence.gate, sequence.answer, bitmask_BW[row : rows.stop], draft, is_apart=is_apart)
                 fresh.append(sequence.mask)
             elif sequence.mask.is_done:
-                rows[row].copy_(sequence.mask.row_W)
-            fills[row] = sequence.mask
+                bitmask_BW[row].copy_(sequence.mask.rows_DW[0])
+            fills[rows] = sequence.mask
             self._under_way.append((sequence, sequence.mask))
         return StepMasks(bitmask_BW, fills, self._submit(fresh), self._grace)
 
@@ -100,3 +101,8 @@ class MaskFiller:
         task = MaskTask(awaited)
         self._worker.submit(task)
         return task
+
+
+def _begins_constrained(sampler: SamplerRow) -> bool:
+    """Whether the row is the first of a sequence's that a grammar decides: its mask brings those of the others."""
+    return sampler.sampling.is_constrained and sampler.num_drafted == 0

@@ -1,5 +1,6 @@
 """Repetition, presence and frequency penalties, applied only to tokens that have occurred."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,14 @@ class TokenCounts:
     @property
     def counts(self) -> Tensor:
         return self._counts[: len(self._slots)]
+
+    def copy(self) -> "TokenCounts":
+        """One that goes on by itself."""
+        other = copy.copy(self)
+        other._slots = self._slots.copy()
+        other._ids = self._ids.clone()
+        other._counts = self._counts.clone()
+        return other
 
     def append(self, token_id: int) -> None:
         slot = self._slots.get(token_id)

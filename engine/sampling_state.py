@@ -1,6 +1,6 @@
 """What the sampler knows of one sequence, from its first token to its last."""
 
-import random
+import copy
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,6 +10,7 @@ from penstock.engine.bad_words import BadWords
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.penalties import Penalties, TokenCounts
 from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.seeded_numbers import SeededNumbers
 
 MAX_LOGIT_BIAS = 100.0
 
@@ -39,8 +40,7 @@ class SamplingState:
         self.is_constrained = False
         self.block_stop = False
         self.num_output_tokens = 0
-        # Python's generator hashes a negative seed like its absolute value.
-        self.generator = None if params.seed is None else random.Random((params.seed + seed_offset) % 2**64)
+        self.generator = None if params.seed is None else SeededNumbers(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         self._vocab_size = vocab_size
         self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
@@ -65,11 +65,21 @@ class SamplingState:
         """A token was added to the output, sampled or forced."""
         self.num_output_tokens += 1
         self.block_stop = False
+        self.generator = None if self.generator is None else self.generator.at_next_place()
         self._bad_words.append(token_id)
         if self.counts is not None and token_id < self._vocab_size:
             self.counts.append(token_id)
         if self.processors:
             self.token_ids.append(token_id)
+
+    def ahead(self, token_id: int) -> "SamplingState":
+        """What it will be once the token has been appended; it stays as it is. Not where there are logits processors: they may remember."""
+        assert not self.processors
+        state = copy.copy(self)
+        state._bad_words = self._bad_words.copy()
+        state.counts = None if self.counts is None else self.counts.copy()
+        state.append(token_id)
+        return state
 
     def masked_ids(self) -> list[int]:
         """Tokens that may not come next: the last ones of bad words, and stop ids while they are held off."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from penstock.engine.block_pool import BlockPool, chain_hashes
 from penstock.engine.errors import QueueFull
 from penstock.engine.sequence import Sequence, Status
+from penstock.engine.speculation import Speculation
 
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 
@@ -17,12 +18,14 @@ class Step:
 
     `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
     values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask is not there yet.
+    `drafts` are the tokens that a sequence tries beyond those it knows. They are not in `num_tokens`.
     """
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
     promised: list[int] = field(default_factory=list)
     num_held_up: int = 0
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
@@ -48,8 +51,18 @@ class Scheduler:
     A preempted sequence gives up its blocks and computes its tokens again later; what it has said stays said.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_waiting: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.pool = pool
+        self.speculation = speculation
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
@@ -109,6 +122,8 @@ class Scheduler:
             underway.update(self._hashes_to_come(sequence, num_tokens))
         # A prompt's last token is a decode like any other; attention wants those first.
         step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > 1))
+        if self.speculation is not None:
+            self._speculate(self.speculation, step, budget)
         return step
 
     def fork(self, parent: Sequence) -> None:
@@ -126,6 +141,12 @@ class Scheduler:
     def take_back(self, sequence: Sequence) -> None:
         """The sequence could not sample from its last token, whose logits are gone: it is computed again, over itself."""
         sequence.num_computed_tokens -= 1
+
+    def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The next tokens are what the sequence tried: they need not be computed again, except the last, whose logits are sampled from."""
+        first = sequence.num_computed_tokens // self.block_size
+        sequence.num_computed_tokens += min(num_tokens, sequence.num_uncomputed_tokens - 1)
+        self._remember(sequence, first, sequence.num_computed_tokens // self.block_size)
 
     def withdraw(self, step: Step) -> None:
         """The step failed: nobody may find what it was to compute."""
@@ -160,10 +181,35 @@ class Scheduler:
         step.num_tokens[sequence] = num_tokens
         first = sequence.num_computed_tokens // self.block_size
         last = (sequence.num_computed_tokens + num_tokens) // self.block_size
-        if self.pool.enable_prefix_caching and last > first:
-            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-            blocks = zip(sequence.block_table[first:last], sequence.block_hashes[first:last], strict=True)
-            step.promised += [block for block, block_hash in blocks if self.pool.remember(block, block_hash)]
+        step.promised += self._remember(sequence, first, last)
+
+    def _remember(self, sequence: Sequence, first: int, last: int) -> list[int]:
+        """Of the sequence's blocks [first, last), those that could not be found before and can be now."""
+        if not self.pool.enable_prefix_caching or first == last:
+            return []
+        chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+        blocks = zip(sequence.block_table[first:last], sequence.block_hashes[first:last], strict=True)
+        return [block for block, block_hash in blocks if self.pool.remember(block, block_hash)]
+
+    def _speculate(self, speculation: Speculation, step: Step, budget: TokenBudget) -> None:
+        """Gives drafts what the step has left of tokens and blocks; nobody is pushed out for them."""
+        num_rows = sum(step.num_tokens.values())
+        num_sequences = sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items())
+        num_left = min(budget.left, self.max_num_seqs - len(step.num_tokens))
+        for sequence, num_tokens in step.num_tokens.items():
+            proposer = sequence.ready_proposer
+            if num_tokens > 1 or proposer is None:
+                continue
+            # A block for each of those that run, for what they will certainly say.
+            num_blocks = len(sequence.block_table) + max(0, self.pool.num_free - len(self.running))
+            room = num_blocks * self.block_size - len(sequence.token_ids)
+            limit = min(num_left, room, sequence.max_tokens - sequence.num_output_tokens - 1)
+            draft = speculation.draft(proposer, limit, num_rows=num_rows, num_sequences=num_sequences)
+            if draft:
+                self._extend_blocks(sequence, num_tokens + len(draft))
+                step.drafts[sequence] = draft
+                num_rows += len(draft)
+                num_left -= len(draft)
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)
@@ -237,7 +283,8 @@ class Scheduler:
     def _num_needed_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         position = sequence.num_computed_tokens // self.block_size
         is_copied = position < len(sequence.block_table) and self.pool.is_shared(sequence.block_table[position])
-        return -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(sequence.block_table) + is_copied
+        num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
+        return max(0, num_blocks - len(sequence.block_table)) + is_copied  # drafts may have left it more than it needs
 
     def _extend_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from penstock.engine.answer import Answer
 from penstock.engine.grammar_gate import GrammarGate
 from penstock.engine.mask_fill import MaskFill
+from penstock.engine.ngram_proposer import NgramProposer
 from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling_state import SamplingState
 from penstock.engine.thinking_budget import ThinkingBudget
@@ -25,7 +27,7 @@ class Sequence:
 
     `forks` are the request's other sequences. They have no blocks of their own until the prompt has been computed once, by this one.
     `queue_seconds` is None until the sequence is first scheduled. `mask` is what the grammar allows next, from when that is asked for until
-    it has been used; the next `num_masks_apart` masks hold up no step.
+    it has been used; the next `num_masks_apart` masks hold up no step. `proposer` is None where nothing is ever to be tried ahead.
     """
 
     request: Request
@@ -39,6 +41,7 @@ class Sequence:
     mask: MaskFill | None = None
     num_masks_apart: int = 0
     thinking: ThinkingBudget | None = None
+    proposer: NgramProposer | None = None
     forks: list["Sequence"] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -67,9 +70,25 @@ class Sequence:
         return (self.request.priority, self.arrival, self.index)
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether the next token is a grammar's to decide."""
+        return self.gate is not None and self.gate.is_open(self.answer)
+
+    @property
     def is_held_up(self) -> bool:
         """Whether its mask was late and is not there yet: until then there is nothing to compute."""
         return self.mask is not None and self.mask.is_pending
+
+    @property
+    def ready_proposer(self) -> NgramProposer | None:
+        """Who may propose tokens to be tried in the next step.
+
+        Nobody before there is an answer, for a slow grammar, which would have masks to fill for them all, or while the model may yet open
+        its reasoning.
+        """
+        is_slow = self.mask is not None or self.num_masks_apart > 0
+        is_undecided = self.gate is not None and self.answer.phase is Phase.UNDECIDED and not self.gate.has_begun
+        return None if is_slow or is_undecided or self.num_output_tokens == 0 else self.proposer
 
     @property
     def sampling_sequences(self) -> list["Sequence"]:

@@ -30,6 +30,7 @@ from penstock.engine.request import Request
 from penstock.engine.sampler import Sampler
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Speculation
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 
@@ -64,6 +65,12 @@ LETTERS = ids("abcdefghijklmnop")
 def letter_after(token_ids: Sequence[int]) -> int:
     """Some letter; another one if any token before were another."""
     return LETTERS[zlib.crc32(str(token_ids).encode()) % len(LETTERS)]
+
+
+def letter_like_before(token_ids: Sequence[int]) -> int:
+    """Mostly what stood three tokens before, else some letter."""
+    repeats = len(token_ids) >= 3 and zlib.crc32(str(token_ids).encode()) % 5
+    return token_ids[-3] if repeats else letter_after(token_ids)
 
 
 def saying(text: str, prompt: str = "?") -> NextToken:
@@ -144,8 +151,10 @@ class FakeRunner:
             assert (num_new == 1) == (row < attention.num_decodes)
             histories += [history[: length - num_new + 1 + position] for position in range(num_new)]
         kept = [histories[row] for row in batch.kept_T.tolist()]
-        for row, sequence in zip(batch.sample_rows, batch.samplers, strict=True):
-            assert kept[row] == sequence.token_ids, "the cache holds another sequence's tokens"
+        for row, sampler in zip(batch.sample_rows, batch.samplers, strict=True):
+            known = sampler.sequence.token_ids
+            assert kept[row][: len(known)] == known, "the cache holds another sequence's tokens"
+            assert len(kept[row]) == len(known) + sampler.num_drafted, "what is sampled from is not the last token"
         return torch.stack([self._logits(self.next_token(history)) for history in kept]) if kept else torch.empty(0, self.vocab_size)
 
     def _logits(self, preferred: int | Tensor) -> Tensor:
@@ -165,8 +174,9 @@ def make_core(
     tokenizer: Tokenizer = TOKENIZER,
     stop_token_ids: frozenset[int] = frozenset({EOS}),
     grace: float = 60.0,
+    rows_for_weights: float | None = None,
 ) -> EngineCore:
-    """Masks are late only after a `grace` that the test chooses."""
+    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, tokens are tried ahead."""
     assert num_blocks * block_size >= max_model_len
     scheduler = Scheduler(
         BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching),
@@ -174,6 +184,7 @@ def make_core(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
+        speculation=None if rows_for_weights is None else Speculation(rows_for_weights),
     )
     return EngineCore(
         runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size)),

@@ -58,7 +58,7 @@ def test_forks_sample_from_the_row_that_their_parent_computes() -> None:
     batch = first_batch(make_core(), {"prompt": LETTERS[:3], "n": 3}, {"prompt": LETTERS[3:5]})
     assert batch.kept_T.tolist() == [2, 4]
     assert batch.sample_rows == [0, 0, 0, 1]
-    assert [(sequence.request.request_id, sequence.index) for sequence in batch.samplers] == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
+    assert [(row.sequence.request.request_id, row.sequence.index) for row in batch.samplers] == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
 
 
 @given(num_prompt=st.integers(1, 20), budget=st.integers(1, 8))

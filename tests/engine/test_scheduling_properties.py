@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.outputs import FinishReason, SequenceDelta
-from tests.fakes import LETTERS, generate, make_core, make_request, runner_of, tokens
+from tests.fakes import LETTERS, generate, letter_like_before, make_core, make_request, runner_of, tokens
 
 MAX_MODEL_LEN = 40
 PROMPTS = st.builds(
@@ -43,7 +43,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
 
 
 def said_alone(arrival: Arrival) -> list[SequenceDelta]:
-    core = make_core(max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False, max_num_batched_tokens=1000)
+    core = make_core(letter_like_before, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False, max_num_batched_tokens=1000)
     deltas = generate(core, make_request("alone", arrival.prompt, **arrival.params))
     runner_of(core).shutdown()
     return deltas
@@ -79,7 +79,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
             plan[int(request_id)][1].deltas += deltas
             assert ends.get(int(request_id), half_step + 2) > half_step + 1, "an aborted request is heard of"
         core.check_integrity()
-        assert sum(step.num_tokens.values()) <= core.scheduler.max_num_batched_tokens
+        assert sum(step.num_tokens.values()) + sum(map(len, step.drafts.values())) <= core.scheduler.max_num_batched_tokens
         assert len(core.scheduler.running) <= core.scheduler.max_num_seqs
     raise AssertionError("it never ends")
 
@@ -91,6 +91,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
     max_num_seqs=st.integers(3, 6),
     max_num_batched_tokens=st.sampled_from([1, 4, 7, 16, 200]),
     enable_prefix_caching=st.booleans(),
+    rows_for_weights=st.sampled_from([None, 20.0, 1000.0]),
 )
 @settings(deadline=None, max_examples=120)
 def test_every_request_gets_the_answer_it_gets_alone(
@@ -100,14 +101,17 @@ def test_every_request_gets_the_answer_it_gets_alone(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     enable_prefix_caching: bool,
+    rows_for_weights: float | None,
 ) -> None:
     core = make_core(
+        letter_like_before,
         block_size=block_size,
         num_blocks=-(-MAX_MODEL_LEN // block_size) + num_spare_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=enable_prefix_caching,
+        rows_for_weights=rows_for_weights,
     )
     run_all(core, plan)
     runner_of(core).shutdown()
