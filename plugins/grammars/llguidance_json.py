@@ -16,7 +16,7 @@ from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.llguidance_regex import MAX_PLACES, UnwritableRegex, check_size, to_pattern
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
 from penstock.plugins.grammars.regular import MisplacedAnchor, Node, full_match, search
-from penstock.plugins.grammars.schema_keywords import DIALECTS, has_unknown_type, unknown_keywords
+from penstock.plugins.grammars.schema_keywords import DIALECTS, has_lone_references, has_unknown_type, lone_reference, unknown_keywords
 from penstock.plugins.grammars.schema_negation import Inexpressible
 from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
 from penstock.plugins.grammars.schema_shape import resolve
@@ -119,6 +119,7 @@ class _Reading:
         self.num_rewritten = 0
         self.definitions: dict[str, tuple[str, Any]] = {}
         self.unknown = unknown_keywords(root)
+        self.has_lone_references = has_lone_references(root)
         self.rewriting = Rewriting(root if self.has_one_base else None, self.unknown)
         self.checks: dict[str, Callable[[dict[str, Any], str, Steps], None]] = {
             "$ref": self.reference,
@@ -146,6 +147,8 @@ class _Reading:
         if _PLAIN.issuperset(schema):
             return schema if _UNREAD.isdisjoint(schema) else {keyword: value for keyword, value in schema.items() if keyword not in _UNREAD}
         steps = self.origins.get(id(schema), steps)
+        if self.has_lone_references and isinstance(schema.get("$ref"), str):
+            schema = lone_reference(schema)
         exact = {keyword: value for keyword, value in schema.items() if keyword not in _UNREAD and keyword not in self.unknown}
         for below, child in subschemas(schema):
             if below[0] not in exact or below[0] in REWRITTEN:

@@ -6,6 +6,7 @@ from urllib.parse import unquote
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_text import dumps, json_type
+from penstock.plugins.grammars.schema_keywords import ANNOTATIONS
 from penstock.plugins.grammars.schema_shape import resolve
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")  # whole numbers are among the numbers
@@ -63,15 +64,27 @@ class Overlap:
     def follow(self, schema: Any) -> Any:
         """What stands behind a reference that stands alone; anything else as it is."""
         for _ in range(MAX_DEPTH):
-            if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+            if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str) or _has_more(schema):
                 return schema
-            if reference not in self._targets:
-                try:
-                    _, self._targets[reference] = resolve(self.root, unquote(reference), "")
-                except UnsupportedGrammar:
-                    return schema
-            schema = self._targets[reference]
+            target = self.target(reference)
+            if target is None:
+                return schema
+            schema = target
         return True
+
+    def target(self, reference: str) -> Any:
+        """None where it leads nowhere in this document."""
+        if reference not in self._targets:
+            try:
+                _, self._targets[reference] = resolve(self.root, unquote(reference), "")
+            except UnsupportedGrammar:
+                return None
+        return self._targets[reference]
+
+    def _beside(self, schema: Schema) -> Any:
+        """What a reference leads to that does not stand alone; anything, where that is not known."""
+        target = self.target(schema["$ref"]) if isinstance(schema["$ref"], str) else None
+        return True if target is None else target
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """No fewer than the values of the schema have."""
@@ -79,6 +92,8 @@ class Overlap:
         if not isinstance(schema, dict) or depth > MAX_DEPTH or not self.can_go_on(_cost(schema)):
             return frozenset() if schema is False else ALL_TYPES
         types = types_of(schema)
+        if "$ref" in schema:
+            types &= self.types(self._beside(schema), depth + 1)
         for keyword in ("anyOf", "oneOf", "allOf"):
             parts = schema.get(keyword)
             if isinstance(parts, list) and parts:
@@ -100,6 +115,8 @@ class Overlap:
                     return True
             parts = one.get("allOf")
             if isinstance(parts, list) and any(self.are_disjoint(part, other, types, depth + 1) for part in parts):
+                return True
+            if "$ref" in one and self.are_disjoint(self._beside(one), other, types, depth + 1):
                 return True
         shared = self._all_types(left) & self._all_types(right) & types
         if not shared:
@@ -124,6 +141,11 @@ class Overlap:
     def _have_disjoint_members(self, left: Schema, right: Schema, depth: int) -> bool:
         names = {name for schema in (left, right) for name in schema.get("required", ()) if isinstance(name, str)}
         return any(self.are_disjoint(_member(left, name), _member(right, name), depth=depth + 1) for name in names)
+
+
+def _has_more(schema: Schema) -> bool:
+    """Than a reference."""
+    return len(schema) > 1 and any(keyword != "$ref" and keyword not in ANNOTATIONS for keyword in schema)
 
 
 def _cost(schema: Schema) -> int:

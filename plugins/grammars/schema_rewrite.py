@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from penstock.plugins.grammars.json_text import dumps
+from penstock.plugins.grammars.schema_evaluated import evaluated
 from penstock.plugins.grammars.schema_keywords import ANNOTATIONS, KEYWORDS_OF
 from penstock.plugins.grammars.schema_negation import Inexpressible, Negation, any_of
 from penstock.plugins.grammars.schema_overlap import ALL_TYPES, Overlap, same_key, types_of, values_of
@@ -125,17 +126,15 @@ class Rewriting:
             "maxProperties": self.counted,
             "format": self.formatted,
             "contains": self.containing,
+            "unevaluatedProperties": self.other_properties,
+            "unevaluatedItems": self.other_items,
         }
 
     def additions(self, schema: Schema, keyword: str) -> list[Any] | None:
         """What says the same as the keyword, all of it together; None where it can stay as it is. Raises `Inexpressible`."""
         if _BESIDE.get(keyword, keyword) not in schema:
             return []  # which says nothing by itself
-        if keyword in self._rewrites:
-            return self._rewrites[keyword](schema)
-        if keyword in ("unevaluatedItems", "unevaluatedProperties") and schema[keyword] is True:
-            return []
-        raise Inexpressible
+        return self._rewrites[keyword](schema)
 
     def negated(self, schema: Schema) -> list[Any]:
         return _all_of(self._negation().of(schema["not"]))
@@ -236,9 +235,7 @@ class Rewriting:
             own = schema.get("properties")
             order = [*(name for name in own if name in known), *known] if isinstance(own, dict) else [*known]
             return [{"properties": dict.fromkeys(order, True), "additionalProperties": False}]
-        if asserted == {"pattern"}:
-            return [{"patternProperties": {names["pattern"]: True}, "additionalProperties": False}]
-        raise Inexpressible
+        return [{"patternProperties": {_name_pattern(names, asserted): True}, "additionalProperties": False}]
 
     def unique(self, schema: Schema) -> list[Any]:
         most = schema.get("maxItems")
@@ -304,11 +301,35 @@ class Rewriting:
         most = {"maxItems": schema["maxContains"]} if "maxContains" in schema else {}
         return [{"minItems": schema.get("minContains", 1), **most}]
 
+    def other_properties(self, schema: Schema) -> list[Any]:
+        """Those that nothing speaks of are those beside all that anything speaks of, where that does not depend on the value."""
+        if schema["unevaluatedProperties"] is True or (known := evaluated(schema, self._overlap.target)).has_all_properties:
+            return []
+        patterns = {"patternProperties": known.patterns} if known.patterns else {}
+        return [{"properties": known.names, **patterns, "additionalProperties": schema["unevaluatedProperties"]}]
+
+    def other_items(self, schema: Schema) -> list[Any]:
+        if schema["unevaluatedItems"] is True or (known := evaluated(schema, self._overlap.target)).has_all_items:
+            return []
+        return [{"prefixItems": [True] * known.num_items, "items": schema["unevaluatedItems"]}]
+
     def _negation(self, *, is_partial: bool = False) -> Negation:
         return Negation(self._overlap, self._is_assertion, is_partial=is_partial)
 
     def _is_assertion(self, keyword: str, value: Any) -> bool:
         return keyword not in self._unknown and not keyword.startswith("x-") and (keyword != "format" or value in DEFINED_FORMATS)
+
+
+def _name_pattern(names: Schema, asserted: set[str]) -> str:
+    """A regex for the names of which one such thing is said."""
+    if asserted == {"pattern"}:
+        return str(names["pattern"])
+    if asserted == {"format"} and names["format"] in PATTERNS:
+        return f"^(?:{PATTERNS[names['format']]})$".replace(r"\d", "[0-9]")
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    if asserted <= {"minLength", "maxLength"} and isinstance(least, int) and (most == "" or isinstance(most, int)):
+        return rf"^[\s\S]{{{least},{most}}}$"
+    raise Inexpressible
 
 
 def _narrowed(part: Any, types: frozenset[str] | None, demands: list[Any]) -> Any:
