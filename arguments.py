@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from penstock import __version__
-from penstock.engine.config import CompileMode, Dtype, EngineConfig
+from penstock.engine.config import CompileMode, Dtype, EngineConfig, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -70,6 +70,7 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
         engine=EngineConfig(
             model=given.model,
             dtype=given.dtype,
+            quantization=given.quantization,
             device=given.device,
             max_model_len=given.max_model_len,
             max_num_seqs=given.max_num_seqs,
@@ -133,6 +134,14 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="what clients call the model; repeatable, the first is the one in responses (default: --model)",
     )
     group.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="of weights and activations (default: auto)")
+    group.add_argument(
+        "--quantization",
+        choices=get_args(QuantizationMode),
+        default="auto",
+        help="how a model on the CPU keeps its weights. auto: a GGUF file's of type Q4_0, Q4_1 and Q8_0 in their own precision, all others "
+        "as --dtype says; none: all as --dtype says; int4, int8: rounded to so many bits, 32 at a time, where they are not in as few "
+        "already (default: auto)",
+    )
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, CUDA where there is one)")
     group.add_argument("--max-model-len", type=integer(1), metavar="TOKENS", help="prompt and answer together (default: the model's)")
 

@@ -17,6 +17,7 @@ from penstock.engine.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.model_store import model_name, resolve_model
+from penstock.engine.quantization import quantized_layers
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
@@ -86,7 +87,7 @@ def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
 
 
 def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) -> str:
-    """Parsers, KV cache, threads, and where the model runs."""
+    """Parsers, KV cache, threads, where the model runs and how much of it in few bits."""
     loaded = core.runner.loaded
     pool, block_size = core.scheduler.pool, core.scheduler.block_size
     cache_bytes = pool.num_blocks * block_bytes(loaded.kv_layout, block_size, loaded.dtype)
@@ -97,6 +98,7 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
         f"KV cache: {cache_bytes / 2**30:.2f} GiB, {pool.num_blocks * block_size} tokens",
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
     ]
+    parts += [f"{count} layers in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts.append(f"threads: {core.runner.num_threads}")
     return "; ".join(parts)

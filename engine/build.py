@@ -32,7 +32,14 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
         raise ConfigurationError("the attention kernels for CUDA need triton: pip install 'penstock[gpu]'")
-    loaded = load_model(directory, config.dtype, config.device, max_len=config.max_model_len, trust_remote_code=config.trust_remote_code)
+    loaded = load_model(
+        directory,
+        config.dtype,
+        config.device,
+        max_len=config.max_model_len,
+        quantization=config.quantization,
+        trust_remote_code=config.trust_remote_code,
+    )
     fuse_linears(loaded.model)
     if loaded.device.type == "cpu":
         native_library()  # built now rather than in the first request

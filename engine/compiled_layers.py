@@ -28,7 +28,7 @@ from penstock.engine.native_library import find_compiler, processor_features
 
 logger = logging.getLogger(__name__)
 
-COMPILED_FROM = ("attention", "attention_metadata", "decoder_layers", "fused_linear", "layer_compiler", "packed_linear")
+COMPILED_FROM = ("attention", "attention_metadata", "decoder_layers", "fused_linear", "layer_compiler", "packed_linear", "quantized_linear")
 # Relative, of a layer's output: what rounding in another order amounts to, with room.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 Runner = Callable[[list[Tensor]], list[Tensor]]
@@ -142,7 +142,7 @@ class LayerCompilation:
         polite = ["nice", "-n", "19"] if shutil.which("nice") else []
         dtype = str(self._loaded.dtype).removeprefix("torch.")
         command = [sys.executable, "-m", "penstock.engine.layer_compiler", str(self._loaded.directory), dtype, kind, str(target)]
-        command += ["--block-size", str(self._block_size)]
+        command += ["--quantization", self._loaded.quantization, "--block-size", str(self._block_size)]
         return polite + command + ["--trust-remote-code"] * self._trust_remote_code
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 CompileMode = Literal["auto", "off", "on"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+QuantizationMode = Literal["auto", "none", "int4", "int8"]
 
 MAX_NUM_SEQS_CPU = 64
 MAX_NUM_SEQS_CUDA = 256  # a decode step of 64 rows leaves a GPU idle
@@ -26,6 +27,7 @@ class EngineConfig:
 
     model: str | None = None
     dtype: Dtype = "auto"
+    quantization: QuantizationMode = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None

@@ -7,22 +7,26 @@ model without its weights, so it costs little memory, and it is run at the lowes
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package, config
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.engine import attention
 from penstock.engine.attention_metadata import NUM_HEADER_FIELDS, AttentionMetadata
+from penstock.engine.config import QuantizationMode
 from penstock.engine.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.model_config import read_config
 from penstock.engine.packed_linear import pack_linears
+from penstock.engine.quantization import put_in_stored, quantize_plain
+from penstock.engine.quantized_file import quantized_names
 from penstock.engine.servable import check_servable
+from penstock.engine.stored_weights import leave_out
 
 # An example length that no model has among its sizes, so that the dimensions which vary with it can be told.
 NUM_EXAMPLE_TOKENS = 37
@@ -46,14 +50,19 @@ class LayerFunction(nn.Module):
         return output
 
 
-def build_skeleton(model_config: PretrainedConfig, dtype: torch.dtype, block_size: int, trust_remote_code: bool) -> nn.Module:
-    """The model as the engine runs it, on the meta device: shapes and types without memory."""
+def build_skeleton(
+    directory: Path, dtype: torch.dtype, quantization: QuantizationMode, block_size: int, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The model as the engine runs it, on the meta device: shapes and types without memory. `quantization` is resolved."""
     attention.register()
+    model_config = read_config(directory, trust_remote_code)
     layout = check_servable(model_config, trust_remote_code)
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             model_config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=trust_remote_code
         )
+    put_in_stored(model, directory, leave_out(model, quantized_names(directory)), quantization, dtype)
+    quantize_plain(model, quantization)
     model.train(False).requires_grad_(False)
     fuse_linears(model)
     pack_linears(model)
@@ -103,12 +112,13 @@ def main() -> None:
     parser.add_argument("dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("kind")
     parser.add_argument("target", type=Path)
+    parser.add_argument("--quantization", choices=get_args(QuantizationMode), default="none")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--trust-remote-code", action="store_true")
     arguments = parser.parse_args()
-    model_config = read_config(arguments.model, arguments.trust_remote_code)
-    model = build_skeleton(model_config, getattr(torch, arguments.dtype), arguments.block_size, arguments.trust_remote_code)
-    layers = decoder_layers(model, model_config.get_text_config(decoder=True).num_hidden_layers)
+    dtype = getattr(torch, arguments.dtype)
+    model = build_skeleton(arguments.model, dtype, arguments.quantization, arguments.block_size, arguments.trust_remote_code)
+    layers = decoder_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
     of_kind = [layer for layer in layers if layer_kind(layer) == arguments.kind]
     if not of_kind:
         sys.exit(f"no layer of the model is of kind {arguments.kind}")

@@ -11,12 +11,15 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from penstock.engine import attention
-from penstock.engine.config import Dtype
+from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.context_length import max_model_len
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV
 from penstock.engine.model_config import eos_token_ids, read_config
+from penstock.engine.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
+from penstock.engine.quantized_file import quantized_names
 from penstock.engine.servable import check_servable
+from penstock.engine.stored_weights import StoredWeightsConfig, forget_config
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,8 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model ready to run, in eval mode and without gradients, and what the engine needs to know of it.
 
-    `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer.
+    `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer. `dtype` is
+    of activations and of weights that are not in few bits; `quantization` is what was asked for, or `none` where `auto` came to that.
     """
 
     directory: Path
@@ -37,6 +41,7 @@ class LoadedModel:
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
+    quantization: QuantizationMode = "none"
 
     @property
     def vocab_size(self) -> int:
@@ -50,12 +55,14 @@ def load_model(
     device: str = "auto",
     *,
     max_len: int | None = None,
+    quantization: QuantizationMode = "auto",
     trust_remote_code: bool = False,
     attn_implementation: str = attention.IMPLEMENTATION,
 ) -> LoadedModel:
     """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
 
-    Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read.
+    Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read; or where none of
+    them can be quantized as asked.
     """
     attention.register()
     config = read_config(directory, trust_remote_code)
@@ -64,6 +71,8 @@ def load_model(
     _check_weight_files(directory)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
+    mode = resolve_quantization(quantization, torch_device)
+    stored = StoredWeightsConfig(quantized_names(directory))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -73,6 +82,7 @@ def load_model(
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **({"quantization_config": stored} if stored.names else {}),
         )
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise ConfigurationError(f"{directory} cannot be loaded: {error}") from error
@@ -81,6 +91,12 @@ def load_model(
     # transformers fills what is missing with random numbers and goes on.
     if missing := sorted(report["missing_keys"]):
         raise ConfigurationError(f"{directory} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}, ...")
+    if stored.names:
+        forget_config(model)
+        put_in_stored(model, directory, stored.places, mode, torch_dtype)
+    quantize_plain(model, mode)
+    if mode in ("int4", "int8") and not quantized_layers(model):
+        raise ConfigurationError(f"--quantization {quantization}: this model has no layers that can be quantized here: use auto or none")
     torch.nn.Module.to(model, torch_device)
     return LoadedModel(
         directory=directory,
@@ -92,6 +108,7 @@ def load_model(
         max_model_len=context,
         dtype=torch_dtype,
         device=torch_device,
+        quantization=mode,
     )
 
 
