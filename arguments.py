@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from penstock import __version__
-from penstock.engine.config import CompileMode, Dtype, EngineConfig, QuantizationMode
+from penstock.engine.config import CompileMode, Dtype, EngineConfig, SpeculationMode, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -79,6 +79,7 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
             enable_prefix_caching=given.prefix_caching,
             max_waiting_requests=given.max_waiting_requests,
             compile=given.compile,
+            speculation=given.speculation,
             seed=given.seed,
             num_threads=given.threads,
             trust_remote_code=given.trust_remote_code,
@@ -271,6 +272,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: where there is a C++ compiler, another "
         "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never (default: auto)",
+    )
+    group.add_argument(
+        "--speculation",
+        choices=get_args(SpeculationMode),
+        default="ngram",
+        help="ngram: where a text repeats itself, try several tokens in one step; the answers are the same, and nothing is tried where it "
+        "does not pay; none: one token at a time (default: %(default)s)",
     )
     group.add_argument("--threads", type=integer(1), metavar="N", help="CPU threads of the model (default: one per core)")
     group.add_argument("--seed", type=integer(0, 2**63 - 1), help="for requests that bring none (default: every start is different)")

@@ -37,10 +37,21 @@ class EngineCollector(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
         yield self._counter("forced_tokens", "Generated tokens that a grammar left no choice in: not sampled.", stats.num_forced_tokens)
+        yield self._counter("spec_decode_num_drafts", "Times that tokens were tried ahead.", stats.num_drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens that were tried ahead.", stats.num_draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that turned out right.", stats.num_accepted_tokens)
+        yield self._accepted_by_place(stats)
         yield self._counter("num_preemptions", "Sequences preempted for want of KV cache.", stats.num_preemptions)
 
     def describe(self) -> list[Metric]:
         return []  # the registry must not ask the engine before it runs
+
+    def _accepted_by_place(self, stats: EngineStats) -> Metric:
+        help_text = "Drafts whose tokens turned out right up to this position, from 0."
+        family = CounterMetricFamily(PREFIX + "spec_decode_num_accepted_tokens_per_pos", help_text, labels=["model_name", "position"])
+        for position, count in enumerate(stats.accepted_by_place):
+            family.add_metric([self._model_name, str(position)], count)
+        return family
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])

@@ -20,6 +20,7 @@ from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native_library import native_library
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Speculation
 from penstock.engine.tokenizer import Tokenizer
 
 NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM_THREADS; what is asked later may be what `load` has set
@@ -94,6 +95,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             max_num_seqs=config.num_seqs(device_type),
             max_num_batched_tokens=config.num_batched_tokens(device_type),
             max_waiting=config.max_waiting_requests,
+            speculation=None if config.speculation == "none" else Speculation(config.rows_for_weights(device_type)),
         ),
         tokenizer=tokenizer,
         stop_token_ids=tokens.stop_token_ids,

@@ -5,12 +5,16 @@ from typing import Literal
 
 CompileMode = Literal["auto", "off", "on"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+SpeculationMode = Literal["ngram", "none"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
 
 MAX_NUM_SEQS_CPU = 64
 MAX_NUM_SEQS_CUDA = 256  # a decode step of 64 rows leaves a GPU idle
 MAX_NUM_BATCHED_TOKENS_CPU = 1024  # a step's length is what a prompt makes other streams wait, and larger matrices are no faster
 MAX_NUM_BATCHED_TOKENS_CUDA = 2048
+# Rows of a decode step that cost as much as reading the weights, or as launching the kernels of a small model.
+ROWS_FOR_WEIGHTS_CPU = 12.0
+ROWS_FOR_WEIGHTS_CUDA = 128.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 1024
     compile: CompileMode = "auto"
+    speculation: SpeculationMode = "ngram"
     seed: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
@@ -46,6 +51,10 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             return self.max_num_seqs
         return MAX_NUM_SEQS_CUDA if device_type == "cuda" else MAX_NUM_SEQS_CPU
+
+    def rows_for_weights(self, device_type: str) -> float:
+        """What `Speculation` goes by, given where the model runs."""
+        return ROWS_FOR_WEIGHTS_CUDA if device_type == "cuda" else ROWS_FOR_WEIGHTS_CPU
 
     def num_batched_tokens(self, device_type: str) -> int:
         """The token budget of one step, given where the model runs."""

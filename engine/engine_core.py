@@ -153,7 +153,7 @@ class EngineCore:
         return self.update(step, batch, self.runner.launch(batch).collect())
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, speculation = self.scheduler, self.scheduler.speculation
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=sum(len(sequence.sampling_sequences) for sequence in scheduler.waiting),
@@ -165,6 +165,8 @@ class EngineCore:
             num_forced_tokens=self._counters.forced_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._counters.steps,
+            num_draft_tokens=0 if speculation is None else speculation.num_drafted,
+            accepted_lengths=() if speculation is None else tuple(speculation.lengths),
         )
 
     def check_integrity(self) -> None:

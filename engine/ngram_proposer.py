@@ -44,10 +44,10 @@ class NgramProposer:
         """Here is nothing to be guessed, so it can be read faster: all of the prompt but its last token."""
         if stop <= self._num_read:
             return
-        start = max(0, self._num_read - MATCH_LENGTH)
+        start = max(0, self._num_read + 1 - MATCH_LENGTH)
         ids = self._token_ids[start:stop]
         keys = zip(*(ids[shift:] for shift in range(MATCH_LENGTH)), strict=False)
-        self._followers.update(zip(keys, range(start + MATCH_LENGTH, stop), strict=False))
+        self._followers.update(zip(keys, range(start + MATCH_LENGTH, stop + 1), strict=False))
         self._num_read = stop
 
     def _read_token(self, position: int) -> None:

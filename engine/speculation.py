@@ -20,7 +20,6 @@ class Speculation:
 
     rows_for_weights: float
     num_drafted: int = 0
-    num_accepted: int = 0
     lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
 
     def draft(self, proposer: NgramProposer, limit: int, *, num_rows: int, num_sequences: int) -> list[int]:
@@ -35,5 +34,4 @@ class Speculation:
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
         self.lengths[num_accepted] += 1

@@ -28,6 +28,8 @@ STATS = EngineStats(
     num_forced_tokens=2,
     num_preemptions=3,
     num_steps=9,
+    num_draft_tokens=12,
+    accepted_lengths=(1, 0, 3),
 )
 
 

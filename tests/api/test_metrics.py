@@ -35,8 +35,17 @@ def test_the_engines_counters_are_read_when_asked_for() -> None:
         "penstock:prompt_tokens_total": 60,
         "penstock:generation_tokens_total": 7,
         "penstock:num_preemptions_total": 3,
+        "penstock:spec_decode_num_drafts_total": 4,
+        "penstock:spec_decode_num_draft_tokens_total": 12,
+        "penstock:spec_decode_num_accepted_tokens_total": 6,
     }
     assert shown.items() >= expected.items()
+
+
+def test_drafts_are_counted_by_the_positions_up_to_which_they_were_right() -> None:
+    text = Metrics(lambda: STATS, "m").expose().decode()
+    for position, count in enumerate((3, 3)):
+        assert f'spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{position}"}} {count}.0' in text
 
 
 def test_two_servers_in_one_process_do_not_share_a_registry() -> None:
