@@ -9,18 +9,18 @@ from penstock.engine import attention
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.compiled_layers import LayerCompilation
 from penstock.engine.config import EngineConfig
+from penstock.engine.decoder_trial import install_native_decoder
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache, block_bytes
-from penstock.engine.memory import is_memory_plentiful, num_cache_blocks, settle_memory
+from penstock.engine.memory import num_cache_blocks, settle_memory
 from penstock.engine.model_config import answer_tokens
 from penstock.engine.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native_library import native_library
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculation import Speculation
 from penstock.engine.tokenizer import Tokenizer
 
 NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM_THREADS; what is asked later may be what `load` has set
@@ -33,18 +33,11 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
         raise ConfigurationError("the attention kernels for CUDA need triton: pip install 'penstock[gpu]'")
-    loaded = load_model(
-        directory,
-        config.dtype,
-        config.device,
-        max_len=config.max_model_len,
-        quantization=config.quantization,
-        trust_remote_code=config.trust_remote_code,
-    )
+    loaded = load_model(directory, config.dtype, config.device, max_len=config.max_model_len, trust_remote_code=config.trust_remote_code)
     fuse_linears(loaded.model)
     if loaded.device.type == "cpu":
         native_library()  # built now rather than in the first request
-        pack_linears(loaded.model, keep_plain=is_memory_plentiful(loaded.model))
+        pack_linears(loaded.model)
         settle_memory(loaded.model)
     return loaded
 
@@ -78,7 +71,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     )
     cache = KVCache(loaded.kv_layout, num_blocks, config.block_size, loaded.dtype, loaded.device)
     cache.attach(loaded.model)
-    compilation = compiled_layers(loaded, config)
+    compilation = None if config.compile != "on" and install_native_decoder(loaded, cache) else compiled_layers(loaded, config)
     tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
     return EngineCore(
         runner=ModelRunner(
@@ -95,7 +88,6 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             max_num_seqs=config.num_seqs(device_type),
             max_num_batched_tokens=config.num_batched_tokens(device_type),
             max_waiting=config.max_waiting_requests,
-            speculation=None if config.speculation == "none" else Speculation(config.rows_for_weights(device_type)),
         ),
         tokenizer=tokenizer,
         stop_token_ids=tokens.stop_token_ids,

@@ -11,7 +11,6 @@ from penstock.engine.errors import ConfigurationError
 
 CUDA_SHARE = 0.9  # of what is free once the weights are loaded; the rest is for activations
 CPU_SHARE = 0.5
-SECOND_COPY_SHARE = 1 / 16  # of free memory
 CPU_CACHE = 2**29  # on a CPU the cache is no faster for being large, and the memory is the user's
 
 
@@ -47,12 +46,6 @@ def num_cache_blocks(wanted: int | None, *, block_bytes: int, blocks_per_sequenc
             " lower --max-model-len or raise --kv-cache-memory"
         )
     return num_blocks
-
-
-def is_memory_plentiful(model: nn.Module) -> bool:
-    """Whether a second copy of the model's weights would hardly be noticed on the CPU."""
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    return num_bytes <= free_memory(torch.device("cpu")) * SECOND_COPY_SHARE
 
 
 def settle_memory(model: nn.Module) -> None:

@@ -52,12 +52,14 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_paged_prefill.restype = None
     library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
     library.penstock_apply_bitmask.restype = None
-    library.penstock_small_linear.argtypes = [pointer] * 3 + [integer] * 3
-    library.penstock_small_linear.restype = None
-    library.penstock_has_small_linear.argtypes = []
-    library.penstock_has_small_linear.restype = integer
+    library.penstock_panel_linear.argtypes = [pointer] * 4 + [integer] * 3
+    library.penstock_panel_linear.restype = None
+    library.penstock_has_bfloat16_products.argtypes = []
+    library.penstock_has_bfloat16_products.restype = integer
     library.penstock_quantized_linear.argtypes = [pointer] * 4 + [integer] * 5
     library.penstock_quantized_linear.restype = None
+    library.penstock_run_decoder.argtypes = [pointer] * 6 + [integer]
+    library.penstock_run_decoder.restype = None
     library.penstock_has_prefill.argtypes = []
     library.penstock_has_prefill.restype = integer
     return library

@@ -1,36 +1,24 @@
 """Linear layers whose weights lie as the CPU's matrix multiplication wants them.
 
-oneDNN reorders a plain weight on every call or falls back to slower loops; weights reordered once make the linear layers of the default
-model 1.9 times as fast at 1 row, 1.5 times at 8 and 1.3 times at 32 (`benchmarks/linear.py`). The plain copy is dropped, so memory stays
-the same. For up to `SMALL_ROWS` rows a kernel of our own takes a plain copy after all, where memory is no concern: it is a tenth faster.
+bfloat16 weights lie in panels for a kernel of our own, others as oneDNN wants them, which else reorders them on every call or falls
+back to slower loops (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same.
 """
 
 import functools
 import inspect
 import itertools
+import linecache
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.native_library import native_library
+from penstock.engine.panel_linear import can_panel, panel_linear, panels
 
-SMALL_ROWS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """`packed` as oneDNN wants it; `plain_OI`, bfloat16 [out_features, in_features], where a second copy is kept for few rows."""
-
-    packed: Tensor
-    plain_OI: Tensor | None
-
-
-# The packed weight is an opaque tensor that no compiler can look into, so the graph gets a one-element tensor holding its number here.
+# A packed weight is nothing that a compiler can look into, so the graph gets a one-element tensor holding its number here.
 # An entry goes with the layer that it was made for.
-_packed: dict[int, PackedWeight] = {}
+_packed: dict[int, Tensor] = {}
 _handles = itertools.count()
 
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -40,20 +28,9 @@ _library.define("packed_linear(Tensor x, Tensor handle, Tensor? bias, SymInt out
 @torch.library.impl(_library, "packed_linear", "CPU")
 def _packed_linear(x: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     weight = _packed[int(handle)]
-    if weight.plain_OI is not None and 0 < x.shape[:-1].numel() <= SMALL_ROWS:
-        return _small_linear(x, weight.plain_OI)
-    return torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")  # type: ignore[no-any-return]
-
-
-def _small_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    library = native_library()
-    assert library is not None
-    x = x.contiguous()
-    out_features, in_features = weight_OI.shape
-    out = x.new_empty(*x.shape[:-1], out_features)
-    num_rows = x.shape[:-1].numel()
-    library.penstock_small_linear(out.data_ptr(), x.data_ptr(), weight_OI.data_ptr(), num_rows, in_features, out_features)
-    return out
+    if not weight.is_mkldnn:
+        return panel_linear(x, weight, bias, out_features)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("penstock::packed_linear", lib=_library)  # type: ignore[untyped-decorator]
@@ -64,7 +41,7 @@ def _packed_linear_shape(x: Tensor, handle: Tensor, bias: Tensor | None, out_fea
 class PackedLinear(nn.Module):
     """Computes what the `nn.Linear` that it was made from computes: [..., in_features] to [..., out_features]."""
 
-    def __init__(self, linear: nn.Linear, *, keep_plain: bool = False) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -72,14 +49,20 @@ class PackedLinear(nn.Module):
         handle = next(_handles)
         if not linear.weight.is_meta:
             weight_OI = linear.weight.detach()
-            # A copy, not the weight itself, which may be a window into the mapped file and would keep all of it in memory.
-            plain_OI = weight_OI.clone() if keep_plain and self.bias is None and can_take_few_rows(weight_OI) else None
-            _packed[handle] = PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight_OI), plain_OI)
+            is_for_panels = can_panel(weight_OI) and (linear.bias is None or linear.bias.dtype == weight_OI.dtype)
+            _packed[handle] = panels(weight_OI) if is_for_panels else torch.ops.mkldnn._reorder_linear_weight(weight_OI)
             weakref.finalize(self, _packed.pop, handle)
         self.register_buffer("handle", torch.tensor([handle]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.penstock.packed_linear(x, self.handle, self.bias, self.out_features)  # type: ignore[no-any-return]
+
+
+def packed_weight(linear: PackedLinear) -> Tensor:
+    """In panels, or oneDNN's own (`is_mkldnn`)."""
+    handle = linear.handle
+    assert isinstance(handle, Tensor)
+    return _packed[int(handle)]
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -89,22 +72,13 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def can_take_few_rows(weight_OI: Tensor) -> bool:
-    """Whether this processor and a weight of this type and shape suit the kernel for few rows."""
-    library = native_library()
-    is_suited = weight_OI.dtype == torch.bfloat16 and weight_OI.shape[0] % 16 == 0 and weight_OI.shape[1] % 32 == 0
-    return is_suited and library is not None and bool(library.penstock_has_small_linear())
-
-
-def pack_linears(model: nn.Module, *, keep_plain: bool = False) -> int:
+def pack_linears(model: nn.Module) -> int:
     """Replaces every `nn.Linear` on the CPU, or on the meta device in its place, and returns how many.
-
-    With `keep_plain` a plain copy stays beside each packed weight, for the kernel that is faster over few rows.
 
     A weight shared with an embedding keeps its plain copy. Layers of a type without packed kernels stay as they are, and so do those whose
     weight the model's code reads beside calling them.
     """
-    return replace_linears(model, lambda linear: PackedLinear(linear, keep_plain=keep_plain) if can_pack(linear.weight.dtype) else None)
+    return replace_linears(model, lambda linear: PackedLinear(linear) if can_pack(linear.weight.dtype) else None)
 
 
 def replace_linears(model: nn.Module, replacement: Callable[[nn.Linear], nn.Module | None], *, skip: Collection[str] = ()) -> int:
@@ -135,7 +109,19 @@ def replace_linears(model: nn.Module, replacement: Callable[[nn.Linear], nn.Modu
 @functools.cache
 def reads_weight(parent: type[nn.Module], name: str) -> bool:
     """Whether the code of `parent` looks at the weight of its layer `name`, which a replacement would not have."""
+    wanted = f"self.{name}.weight"
+    # Finding a class in its file takes a parser and a tenth of a second, and most files have no such line anywhere.
+    bases = [base for base in parent.__mro__ if issubclass(base, nn.Module) and wanted in _file_of(base)]  # type: ignore[arg-type]
     try:
-        return any(f"self.{name}.weight" in inspect.getsource(base) for base in parent.__mro__ if issubclass(base, nn.Module))
+        return any(wanted in inspect.getsource(base) for base in bases)
     except OSError:  # a class without a source file
         return False
+
+
+@functools.cache
+def _file_of(cls: type) -> str:
+    """The text of the file that a class is from, empty where there is none."""
+    try:
+        return "".join(linecache.getlines(inspect.getsourcefile(cls) or ""))
+    except TypeError:
+        return ""

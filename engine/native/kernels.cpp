@@ -1,5 +1,5 @@
-// The C++ kernels for CPUs: writing keys and values into their blocks, attention over them, linear layers, and grammars' masks. Caches are [num_blocks,
-// block_size, num_kv_heads, head_size], contiguous.
+// The C++ kernels for CPUs: writing keys and values into their blocks, attention over them, linear layers, whole decoders, and grammars' masks.
+// Caches are [num_blocks, block_size, num_kv_heads, head_size], contiguous.
 //
 // A plain C interface without torch's headers, and one translation unit, so that it compiles in seconds; `engine/native_library.py` builds
 // and loads it.
@@ -7,9 +7,9 @@
 #include "bitmask.h"
 #include "decode.h"
 #include "decoder.h"
+#include "panel_linear.h"
 #include "prefill.h"
 #include "quantized_linear.h"
-#include "small_linear.h"
 
 extern "C" {
 
@@ -43,8 +43,8 @@ void penstock_paged_decode(void* out, const void* query, const void* key_cache, 
     }
 }
 
-// Whether `penstock_small_linear` does anything: it takes bfloat16 products.
-int64_t penstock_has_small_linear() {
+// Whether this processor multiplies bfloat16: `penstock_panel_linear` and `penstock_run_decoder` do nothing where it does not.
+int64_t penstock_has_bfloat16_products() {
 #ifdef __AVX512BF16__
     return 1;
 #else
@@ -52,11 +52,11 @@ int64_t penstock_has_small_linear() {
 #endif
 }
 
-// All bfloat16 and contiguous: out [num_rows, outputs], x [num_rows, inputs], weight [outputs, inputs]. inputs is a multiple of 32, outputs
-// of 16.
-void penstock_small_linear(void* out, const void* x, const void* weight, int64_t num_rows, int64_t inputs, int64_t outputs) {
+// See panel_linear.h; bias may be null.
+void penstock_panel_linear(void* out, const void* x, const void* weight, const void* bias, int64_t num_rows, int64_t inputs, int64_t outputs) {
 #ifdef __AVX512BF16__
-    small_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weight), num_rows, inputs, outputs);
+    panel_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weight),
+                 static_cast<const BFloat16*>(bias), num_rows, inputs, outputs);
 #endif
 }
 
@@ -66,15 +66,6 @@ void penstock_quantized_linear(void* out, const void* x, const uint8_t* blocks, 
                                int64_t bits, int64_t is_bfloat16) {
     auto* function = bits == 4 ? &quantized_linear<4> : &quantized_linear<8>;
     function(out, x, blocks, bias, num_rows, inputs / GROUP, outputs, is_bfloat16);
-}
-
-// Whether `penstock_run_decoder` does anything: it takes bfloat16 products.
-int64_t penstock_has_decoder() {
-#ifdef __AVX512BF16__
-    return 1;
-#else
-    return 0;
-#endif
 }
 
 // See `run_decoder`; `packed` is an AttentionMetadata's.

@@ -24,8 +24,9 @@ FUNCTIONS = (
     "penstock_paged_decode",
     "penstock_paged_prefill",
     "penstock_has_prefill",
-    "penstock_small_linear",
-    "penstock_has_small_linear",
+    "penstock_has_bfloat16_products",
+    "penstock_panel_linear",
+    "penstock_run_decoder",
     "penstock_quantized_linear",
 )
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
