@@ -21,6 +21,7 @@ from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native_library import native_library
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Speculation
 from penstock.engine.tokenizer import Tokenizer
 
 NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM_THREADS; what is asked later may be what `load` has set
@@ -33,7 +34,14 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
         raise ConfigurationError("the attention kernels for CUDA need triton: pip install 'penstock[gpu]'")
-    loaded = load_model(directory, config.dtype, config.device, max_len=config.max_model_len, trust_remote_code=config.trust_remote_code)
+    loaded = load_model(
+        directory,
+        config.dtype,
+        config.device,
+        max_len=config.max_model_len,
+        quantization=config.quantization,
+        trust_remote_code=config.trust_remote_code,
+    )
     fuse_linears(loaded.model)
     if loaded.device.type == "cpu":
         native_library()  # built now rather than in the first request
@@ -88,6 +96,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             max_num_seqs=config.num_seqs(device_type),
             max_num_batched_tokens=config.num_batched_tokens(device_type),
             max_waiting=config.max_waiting_requests,
+            speculation=None if config.speculation == "none" else Speculation(config.rows_for_weights(device_type)),
         ),
         tokenizer=tokenizer,
         stop_token_ids=tokens.stop_token_ids,
