@@ -149,8 +149,8 @@ class _Reader:
         except (ValueError, RecursionError) as error:
             raise self.refusal("`%json` without a JSON value", place) from error
         source = self.text[start:end]
-        schema, _ = read_schema(GrammarSpec(GrammarKind.JSON_SCHEMA, source, self.spec.param))
-        compiled = schema_source(schema, self.spec.whitespace_pattern, self.spec.param)
+        schema = read_schema(GrammarSpec(GrammarKind.JSON_SCHEMA, source, self.spec.param))
+        compiled = schema_source(schema.content, self.spec.whitespace_pattern, self.spec.param)
         return compiled.replace("{", "{" + "\n" * self.text.count("\n", place, end), 1), end
 
     def refusal(self, message: str, place: int) -> UnsupportedGrammar:

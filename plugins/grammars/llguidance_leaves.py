@@ -27,15 +27,16 @@ class Leaf:
     """`expression` stands in a Lark rule or, where `is_terminal`, in a terminal, which a rule then names.
 
     A terminal takes the longest text that it matches, so what may go on with what it allows must be joined to it in one terminal.
-    `warnings` are the keywords of a lenient spec that are not enforced, each with its path.
+    `warnings` are the keywords of a lenient spec that are not enforced, each with its path. For `is_inlined` see `read_schema`.
     """
 
     expression: str
     is_terminal: bool = False
     warnings: tuple[str, ...] = ()
+    is_inlined: bool = False
 
 
-def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = False, is_inlined: bool = False) -> Leaf:
+def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = False, is_inlined: bool | None = None) -> Leaf:
     """Any constraint but a structure. Raises `UnsupportedGrammar` for what can be seen without compiling.
 
     Where `is_relaxed`, a lenient schema is made one that compiles, by compiling parts of it, which is slow.
@@ -50,11 +51,13 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
             except UnwritableRegex as error:
                 raise UnsupportedGrammar(str(error), spec.param) from error
         case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
-            schema, warnings = read_schema(spec, is_inlined=is_inlined, is_shared=not is_relaxed)
+            schema = read_schema(spec, is_inlined=is_inlined)
+            content, warnings = schema.content, schema.warnings
             if spec.is_lenient and is_relaxed:
-                schema, more = relaxed(schema, _schema_errors(spec), spec)
+                content, more = relaxed(schema, _schema_errors(spec), spec.param)
                 warnings += more
-            return Leaf(SCHEMA_PREFIX + schema_source(schema, spec.whitespace_pattern, spec.param), warnings=warnings)
+            source = schema_source(content, spec.whitespace_pattern, spec.param)
+            return Leaf(SCHEMA_PREFIX + source, warnings=warnings, is_inlined=schema.is_inlined)
         case GrammarKind.LARK | GrammarKind.GBNF:
             return Leaf(f"%lark {{\n{client_grammar(spec, vocabulary)}\n}}")
         case GrammarKind.STRUCTURE:
@@ -64,9 +67,10 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
 def explain(spec: GrammarSpec, complaint: Complaint) -> UnsupportedGrammar:
     """Why llguidance refuses `spec`, with the keyword and its path, or the place in a grammar."""
     if spec.kind is GrammarKind.JSON_SCHEMA and not complaint.is_about_size:
-        fault = find_fault(read_schema(spec, is_shared=False)[0], _schema_errors(spec))
+        schema = read_schema(spec, is_inlined=False)
+        fault = find_fault(schema.content, _schema_errors(spec))
         if fault is not None:
-            return refusal(fault, spec)
+            return refusal(fault, schema, spec.param)
     if complaint.line is not None and spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
         return UnsupportedGrammar(f"{complaint.message}, at line {complaint.line}, column {complaint.column}", spec.param)
     kind = ConstraintTooLarge if complaint.is_about_size else UnsupportedGrammar

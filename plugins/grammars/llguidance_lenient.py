@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarSpec
-from penstock.plugins.grammars.json_document import parse_document
-from penstock.plugins.grammars.schema_faults import Fault, as_written, find_fault
-from penstock.plugins.grammars.schema_walk import at, path, walk
+from penstock.plugins.grammars.llguidance_json import ExactSchema
+from penstock.plugins.grammars.schema_faults import Fault, find_fault
+from penstock.plugins.grammars.schema_walk import Steps, at, walk
 
 MAX_ROUNDS = 32
 
@@ -29,45 +28,44 @@ _SOMETIMES_ENFORCED = frozenset(
 _MISTAKES = ("Expected", "must be", "Unsatisfiable")
 
 
-def refusal(fault: Fault, spec: GrammarSpec) -> UnsupportedGrammar:
-    """Names the keyword and its path, as the client has them."""
-    fault = as_written(fault, parse_document(spec.text, spec.param))
+def refusal(fault: Fault, schema: ExactSchema, param: str) -> UnsupportedGrammar:
+    """Names the keyword and its path."""
     if fault.keyword is None:
-        return UnsupportedGrammar(f"the schema: {fault.message}", spec.param + path(fault.steps))
+        return UnsupportedGrammar(f"the schema: {fault.message}", param + schema.path(fault.steps))
     message = fault.message if fault.message.startswith(f"`{fault.keyword}`") else f"`{fault.keyword}`: {fault.message}"
-    return UnsupportedGrammar(message, spec.param + path((*fault.steps, fault.keyword)))
+    return UnsupportedGrammar(message, param + schema.path((*fault.steps, fault.keyword)))
 
 
-def relaxed(schema: Any, error_of: Callable[[Any], str | None], spec: GrammarSpec) -> tuple[Any, tuple[str, ...]]:
-    """The schema less what cannot be enforced, and the names of that. Unchanged where all of it can be.
+def relaxed(schema: ExactSchema, error_of: Callable[[Any], str | None], param: str) -> tuple[Any, tuple[str, ...]]:
+    """What the schema holds less what cannot be enforced, and the names of that. Unchanged where all of it can be.
 
     Raises `UnsupportedGrammar` for a malformed schema and for what cannot be left out.
     """
-    if error_of(schema) is None:
-        return schema, ()
-    schema = copy.deepcopy(schema)
-    warnings = _without_never_enforced(schema, spec.param)
+    if error_of(schema.content) is None:
+        return schema.content, ()
+    content = copy.deepcopy(schema.content)
+    dropped = _without_never_enforced(content)
     for _ in range(MAX_ROUNDS):
-        fault = find_fault(schema, error_of)
+        fault = find_fault(content, error_of)
         if fault is None:
-            return schema, tuple(warnings)
-        warnings.append(_drop(schema, fault, spec))
-    raise UnsupportedGrammar(f"more than {MAX_ROUNDS} keywords cannot be enforced", spec.param)
+            return content, tuple(f"`{steps[-1]}` at {param}{schema.path(steps)}" for steps in dropped)
+        dropped.append(_drop(content, fault, schema, param))
+    raise UnsupportedGrammar(f"more than {MAX_ROUNDS} keywords cannot be enforced", param)
 
 
-def _without_never_enforced(schema: Any, param: str) -> list[str]:
-    warnings = []
+def _without_never_enforced(schema: Any) -> list[Steps]:
+    dropped = []
     for steps, current in walk(schema):
         for keyword in [keyword for keyword in current if keyword in _NEVER_ENFORCED]:
             del current[keyword]
-            warnings.append(f"`{keyword}` at {param}{path((*steps, keyword))}")
-    return warnings
+            dropped.append((*steps, keyword))
+    return dropped
 
 
-def _drop(schema: Any, fault: Fault, spec: GrammarSpec) -> str:
+def _drop(content: Any, fault: Fault, schema: ExactSchema, param: str) -> Steps:
     if fault.keyword not in _SOMETIMES_ENFORCED or any(word in fault.message for word in _MISTAKES):
-        raise refusal(fault, spec)
-    current = at(schema, fault.steps)
+        raise refusal(fault, schema, param)
+    current = at(content, fault.steps)
     value = current[fault.keyword]
     if fault.keyword == "oneOf" and isinstance(value, list):
         # In its place: members keep their order, which decides the order of properties.
@@ -81,7 +79,4 @@ def _drop(schema: Any, fault: Fault, spec: GrammarSpec) -> str:
         current.update(relaxed_members)
     else:
         del current[fault.keyword]
-        if fault.keyword == "patternProperties":
-            current.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
-    written = as_written(fault, parse_document(spec.text, spec.param))
-    return f"`{written.keyword or fault.keyword}` at {spec.param}{path((*written.steps, written.keyword or fault.keyword))}"
+    return (*fault.steps, fault.keyword)

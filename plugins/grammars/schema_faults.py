@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from penstock.plugins.grammars.schema_keywords import KEYWORDS_OF
-from penstock.plugins.grammars.schema_rewrite import REWRITTEN
+from penstock.plugins.grammars.schema_keywords import ASSERTIONS
 from penstock.plugins.grammars.schema_shape import resolve
-from penstock.plugins.grammars.schema_walk import Steps, at, pointer, subschemas
+from penstock.plugins.grammars.schema_walk import Steps, pointer, subschemas, typed_steps
 
 MAX_SECONDS = 0.5
 
@@ -20,9 +19,6 @@ _COMPILED = frozenset(
         *("anyOf", "oneOf", "allOf"),
     }
 )
-_ASSERTIONS = frozenset(
-    {"type", "const", "enum", "$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
-).union(*KEYWORDS_OF.values())
 _BLAMED_LAST = ("items", "$ref", "properties", "type")
 _HOME = "penstock-schema"
 
@@ -42,28 +38,6 @@ def find_fault(schema: Any, error_of: Callable[[Any], str | None]) -> Fault | No
     Where asking takes too long, the place is the deepest one known by then.
     """
     return _Search(schema, error_of).run()
-
-
-def as_written(fault: Fault, document: Any) -> Fault:
-    """The fault in the document from which the schema was rewritten: what is not there is put down to the keyword that it stands for."""
-    for end in range(len(fault.steps), -1, -1):
-        part = _part(document, fault.steps[:end])
-        if not isinstance(part, dict):
-            continue
-        if end == len(fault.steps) and (fault.keyword is None or fault.keyword in part):
-            return fault
-        for keyword in part:
-            if keyword in REWRITTEN:
-                return Fault(fault.steps[:end], keyword, fault.message)
-    return Fault((), None, fault.message)
-
-
-def _part(document: Any, steps: Steps) -> Any:
-    """None where there is none."""
-    try:
-        return at(document, steps)
-    except (KeyError, IndexError, TypeError):
-        return None
 
 
 class _Search:
@@ -114,7 +88,7 @@ class _Search:
         if message.startswith("circular references"):  # whatever else is left out, it may only be met elsewhere
             return next((keyword for keyword in ("allOf", "oneOf", "anyOf", "$ref") if keyword in schema), None), None
         moved = self.move(schema)
-        keywords = [keyword for keyword in moved if keyword in _ASSERTIONS]
+        keywords = [keyword for keyword in moved if keyword in ASSERTIONS]
         for keyword in keywords:
             own = self.error_of(self.document({keyword: moved[keyword]}))
             if own is not None:
@@ -150,8 +124,4 @@ class _Search:
 
 def _target(document: Any, reference: str) -> tuple[Steps, Any]:
     steps, target = resolve(document, unquote(reference), "$ref")
-    typed: list[str | int] = []
-    for step in steps:
-        typed.append(int(step) if isinstance(document, list) else step)
-        document = document[typed[-1]]
-    return tuple(typed), target
+    return typed_steps(document, steps), target

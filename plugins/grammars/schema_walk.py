@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
 
 Steps = tuple[str | int, ...]  # from the document's root: names and positions
 
@@ -61,25 +60,17 @@ def at(document: Any, steps: Steps) -> Any:
     return document
 
 
-def reachable(document: Any) -> frozenset[str]:
-    """Pointers to the subschemas that count: definitions only where something that counts refers to them."""
-    pending: list[tuple[str, Any]] = [("", document)]
-    found: set[str] = set()
-    while pending:
-        place, schema = pending.pop()
-        if place in found:
-            continue
-        found.add(place)
-        pending.extend((place + pointer(below), child) for below, child in subschemas(schema) if below[0] not in ("$defs", "definitions"))
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if isinstance(reference, str) and reference.startswith("#"):
-            target = unquote(reference[1:])
-            pending.append((target, _follow(document, target)))
-    return frozenset(found)
+def typed_steps(document: Any, steps: list[str]) -> Steps:
+    """The steps of a JSON Pointer to something that is there, positions in arrays as numbers."""
+    typed: list[str | int] = []
+    for step in steps:
+        typed.append(int(step) if isinstance(document, list) else step)
+        document = document[typed[-1]]
+    return tuple(typed)
 
 
-def _follow(document: Any, target: str) -> Any:
-    """True, which has nothing in it, where it leads nowhere."""
+def at_pointer(document: Any, target: str) -> Any:
+    """What stands there. True, which has nothing in it, where it leads nowhere."""
     for step in target.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(document, dict) and name in document:

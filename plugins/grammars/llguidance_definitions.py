@@ -1,0 +1,125 @@
+"""The definitions of a schema as llguidance gets it: what is referred to, and what stands in several places, each read there once.
+
+It takes some microseconds for the smallest subschema, up to a millisecond for a regex, wherever they stand.
+"""
+
+from typing import Any
+
+from penstock.plugins.grammars.schema_walk import Steps
+
+PREFIX = "penstock-"
+_SIMPLE_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
+_SHARED = frozenset(
+    {"type", "enum", "pattern", "format", "items", "properties", "required", "additionalProperties", "anyOf"}.union(*_BOUNDS)
+)
+
+
+class Definitions:
+    """`origins` say where in the client's document what a definition holds stands first.
+
+    Where `are_ground`, only that is shared which refers to nothing else: what it refers to might lead to where it stands.
+    """
+
+    def __init__(self, *, are_ground: bool) -> None:
+        self.contents: dict[str, Any] = {}
+        self.origins: dict[str, Steps] = {}
+        self.pending: list[tuple[str, Any]] = []  # what is referred to and has not been read
+        self._are_ground = are_ground
+        self._names: dict[str, str] = {}
+        self._first: dict[str, tuple[dict[str, Any], Steps]] = {}
+        self._shared: dict[str, dict[str, Any]] = {}
+        self._keys: dict[int, tuple[str, dict[str, Any]]] = {}  # with the schema, whose identity is another's once it is gone
+
+    def refer(self, pointer: str, target: Any, steps: Steps) -> str:
+        """A reference to what stands at `pointer` in the client's document."""
+        if pointer not in self._names:
+            self._names[pointer] = name = self._new_name(steps)
+            self.pending.append((name, target))
+        return f"#/$defs/{self._names[pointer]}"
+
+    def share(self, schema: dict[str, Any], steps: Steps) -> dict[str, Any]:
+        """The schema or, from the second one like it on, a reference in its place, also in that of the first.
+
+        It must surely have values: llguidance leaves out a member that has none, but not one behind a reference.
+        """
+        types = schema.get("type") if len(schema) == 1 else None
+        content = types if isinstance(types, str) and types in _SIMPLE_TYPES else self._content(schema)
+        if not content:
+            return schema
+        if content in self._shared:
+            return self._shared[content]
+        if content not in self._first:
+            self._first[content] = schema, steps
+            self._keys[id(schema)] = f"={len(self._keys)}", schema
+            return schema
+        first, place = self._first[content]
+        name = self._new_name(place)
+        self.contents[name] = first.copy()
+        first.clear()
+        first["$ref"] = f"#/$defs/{name}"
+        self._shared[content] = first
+        return first
+
+    def _content(self, schema: dict[str, Any]) -> str | None:
+        """Equal for schemas that say the same in the same order; None where it is not clear that they have values."""
+        if not _SHARED.issuperset(schema):
+            return None
+        parts = []
+        for keyword, value in schema.items():
+            match keyword:
+                case "anyOf":
+                    part = self._all(value) if value and len(schema) == 1 else None
+                case "items" | "additionalProperties":
+                    part = self._part(value)
+                case "properties":
+                    members = self._all(list(value.values())) if isinstance(value, dict) else None
+                    part = None if members is None else f"{list(value)}{members}"
+                case _:
+                    part = repr(value)
+            if part is None:
+                return None
+            parts.append(f"{keyword}:{part}")
+        return ";".join(parts) if _surely_has_values(schema) else None
+
+    def _all(self, schemas: list[Any]) -> str | None:
+        parts = [self._part(schema) for schema in schemas]
+        return None if None in parts else ",".join(filter(None, parts))
+
+    def _part(self, schema: Any) -> str | None:
+        if isinstance(schema, bool) or not schema:
+            return str(schema)
+        known = self._keys.get(id(schema))
+        if known is not None:
+            return known[0]
+        return schema["$ref"] if not self._are_ground and isinstance(schema, dict) and [*schema] == ["$ref"] else None
+
+    def _new_name(self, steps: Steps) -> str:
+        name = f"{PREFIX}{len(self.origins)}"
+        self.origins[name] = steps
+        return name
+
+
+def _surely_has_values(schema: dict[str, Any]) -> bool:
+    """Of one whose parts do, where they are not false."""
+    if "anyOf" in schema:
+        return False not in schema["anyOf"]
+    types, values = schema.get("type", []), schema.get("enum")
+    if "enum" in schema and (not isinstance(values, list) or not values):
+        return False
+    if types == []:
+        return len(schema) == 1 or "enum" not in schema
+    if not all(isinstance(name, str) and name in _SIMPLE_TYPES for name in (types if isinstance(types, list) else [types])):
+        return False
+    if values is not None:
+        return len(schema) == 2 and types == "string" and all(isinstance(value, str) for value in values)
+    for low, high in _BOUNDS:
+        bounds = [schema[keyword] for keyword in (low, high) if keyword in schema]
+        if not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds) or bounds != sorted(bounds):
+            return False
+        if bounds and low != "minimum" and bounds[0] < 0:
+            return False
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(required, list) or any(properties.get(name, schema.get("additionalProperties", True)) is False for name in required):
+        return False
+    return schema.get("items", True) is not False or not schema.get("minItems")
