@@ -17,8 +17,6 @@ from penstock.engine.quantized_weight import GROUP_SIZE, QuantizedWeight, quanti
 TILE = 16
 # A lane takes four products at a time.
 STEP = 4
-# Half precision scales and minimums of a tile.
-FOOTER_BYTES = 2 * 2 * TILE
 # A torch fallback inflates this many tiles at a time.
 TILES_AT_ONCE = 64
 
@@ -56,7 +54,7 @@ class QuantizedLinear(nn.Module):
     """[..., in_features] of any float type to [..., out_features] of the same.
 
     `blocks`, a buffer, is uint8 [out_features / 16 rounded up, in_features / 32, bytes], and a block holds 16 rows' codes of a group of 32
-    columns, then their 16 scales and 16 minimums.
+    columns, then their 16 scales and for 4 bits 16 minimums.
     """
 
     blocks: Tensor
@@ -99,25 +97,27 @@ def pack(weight: QuantizedWeight) -> Tensor:
     if weight.bits == 4:
         low, high = codes_TGC.chunk(2, dim=-1)
         codes_TGC = low | high << 4
-    numbers = [part.view(num_tiles, TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8) for part in (scales_OG, minimums_OG)]
-    return torch.cat([codes_TGC, *numbers], dim=-1)
+    numbers = [scales_OG, minimums_OG] if weight.bits == 4 else [scales_OG]
+    bytes_TGB = [part.view(num_tiles, TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8) for part in numbers]
+    return torch.cat([codes_TGC, *bytes_TGB], dim=-1)
 
 
 def unpack(blocks_TGB: Tensor, out_features: int) -> QuantizedWeight:
     """The weight that `pack` made the blocks from."""
     num_tiles, num_groups, _ = blocks_TGB.shape
-    codes_TGC, numbers = blocks_TGB[..., :-FOOTER_BYTES], blocks_TGB[..., -FOOTER_BYTES:].contiguous().view(torch.float16)
     bits = num_bits(blocks_TGB)
+    num_code_bytes = TILE * GROUP_SIZE * bits // 8
+    codes_TGC, numbers_TGN = blocks_TGB[..., :num_code_bytes], blocks_TGB[..., num_code_bytes:].contiguous().view(torch.float16)
     if bits == 4:
         codes_TGC = torch.cat([codes_TGC & 15, codes_TGC >> 4], dim=-1)
-    codes = codes_TGC.view(num_tiles, num_groups, GROUP_SIZE // STEP, TILE, STEP).permute(0, 3, 1, 2, 4)
+    codes = codes_TGC.unflatten(-1, (GROUP_SIZE // STEP, TILE, STEP)).permute(0, 3, 1, 2, 4)  # type: ignore[no-untyped-call]
     codes_OI = codes.reshape(num_tiles * TILE, num_groups * GROUP_SIZE)[:out_features]
-    scales_OG, minimums_OG = (part.transpose(1, 2).flatten(0, 1)[:out_features] for part in numbers.chunk(2, dim=-1))
-    return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG)
+    scales_OG, *minimums_OG = (part.transpose(1, 2).flatten(0, 1)[:out_features] for part in numbers_TGN.split(TILE, dim=-1))
+    return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG[0] if minimums_OG else -128 * scales_OG)
 
 
 def num_bits(blocks_TGB: Tensor) -> int:
-    return 8 * (blocks_TGB.shape[-1] - FOOTER_BYTES) // (TILE * GROUP_SIZE)
+    return 4 if blocks_TGB.shape[-1] < TILE * GROUP_SIZE else 8
 
 
 def torch_linear(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

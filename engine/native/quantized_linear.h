@@ -1,13 +1,13 @@
 // A linear layer over weights of 4 or 8 bits: products are sums of integers, and every group of 32 columns then counts by its scales.
 //
 // A tile is 16 rows of the weight, and a block one tile's group: codes [8, 16, 4], the upper half of 4-bit codes in the upper halves of the
-// bytes, then 16 scales and 16 minimums in half precision.
+// bytes, then 16 scales in half precision, and 16 minimums where codes have 4 bits. Codes of 8 bits are 128 more than what they stand for.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
+#include <vector>
 
 #include "common.h"
 #include "quantized_rows.h"
@@ -19,9 +19,12 @@ constexpr int64_t TILE = 16;      // rows of the weight, one in each lane
 constexpr int64_t MOST_ROWS = 6;  // at once: their sums and those of two tiles fill the registers
 constexpr int64_t FEW_ROWS = 3;   // up to here there is room for four tiles
 constexpr int64_t ROWS_ALONE = 4;  // quantized sooner than a second thread wakes up
+constexpr int64_t CHUNK_BYTES = 256 * 1024;
 
 template <int BITS>
-constexpr int64_t BLOCK_BYTES = 2 * GROUP * BITS + 4 * TILE;
+constexpr int64_t CODE_BYTES = TILE * GROUP * BITS / 8;
+template <int BITS>
+constexpr int64_t BLOCK_BYTES = CODE_BYTES<BITS> + (BITS == 4 ? 4 : 2) * TILE;
 
 struct QuantizedProduct {
     void* out;
@@ -98,7 +101,7 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
     for (int64_t g = 0; g < num_groups; ++g, block += BLOCK_BYTES<BITS>, ++x) {
         __m512i dots[ROWS][TILES];
         for (int r = 0; r < ROWS; ++r)
-            for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_setzero_si512();
+            for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_set1_epi32(BITS == 8 ? x[r * num_groups].offset : 0);
 #pragma GCC unroll 8
         for (int step = 0; step < BITS; ++step) {
             __m512i codes[TILES], upper[TILES];
@@ -124,16 +127,16 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
         }
         __m512 scales[TILES], minimums[TILES];
         for (int t = 0; t < TILES; ++t) {
-            const auto* halves = reinterpret_cast<const __m256i*>(block + t * tile_bytes + 2 * GROUP * BITS);
+            const auto* halves = reinterpret_cast<const __m256i*>(block + t * tile_bytes + CODE_BYTES<BITS>);
             scales[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
-            minimums[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
+            if constexpr (BITS == 4) minimums[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
         }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
-            const __m512 scale = _mm512_set1_ps(x[r * num_groups].scale), sum = _mm512_set1_ps(x[r * num_groups].sum);
+            const __m512 scale = _mm512_set1_ps(x[r * num_groups].scale);
             for (int t = 0; t < TILES; ++t) {
                 sums[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][t]), _mm512_mul_ps(scales[t], scale), sums[r][t]);
-                sums[r][t] = _mm512_fmadd_ps(minimums[t], sum, sums[r][t]);
+                if constexpr (BITS == 4) sums[r][t] = _mm512_fmadd_ps(minimums[t], _mm512_set1_ps(x[r * num_groups].sum), sums[r][t]);
             }
         }
     }
@@ -162,21 +165,22 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
         for (int64_t g = 0; g < num_groups; ++g) {
             const uint8_t* block = blocks + (tile * num_groups + g) * BLOCK_BYTES<BITS>;
             uint8_t codes[TILE * GROUP];
-            for (int64_t i = 0; i < 2 * GROUP * BITS; ++i) {
+            for (int64_t i = 0; i < CODE_BYTES<BITS>; ++i) {
                 codes[i] = BITS == 4 ? block[i] & 15 : block[i];
-                if constexpr (BITS == 4) codes[i + 2 * GROUP * BITS] = block[i] >> 4;
+                if constexpr (BITS == 4) codes[i + CODE_BYTES<BITS>] = block[i] >> 4;
             }
             uint16_t halves[2 * TILE];
-            std::memcpy(halves, block + 2 * GROUP * BITS, sizeof(halves));
+            std::memcpy(halves, block + CODE_BYTES<BITS>, BLOCK_BYTES<BITS> - CODE_BYTES<BITS>);
             for (int r = 0; r < ROWS; ++r) {
                 const RowGroup& x = rows[(first_row + r) * num_groups + g];
-                int32_t dots[TILE] = {};
+                int32_t dots[TILE];
+                std::fill_n(dots, TILE, BITS == 8 ? x.offset : 0);
                 for (int64_t step = 0; step < GROUP / 4; ++step)
                     for (int64_t o = 0; o < TILE; ++o)
                         for (int64_t i = 0; i < 4; ++i) dots[o] += codes[step * 64 + o * 4 + i] * x.codes[step * 4 + i];
                 for (int64_t o = 0; o < TILE; ++o) {
                     sums[r][o] = std::fma(static_cast<float>(dots[o]), half_to_float(halves[o]) * x.scale, sums[r][o]);
-                    sums[r][o] = std::fma(half_to_float(halves[TILE + o]), x.sum, sums[r][o]);
+                    if constexpr (BITS == 4) sums[r][o] = std::fma(half_to_float(halves[TILE + o]), x.sum, sums[r][o]);
                 }
             }
         }
@@ -190,9 +194,9 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
 
 #endif
 
-template <typename T>
+template <int BITS, typename T>
 void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
-    for (int64_t g = 0; g < num_groups; ++g) quantize_group(to + g, x + g * GROUP);
+    for (int64_t g = 0; g < num_groups; ++g) quantize_group<BITS>(to + g, x + g * GROUP);
 }
 
 template <int BITS>
@@ -202,18 +206,19 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
     if (static_cast<int64_t>(scratch.size()) < num_rows * num_groups) scratch.resize(num_rows * num_groups);
     RowGroup* rows = scratch.data();
     const QuantizedProduct product{out, bias, blocks, rows, num_groups, outputs, is_bfloat16};
-    const int64_t num_tiles = (outputs + TILE - 1) / TILE, num_row_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-    // Two tiles each, for all rows where there are few and for a part of them where that leaves threads without work.
     auto quantize = [&](int64_t row) {
         if (is_bfloat16) {
-            quantize_row(rows + row * num_groups, static_cast<const BFloat16*>(x) + row * num_groups * GROUP, num_groups);
+            quantize_row<BITS>(rows + row * num_groups, static_cast<const BFloat16*>(x) + row * num_groups * GROUP, num_groups);
         } else {
-            quantize_row(rows + row * num_groups, static_cast<const float*>(x) + row * num_groups * GROUP, num_groups);
+            quantize_row<BITS>(rows + row * num_groups, static_cast<const float*>(x) + row * num_groups * GROUP, num_groups);
         }
     };
     if (num_rows <= ROWS_ALONE)
         for (int64_t row = 0; row < num_rows; ++row) quantize(row);
-    const int64_t width = num_row_blocks == 1 ? 4 : 2, num_panels = (num_tiles + width - 1) / width;
+    // A task is a few tiles and as many rows as stay in a core's cache while the tiles of the weight pass by.
+    const int64_t num_tiles = (outputs + TILE - 1) / TILE, width = num_rows <= FEW_ROWS ? 4 : 2, num_strips = (num_tiles + width - 1) / width;
+    const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;
+    const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
 #pragma omp parallel
     {
         if (num_rows > ROWS_ALONE) {
@@ -221,10 +226,13 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
             for (int64_t row = 0; row < num_rows; ++row) quantize(row);
         }
 #pragma omp for schedule(static) nowait
-        for (int64_t panel = 0; panel < num_panels; ++panel) {
-            for (int64_t i = 0; i < num_row_blocks; ++i) {
-                const int64_t first = num_rows * i / num_row_blocks, last = num_rows * (i + 1) / num_row_blocks;
-                product.template multiply_any<BITS>(first, last - first, panel * width, std::min(width, num_tiles - panel * width));
+        for (int64_t task = 0; task < num_chunks * num_strips; ++task) {
+            const int64_t chunk = task / num_strips, first_tile = task % num_strips * width;
+            const int64_t begin = num_rows * chunk / num_chunks, count = num_rows * (chunk + 1) / num_chunks - begin;
+            const int64_t num_parts = (count + MOST_ROWS - 1) / MOST_ROWS;
+            for (int64_t i = 0; i < num_parts; ++i) {
+                const int64_t first = count * i / num_parts, last = count * (i + 1) / num_parts;
+                product.template multiply_any<BITS>(begin + first, last - first, first_tile, std::min(width, num_tiles - first_tile));
             }
         }
     }
