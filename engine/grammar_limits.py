@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.joined_keywords import JoinedKeywords, divisor, divisor_bits, num_patterns, referred
 from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 
 MAX_TEXT = 2**20  # characters, of all texts of a constraint together
@@ -27,8 +27,11 @@ MAX_INTERSECTIONS = 64
 MAX_SET = 2048
 MAX_SCHEMAS_IN_GRAMMAR = 512
 MAX_JOINED_PATTERNS = 8  # that one text has to match together: the automaton for all of them is as large as their product
+MAX_DIVISOR_BITS = 17  # an automaton remembers the remainder
+MAX_DIVISORS = 200_000  # all of them together: 30 us each
 MAX_PROPERTIES = 5_000
 MAX_COMPOSITE_CHOICES = 5_000  # arrays and objects
+MAX_COMPOSITE_VALUES = 20_000  # in given arrays and objects: 30 us each in engines, and at some time all of their stack
 MAX_SCHEMAS = 20_000
 MAX_VALUES = 200_000
 MAX_CHOICES = 10_000  # of `enum` and choices, all together
@@ -107,8 +110,10 @@ def check_document(schema: Any, param: str, budget: "_Budget") -> None:
     budget.add_schema(schema, param)
     check_references(schema, param)
     try:
-        if _JoinedPatterns(schema).number(schema) > MAX_JOINED_PATTERNS:
+        if JoinedKeywords(schema, num_patterns).most() > MAX_JOINED_PATTERNS:
             _refuse(f"a schema in which `allOf` joins more than {MAX_JOINED_PATTERNS} patterns and formats", param)
+        if JoinedKeywords(schema, divisor_bits).most() > MAX_DIVISOR_BITS:
+            _refuse(f"a `multipleOf`, or several joined, that comes to more than {MAX_DIVISOR_BITS} bits", param)
     except RecursionError:
         _refuse("a schema whose references follow each other that far", param)
 
@@ -156,33 +161,6 @@ def _schemas_in(spec: GrammarSpec) -> Iterator[Any]:
         yield schema
 
 
-class _JoinedPatterns:
-    """How many patterns and formats a text in a schema's values may have to match at once, at most."""
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._known: dict[int, int] = {}
-
-    def number(self, schema: Any) -> int:
-        if not isinstance(schema, dict | list):
-            return 0
-        if id(schema) in self._known:
-            return self._known[id(schema)]
-        self._known[id(schema)] = 0  # what it is while one looks at it from within
-        if isinstance(schema, list):
-            number = max(map(self.number, schema), default=0)
-        else:
-            joined = schema.get("allOf")
-            reference = schema.get("$ref")
-            number = sum(isinstance(schema.get(keyword), str) for keyword in ("pattern", "format"))
-            number += sum(map(self.number, joined)) if isinstance(joined, list) else 0
-            number += self.number(_target(self._root, reference)) if isinstance(reference, str) else 0
-            others = (child for keyword, child in schema.items() if keyword not in ("allOf", "$defs", "definitions", "enum", "const"))
-            number += max(map(self.number, others), default=0)
-        self._known[id(schema)] = number
-        return number
-
-
 def check_references(root: Any, param: str) -> None:
     """Follows the schema's references, each once and in the order in which an engine comes to them. Raises `UnsupportedGrammar`."""
     seen: set[str] = set()
@@ -200,26 +178,12 @@ def check_references(root: Any, param: str) -> None:
         reference = value.get("$ref")
         if isinstance(reference, str) and reference.startswith("#") and reference not in seen:
             seen.add(reference)
-            pending.append((_target(root, reference), depth + 1))
+            pending.append((referred(root, reference), depth + 1))
 
 
 def _num_rules(grammar: str) -> int:
     """Of lines that look like the beginning of a rule."""
     return sum(":" in line and line.lstrip()[:1] not in ("|", "/", "#", "%", '"') for line in grammar.splitlines())
-
-
-def _target(root: Any, reference: str) -> Any:
-    """What a reference within the document leads to; None where it leads nowhere, which is for the backends to refuse."""
-    target = root
-    for step in reference.split("/")[1:]:
-        step = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(target, dict):
-            target = target.get(step)
-        elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-            target = target[int(step)]
-        else:
-            return None
-    return target
 
 
 def specs_of(spec: GrammarSpec) -> Iterator[GrammarSpec]:
@@ -305,13 +269,21 @@ class _Budget:
             "characters in values to choose from", sum(len(value) for value in choices if isinstance(value, str)), MAX_CHOICE_TEXT, path
         )
         for index, value in enumerate(choices):
-            self.add_data(value, _Path(path, index))
+            self.add_given(value, _Path(path, index))
 
-    def add_data(self, data: Any, path: _Path | str) -> None:
-        """A value within a schema that is no schema itself."""
+    def add_given(self, value: Any, path: _Path | str) -> None:
+        """A value that is to be generated as it is."""
+        num_values = self.add_data(value, path)
+        if isinstance(value, dict | list):
+            self._spend("values in given arrays and objects", num_values, MAX_COMPOSITE_VALUES, path)
+
+    def add_data(self, data: Any, path: _Path | str) -> int:
+        """A value within a schema that is no schema itself. Returns of how many it is made."""
         pending = [(data, path, 0)]
+        num_values = 0
         while pending:
             value, at, depth = pending.pop()
+            num_values += 1
             self._spend("values", 1, MAX_VALUES, path)
             if depth > MAX_DEPTH:
                 _refuse(f"a value nested deeper than {MAX_DEPTH}", path)
@@ -319,6 +291,7 @@ class _Budget:
                 pending += [(child, _Path(at, name), depth + 1) for name, child in value.items()]
             elif isinstance(value, list):
                 pending += [(child, _Path(at, index), depth + 1) for index, child in enumerate(value)]
+        return num_values
 
     def add_schema(self, schema: Any, param: str) -> None:
         pending: list[tuple[Any, _Path | str, int]] = [(schema, param, 0)]
@@ -338,6 +311,8 @@ class _Budget:
         """Counts what a keyword holds; returns the schemas in it, still to be looked at."""
         if keyword in ("properties", "patternProperties") and isinstance(value, dict):
             self._spend("properties", len(value), MAX_PROPERTIES, path)
+        if keyword == "multipleOf":
+            self._spend("remainders of `multipleOf`", divisor(value), MAX_DIVISORS, path)
         if keyword == "required" and isinstance(value, list):
             self._spend("required properties", len(value), MAX_PROPERTIES, path)
         if keyword == "patternProperties" and isinstance(value, dict):
@@ -353,6 +328,8 @@ class _Budget:
             self.add_regex(value, path)
         elif keyword == "enum":
             self.add_choices(value, path)
+        elif keyword == "const":
+            self.add_given(value, path)
         else:
             self.add_data(value, path)
         return []

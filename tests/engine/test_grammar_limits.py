@@ -54,6 +54,9 @@ def lark(text: str) -> GrammarSpec:
 
 
 AT_THE_LIMIT = [
+    schema({"const": [0] * (limits.MAX_COMPOSITE_VALUES - 1)}),
+    schema({"items": [{"multipleOf": number} for number in (0.01, 1000, 10**300, 65_536, 1e-300, 99_991, True, "7", 1e400)]}),
+    schema({"allOf": [{"multipleOf": 317}, {"multipleOf": 319}]}),
     schema(joined(limits.MAX_JOINED_PATTERNS)),
     schema({"anyOf": [{"pattern": "a"}, {"format": "date"}] * 20}),
     schema({"required": [str(i) for i in range(limits.MAX_PROPERTIES)]}),
@@ -83,6 +86,12 @@ AT_THE_LIMIT = [
 ]
 
 BEYOND = [
+    (schema({"const": [0] * limits.MAX_COMPOSITE_VALUES}), "20000 values in given arrays", "guided_json.const"),
+    (schema({"enum": [[0] * 9_000] * 3}), "20000 values in given arrays", "guided_json.enum[2]"),
+    (schema({"multipleOf": 150_001}), "17 bits", "guided_json"),
+    (schema({"multipleOf": 10**400 + 1}), "remainders", "guided_json.multipleOf"),
+    (schema({"allOf": [{"multipleOf": 317}, {"multipleOf": 319}, {"multipleOf": 321}]}), "17 bits", "guided_json"),
+    (schema({"items": [{"multipleOf": 99_991}] * 3}), "200000 remainders of `multipleOf`", "guided_json.items[0].multipleOf"),
     (schema(joined(limits.MAX_JOINED_PATTERNS + 1)), "more than 8 patterns", "guided_json"),
     (schema({"required": [str(i) for i in range(limits.MAX_PROPERTIES + 1)]}), "5000 required properties", "guided_json.required"),
     (schema({"enum": [[i] for i in range(limits.MAX_COMPOSITE_CHOICES + 1)]}), "5000 arrays and objects", "guided_json.enum"),
