@@ -52,6 +52,8 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_paged_prefill.restype = None
     library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
     library.penstock_apply_bitmask.restype = None
+    library.penstock_most_probable.argtypes = [pointer] * 2 + [integer] * 4
+    library.penstock_most_probable.restype = None
     library.penstock_panel_linear.argtypes = [pointer] * 4 + [integer] * 3
     library.penstock_panel_linear.restype = None
     library.penstock_has_bfloat16_products.argtypes = []

@@ -10,6 +10,7 @@ from torch.nn.functional import threshold
 
 from penstock.engine.bitmask import apply_bitmask
 from penstock.engine.draw import draw, most_probable, most_probable_k, padded_width
+from penstock.engine.greedy import greedy_tokens
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.logprobs import token_logprobs
 from penstock.engine.native_library import native_library
@@ -58,6 +59,10 @@ class Sampler:
         `bitmask_BW` is int32 [B, ceil(V / 32)], all ones where a row is unconstrained; None where all are. Not a number, or no token
         left, fails that row alone.
         """
+        if bitmask_BW is None and all(state.takes_most_probable for state in states):
+            greedy = greedy_tokens(logits_BV, self.vocab_size)
+            if greedy is not None:
+                return SamplerOutput(greedy, [None] * len(greedy))
         output = SamplerOutput([], [])
         step = self._rows_per_pass or max(1, len(states))
         for start in range(0, len(states), step):

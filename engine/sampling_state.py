@@ -61,6 +61,13 @@ class SamplingState:
         """The `top_k` that takes something away, else None."""
         return self.params.top_k if 0 < self.params.top_k < self._vocab_size else None
 
+    @property
+    def takes_most_probable(self) -> bool:
+        """Whether the next token is the one that the model finds most probable, and nothing else is asked."""
+        rules = (self.counts, self.allowed_ids, self.bias_ids, self.params.logprobs)
+        is_plain = self.params.is_greedy and not self.processors and all(rule is None for rule in rules)
+        return is_plain and not self.masked_ids()
+
     def append(self, token_id: int) -> None:
         """A token was added to the output, sampled or forced."""
         self.num_output_tokens += 1

@@ -7,6 +7,7 @@
 #include "bitmask.h"
 #include "decode.h"
 #include "decoder.h"
+#include "greedy.h"
 #include "panel_linear.h"
 #include "prefill.h"
 #include "quantized_linear.h"
@@ -40,6 +41,15 @@ void penstock_paged_decode(void* out, const void* query, const void* key_cache, 
         decode_any<BFloat16>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
     } else {
         decode_any<float>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
+    }
+}
+
+// Row i of logits lies `stride` numbers after the one before. token_ids: see `most_probable`.
+void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_rows, int64_t vocab_size, int64_t stride, int64_t is_bfloat16) {
+    if (is_bfloat16) {
+        most_probable_of_rows(token_ids, static_cast<const BFloat16*>(logits), num_rows, vocab_size, stride);
+    } else {
+        most_probable_of_rows(token_ids, static_cast<const float*>(logits), num_rows, vocab_size, stride);
     }
 }
 

@@ -25,6 +25,7 @@ FUNCTIONS = (
     "penstock_paged_prefill",
     "penstock_has_prefill",
     "penstock_has_bfloat16_products",
+    "penstock_most_probable",
     "penstock_panel_linear",
     "penstock_run_decoder",
     "penstock_quantized_linear",
