@@ -35,24 +35,10 @@ struct QuantizedProduct {
     bool is_bfloat16;
 
     template <typename T>
-    void store_as(int64_t row, int64_t tile, Vector sums) const {
-        const int64_t first = tile * TILE;
-        T* to = static_cast<T*>(out) + row * outputs + first;
-        const int64_t count = std::min(TILE, outputs - first);
-        if (bias)
-            for (int64_t i = 0; i < count; ++i) sums[i] += to_float(static_cast<const T*>(bias)[first + i]);
-        if (count == TILE) {
-            convert(to, sums);
-        } else {
-            for (int64_t i = 0; i < count; ++i) store(to + i, sums[i]);
-        }
-    }
-
-    void store_sums(int64_t row, int64_t tile, Vector sums) const {
-        if (is_bfloat16) {
-            store_as<BFloat16>(row, tile, sums);
-        } else {
-            store_as<float>(row, tile, sums);
+    void store_as(int64_t row, int64_t tile, const float* sums, int64_t count) const {
+        for (int64_t i = 0; i < count; ++i) {
+            const float start = bias ? to_float(static_cast<const T*>(bias)[tile * TILE + i]) : 0.0f;
+            store(static_cast<T*>(out) + row * outputs + tile * TILE + i, start + sums[i]);
         }
     }
 
@@ -89,15 +75,35 @@ inline __m512i four_codes(const int8_t* codes) {
     return _mm512_set1_epi32(four);
 }
 
+inline __m512 load_lanes(const void* from, bool is_bfloat16, int64_t index, __mmask16 lanes) {
+    if (!is_bfloat16) return _mm512_maskz_loadu_ps(lanes, static_cast<const float*>(from) + index);
+    const __m256i halves = _mm256_maskz_loadu_epi16(lanes, static_cast<const BFloat16*>(from) + index);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+inline void store_lanes(void* to, bool is_bfloat16, int64_t index, __mmask16 lanes, __m512 sums) {
+    if (is_bfloat16) {
+        BFloat16 halves[TILE];
+        convert(halves, (Vector)sums);
+        _mm256_mask_storeu_epi16(static_cast<BFloat16*>(to) + index, lanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+    } else {
+        _mm512_mask_storeu_ps(static_cast<float*>(to) + index, lanes, sums);
+    }
+}
+
 template <int BITS, int ROWS, int TILES>
 void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
     const int64_t tile_bytes = num_groups * BLOCK_BYTES<BITS>;
     const uint8_t* block = blocks + first_tile * tile_bytes;
     const RowGroup* x = rows + first_row * num_groups;
     const __m512i lower_half = _mm512_set1_epi8(15);
+    __mmask16 lanes[TILES];
     __m512 sums[ROWS][TILES];
-    for (int r = 0; r < ROWS; ++r)
-        for (int t = 0; t < TILES; ++t) sums[r][t] = _mm512_setzero_ps();
+    for (int t = 0; t < TILES; ++t) {
+        lanes[t] = static_cast<__mmask16>(0xffff >> (TILE - std::min(TILE, outputs - (first_tile + t) * TILE)));
+        const __m512 start = bias ? load_lanes(bias, is_bfloat16, (first_tile + t) * TILE, lanes[t]) : _mm512_setzero_ps();
+        for (int r = 0; r < ROWS; ++r) sums[r][t] = start;
+    }
     for (int64_t g = 0; g < num_groups; ++g, block += BLOCK_BYTES<BITS>, ++x) {
         __m512i dots[ROWS][TILES];
         for (int r = 0; r < ROWS; ++r)
@@ -140,8 +146,9 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
-        for (int t = 0; t < TILES; ++t) store_sums(first_row + r, first_tile + t, (Vector)sums[r][t]);
+        for (int t = 0; t < TILES; ++t) store_lanes(out, is_bfloat16, (first_row + r) * outputs + (first_tile + t) * TILE, lanes[t], sums[r][t]);
 }
 
 #else
@@ -184,10 +191,13 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
                 }
             }
         }
+        const int64_t count = std::min(TILE, outputs - tile * TILE);
         for (int r = 0; r < ROWS; ++r) {
-            Vector row;
-            for (int64_t o = 0; o < TILE; ++o) row[o] = sums[r][o];
-            store_sums(first_row + r, tile, row);
+            if (is_bfloat16) {
+                store_as<BFloat16>(first_row + r, tile, sums[r], count);
+            } else {
+                store_as<float>(first_row + r, tile, sums[r], count);
+            }
         }
     }
 }

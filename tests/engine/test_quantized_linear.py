@@ -1,9 +1,14 @@
+import ctypes
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.decoder_layers import decoder_layers, layer_kind
 from penstock.engine.fused_linear import FusedPart, fuse_linears
+from penstock.engine.native_library import FLAGS, SOURCE, find_compiler
 from penstock.engine.quantized_linear import QuantizedLinear, can_quantize, pack, quantize_linears, torch_linear, unpack
 from penstock.engine.quantized_weight import GROUP_SIZE, QuantizedWeight, quantized
 from tests.tiny_models import tiny_model
@@ -174,3 +179,20 @@ def test_layers_to_skip_and_those_of_other_sizes_stay() -> None:
     model = nn.ModuleDict({"head": nn.Linear(64, 10), "odd": nn.Linear(33, 32), "other": nn.Linear(32, 33)})
     assert quantize_linears(model, 4, skip=["head"]) == 1
     assert [type(layer) for layer in model.values()] == [nn.Linear, nn.Linear, QuantizedLinear]
+
+
+@needs_kernel
+def test_a_processor_without_these_instructions_computes_the_same(tmp_path: Path) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    flags = [flag for flag in FLAGS if flag not in ("-O3", "-march=native")]
+    subprocess.run([compiler, "-O1", *flags, "-o", str(tmp_path / "kernels.so"), str(SOURCE)], check=True, capture_output=True)
+    library = ctypes.CDLL(str(tmp_path / "kernels.so"))
+    library.penstock_quantized_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
+    for bits in (4, 8):
+        layer, x = QuantizedLinear(random_weight(50, 96, bits), torch.randn(50)), torch.randn(20, 96)
+        result = torch.empty(20, 50)
+        assert layer.bias is not None
+        pointers = (result.data_ptr(), x.data_ptr(), layer.blocks.data_ptr(), layer.bias.data_ptr())
+        library.penstock_quantized_linear(*pointers, 20, 96, 50, bits, False)
+        torch.testing.assert_close(result, layer(x), rtol=1e-5, atol=1e-5)
