@@ -13,7 +13,23 @@ from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core import OutlinesCoreBackend
-from tests.fakes import EOS, LETTERS, TOKENIZER, VOCAB_SIZE, content, drive, generate, ids, make_core, make_request, runner_of, tokens
+from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from tests.fakes import (
+    END_THINK,
+    EOS,
+    LETTERS,
+    TOKENIZER,
+    VOCAB_SIZE,
+    content,
+    drive,
+    generate,
+    ids,
+    make_core,
+    make_request,
+    reasoning,
+    runner_of,
+    tokens,
+)
 from tests.matchers import Grammar, Spelling, Walk
 
 VOCABULARY = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
@@ -155,6 +171,48 @@ def test_forced_tokens_end_where_sampled_ones_would(options: dict[str, Any], tex
     deltas = generate(make_core(), make_request(grammar=Grammar(lambda: Spelling("yes", forces=True)), **options))
     assert content(deltas) == text
     assert end(deltas)[0] is reason
+
+
+@pytest.mark.parametrize("odds", [2, 29], ids=["short reasoning", "long reasoning"])
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 64])
+def test_where_the_reasoning_ended_is_known_after_preemption_and_cached_prefixes(odds: int, max_num_batched_tokens: int) -> None:
+    """With long reasoning a sequence is mostly preempted before its grammar holds, and with a short one after that."""
+
+    def next_token(token_ids: Sequence[int]) -> int:
+        is_over = END_THINK in token_ids or sum(token_ids) % odds
+        return letter_after(token_ids) if is_over else END_THINK
+
+    def request(number: int) -> Request:
+        options: dict[str, Any] = {"n": 1 + number % 2, "stop": ("ab", "k") if number % 3 == 0 else ()}
+        return make_request(str(number), LETTERS[: 9 + number % 3], parser=deepseek_r1, grammar=walk(number), max_tokens=45, **options)
+
+    core = make_core(next_token, num_blocks=20, max_model_len=60, max_num_batched_tokens=max_num_batched_tokens)
+    said: dict[str, list[SequenceDelta]] = {}
+    for number in range(8):
+        core.add(request(number))
+        for _ in range(number):
+            for request_id, deltas in core.step().items():
+                said.setdefault(request_id, []).extend(deltas)
+    for request_id, deltas in drive(core).items():
+        said.setdefault(request_id, []).extend(deltas)
+    core.check_integrity()
+    runner_of(core).shutdown()
+    assert core.stats().num_preemptions > 3
+    assert any(delta.prompt and delta.prompt.num_cached_tokens for deltas in said.values() for delta in deltas)
+    alone = make_core(next_token, max_model_len=60, enable_prefix_caching=False)
+    num_constrained = 0
+    for number in range(8):
+        ours, theirs = said[str(number)], generate(alone, request(number))
+        for index in range(1 + number % 2):
+            assert tokens(ours, index) == tokens(theirs, index)
+            assert (reasoning(ours, index), content(ours, index)) == (reasoning(theirs, index), content(theirs, index))
+            assert end(ours, index) == end(theirs, index)
+            path = tokens(ours, index)[tokens(ours, index).index(END_THINK) + 1 :] if END_THINK in tokens(ours, index) else []
+            matcher = Walk(number)
+            assert all(matcher.advance(token_id) for token_id in path)
+            num_constrained += bool(path)
+    runner_of(alone).shutdown()
+    assert num_constrained > 5
 
 
 SCHEMA = """{"type": "object", "properties": {"name": {"enum": ["张三", "李四"]}, "count": {"type": "integer", "maximum": 999999}},

@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.request import Request
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, TextUntil, Value
+from penstock.plugins.grammars.llguidance import LlguidanceBackend
+from penstock.plugins.grammars.outlines_core import OutlinesCoreBackend
 from penstock.plugins.grammars.xgrammar import XgrammarBackend
 from penstock.plugins.grammars.xgrammar_matcher import XgrammarGrammar
+from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, content, drive, generate, make_core, make_request, runner_of, tokens
 from tests.plugins.grammar_walks import SPECIAL, STOPS, VOCABULARY, accepts, allowed, patterns, subjects
 
 MARKED = Vocabulary(
     VOCABULARY.token_bytes, VOCABULARY.size, VOCABULARY.stop_token_ids, "with a marker", added_token_ids={"<call>": SPECIAL[0]}
 )
+FAKE = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +263,44 @@ def test_free_text_ends_before_a_marker_and_text_until_with_the_first(backend: X
     for token_id in (*b"a <call>", SPECIAL[0]):
         assert matcher.advance(token_id)
     assert matcher.finished
+
+
+class Here:
+    """Compiles in this process, over the vocabulary of the fake model."""
+
+    def compile(self, ebnf: str) -> tuple[str, str]:
+        import xgrammar
+
+        tokens = [token or b"" for token in FAKE.token_bytes]
+        info = xgrammar.TokenizerInfo(tokens, vocab_size=FAKE.size, stop_token_ids=[EOS])
+        grammar = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(xgrammar.Grammar.from_ebnf(ebnf))
+        return grammar.serialize_json(), info.serialize_json()
+
+
+def test_three_backends_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fills its own rows of the one mask, and no row says anything else than alone."""
+    backends = [XgrammarBackend(FAKE), LlguidanceBackend(FAKE), OutlinesCoreBackend(FAKE)]
+    monkeypatch.setattr(backends[0], "process", Here())
+    schema = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"enum": ["字", [1, {"a": null}], 22]}')
+    regex = GrammarSpec(GrammarKind.REGEX, "(ab|c){2,5}é?")
+    grammars = [each.compile(spec) for spec in (schema, regex) for each in backends]
+
+    def request(number: int) -> Request:
+        grammar = grammars[number % 7] if number % 7 < 6 else None
+        return make_request(str(number), "?" * (1 + number % 3), grammar=grammar, temperature=1.5, seed=number, max_tokens=60)
+
+    together, alone = make_core(num_blocks=500, max_num_seqs=32), make_core()
+    for number in range(28):
+        together.add(request(number))
+    said = drive(together)
+    for number in range(28):
+        assert tokens(said[str(number)]) == tokens(generate(alone, request(number)))
+    of_schema, of_regex = ({content(said[str(number)]) for number in range(28) if number % 7 in kind} for kind in ((0, 1, 2), (3, 4, 5)))
+    assert {text.replace(" ", "") for text in of_schema} <= {'"字"', '[1,{"a":null}]', "22"}
+    assert all(re.fullmatch("(ab|c){2,5}é?", text) for text in of_regex)
+    assert len(of_regex) > 1
+    for core in (together, alone):
+        runner_of(core).shutdown()
 
 
 def test_without_the_library_a_request_is_told_what_to_install(backend: XgrammarBackend, monkeypatch: pytest.MonkeyPatch) -> None:
