@@ -248,6 +248,8 @@ class EngineCore:
         num_known = len(sequence.token_ids)
         is_constrained = sequence.is_constrained
         for num_right, row in enumerate(rows):
+            if num_right:
+                self.scheduler.keep_computed(sequence, len(sequence.token_ids))
             self._take_sample(sequence, delta, samples, row)
             if sequence.status is not Status.RUNNING or sequence.token_ids[num_known:] != draft[: num_right + 1]:
                 break
@@ -261,7 +263,8 @@ class EngineCore:
         num_right = next((place for place, (token_id, drafted) in pairs if token_id != drafted), min(len(said), len(draft)))
         self.scheduler.speculation.count(len(draft), num_right)
         if sequence.status is Status.RUNNING:
-            self.scheduler.keep_computed(sequence, num_right)
+            num_known = len(sequence.token_ids) - len(said)
+            self.scheduler.keep_computed(sequence, min(num_known + num_right, len(sequence.token_ids) - 1))  # the last one is sampled from
 
     def _take_sample(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, row: int) -> None:
         sequence.mask = None

@@ -2,7 +2,7 @@
 
 MATCH_LENGTH = 2
 MAX_READ = 4096  # tokens at a time: it is the event loop that reads
-FIRST_ACCURACY = 0.2
+FIRST_ACCURACY = 0.4
 MEMORY = 0.8  # the share of the accuracy that a guess leaves as it was
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from penstock.engine.block_pool import BlockPool, chain_hashes
 from penstock.engine.errors import QueueFull
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation import Speculation
+from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 
@@ -143,9 +143,9 @@ class Scheduler:
         sequence.num_computed_tokens -= 1
 
     def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The next tokens are what the sequence tried: they need not be computed again, except the last, whose logits are sampled from."""
+        """What the sequence tried has turned out right: its first `num_tokens` tokens need not be computed again."""
         first = sequence.num_computed_tokens // self.block_size
-        sequence.num_computed_tokens += min(num_tokens, sequence.num_uncomputed_tokens - 1)
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_tokens)
         self._remember(sequence, first, sequence.num_computed_tokens // self.block_size)
 
     def withdraw(self, step: Step) -> None:
@@ -195,7 +195,7 @@ class Scheduler:
         """Gives drafts what the step has left of tokens and blocks; nobody is pushed out for them."""
         num_rows = sum(step.num_tokens.values())
         num_sequences = sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items())
-        num_left = min(budget.left, self.max_num_seqs - len(step.num_tokens))
+        num_left = min(budget.left, max(self.max_num_seqs, MIN_MAX_ROWS) - len(step.num_tokens))
         for sequence, num_tokens in step.num_tokens.items():
             proposer = sequence.ready_proposer
             if num_tokens > 1 or proposer is None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from penstock.engine.ngram_proposer import NgramProposer
 
 MAX_DRAFT = 16  # tokens
+MIN_ACCURACY = 0.3  # of so few guesses as are remembered, less may be luck
+MIN_MAX_ROWS = 32
 
 
 @dataclass(slots=True)
@@ -24,7 +26,7 @@ class Speculation:
 
     def draft(self, proposer: NgramProposer, limit: int, *, num_rows: int, num_sequences: int) -> list[int]:
         """At most `limit` tokens, in a step that has `num_rows` rows without them and samples for `num_sequences`."""
-        if not proposer.read():
+        if not proposer.read() or proposer.accuracy < MIN_ACCURACY:
             return []
         num_tokens, probability = 0, proposer.accuracy
         while num_tokens < min(limit, MAX_DRAFT) and probability * (self.rows_for_weights + num_rows + num_tokens) > num_sequences:

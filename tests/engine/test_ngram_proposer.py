@@ -59,7 +59,7 @@ def test_guesses_are_judged_whether_they_are_asked_for_or_not() -> None:
     right = proposer_after([1, 2, 3, 4] * 10)
     wrong = proposer_after([token_id for number in range(10) for token_id in (1, 2, 50 + number)])
     assert right.accuracy > 0.95
-    assert wrong.accuracy < 0.05
+    assert wrong.accuracy < 0.1
 
 
 @given(st.lists(LETTERS, min_size=2, max_size=60))
