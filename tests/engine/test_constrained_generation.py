@@ -229,13 +229,13 @@ def test_a_batch_of_several_backends_with_joins_and_leaves_says_what_each_says_a
         options: dict[str, Any] = {"temperature": 1.0, "seed": number} if number % 5 == 0 else {}
         return make_request(str(number), LETTERS[: 1 + number % 7], grammar=grammar, max_tokens=40, **options)
 
-    core = make_core(letter_after, num_blocks=400, max_num_seqs=64, max_num_batched_tokens=100)
+    core = make_core(letter_after, num_blocks=800, max_num_seqs=64, max_num_batched_tokens=300)
     choice = random.Random(0)
     said: dict[str, list[SequenceDelta]] = {}
     left: set[str] = set()
-    joined = 0
+    joined = most_rows = 0
     while joined < 96 or core.has_work:
-        for _ in range(min(96 - joined, choice.choice([0, 5, 20]))):
+        for _ in range(min(96 - joined, choice.choice([0, 5, 20]) if joined else 70)):
             core.add(request(joined))
             joined += 1
         if choice.random() < 0.3 and core.scheduler.running:
@@ -244,8 +244,10 @@ def test_a_batch_of_several_backends_with_joins_and_leaves_says_what_each_says_a
             left.add(max(left))
         for request_id, deltas in core.step().items():
             said.setdefault(request_id, []).extend(deltas)
+        most_rows = max(most_rows, len(core.scheduler.running))
         core.check_integrity()
     runner_of(core).shutdown()
+    assert most_rows == 64
     alone = make_core(letter_after)
     for number in range(96):
         theirs = generate(alone, request(number))
