@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from penstock.engine.errors import QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Vocabulary
 from penstock.engine.grammar_choice import GrammarChoice, Refusal, VocabularySource, exact, is_lenient
-from penstock.engine.grammar_limits import check_limits, check_size
+from penstock.engine.grammar_limits import check_limits, check_size, is_small
 from penstock.engine.grammar_queue import GrammarQueue, Job
 from penstock.engine.grammar_stats import GrammarStats
 
@@ -64,8 +64,7 @@ class GrammarCompiler:
         takes it or where the time limit passes, and `QueueFull` where too many others, or of this client's, wait to be compiled.
         """
         assert backend_name is None or backend_name in self._choice.factories
-        check_size(spec)
-        key = _key(spec, backend_name)
+        key = _key(spec, backend_name) if is_small(spec) else await asyncio.to_thread(_key, spec, backend_name)
         outcome = self._kept(key)
         self._num_queries += 1
         self._num_hits += outcome is not None
@@ -167,7 +166,10 @@ def _outcome(choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None)
 def _key(spec: GrammarSpec, backend_name: str | None) -> str:
     """A digest: a cache of refused schemas should not keep megabytes of them. Members' order is part of the text.
 
+    Raises `UnsupportedGrammar` for what is too large to be looked at.
+
     The field itself counts only where it is in what comes out: in the warnings of a lenient grammar.
     """
+    check_size(spec)
     whole = spec if spec.is_lenient else replace(spec, param="")
     return hashlib.sha256(repr((whole, backend_name)).encode("utf-8", "surrogatepass")).hexdigest()

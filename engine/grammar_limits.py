@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 from penstock.engine.errors import UnsupportedGrammar
@@ -38,6 +39,8 @@ MAX_CHOICES = 10_000  # of `enum` and choices, all together
 MAX_CHOICE_TEXT = 2**18
 MAX_PARTS = 10_000
 MAX_CONSTRAINED_PARTS = 512
+SMALL_TEXT = 2**17
+SMALL_PARTS = 200
 
 _SCHEMA = frozenset(
     {
@@ -81,8 +84,15 @@ def num_characters(spec: GrammarSpec) -> int:
     return total
 
 
+def is_small(spec: GrammarSpec) -> bool:
+    """Whether looking at all of it takes less than a millisecond."""
+    return len(spec.text) < SMALL_TEXT and (
+        spec.structure is None or len(list(islice(parts_of(spec.structure, ""), SMALL_PARTS))) < SMALL_PARTS
+    )
+
+
 def check_size(spec: GrammarSpec) -> None:
-    """The part that is cheap enough for the event loop. Raises `UnsupportedGrammar`."""
+    """Takes up to 10 ms, for thousands of parts. Raises `UnsupportedGrammar`."""
     if num_characters(spec) > MAX_TEXT:
         _refuse(f"a constraint of more than {MAX_TEXT} characters", spec.param)
 

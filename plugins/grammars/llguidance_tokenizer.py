@@ -18,6 +18,8 @@ _SPECIAL_MARKER = b"\xff"
 _ANCHORS = ("", "\n", ",")
 
 MAX_CACHED_TEXTS = 4096
+# Of a longer text the beginning is spelled: a grammar may force 200,000 characters, and asks anew after each token.
+MAX_SPELLED = 256
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> "LLTokenizer":
@@ -55,7 +57,7 @@ class Tokens:
         self._spelled = lru_cache(MAX_CACHED_TEXTS)(self._spell)
 
     def __call__(self, text: str) -> list[int]:
-        return list(self._spelled(text))
+        return list(self._spelled(text[:MAX_SPELLED]))
 
     def canonical(self, text: str) -> tuple[int, ...] | None:
         """The tokenizer's own spelling of a text; None where that has added tokens, or other bytes."""

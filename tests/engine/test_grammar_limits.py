@@ -7,7 +7,7 @@ import pytest
 from penstock.engine import grammar_limits as limits
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.grammar_limits import check_limits, check_size
+from penstock.engine.grammar_limits import check_limits, check_size, is_small
 from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 
 
@@ -152,3 +152,10 @@ def test_what_is_beyond_a_limit_is_refused_with_the_limit_and_its_place(spec: Gr
     assert limit in caught.value.message
     assert (caught.value.param or "").startswith(path)
     assert len(caught.value.message) < 200
+
+
+def test_small_constraints_are_told_without_looking_at_all_of_large_ones() -> None:
+    assert is_small(schema({"a": "b"}))
+    assert not is_small(schema({"a": "b" * limits.SMALL_TEXT}))
+    assert is_small(structure(Sequence((Literal("a"),) * (limits.SMALL_PARTS - 2))))
+    assert not is_small(structure(Sequence((Literal("a"),) * limits.SMALL_PARTS)))
