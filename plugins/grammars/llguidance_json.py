@@ -17,11 +17,18 @@ from penstock.plugins.grammars.llguidance_regex import MAX_PLACES, UnwritableReg
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
 from penstock.plugins.grammars.regular import MisplacedAnchor, Node, full_match, search
 from penstock.plugins.grammars.schema_document import OPTIONS, Identifiers, SchemaDocument, read_document, unwritable
-from penstock.plugins.grammars.schema_keywords import ASSERTIONS, DIALECTS, unknown_keywords
+from penstock.plugins.grammars.schema_keywords import (
+    ASSERTIONS,
+    DIALECTS,
+    has_lone_references,
+    has_unknown_type,
+    lone_reference,
+    unknown_keywords,
+)
 from penstock.plugins.grammars.schema_negation import Inexpressible
 from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
 from penstock.plugins.grammars.schema_shape import resolve
-from penstock.plugins.grammars.schema_walk import Steps, path, subschemas, typed_steps, walk
+from penstock.plugins.grammars.schema_walk import Steps, path, pointer, reachable, subschemas, typed_steps, walk
 
 DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
 
@@ -54,11 +61,11 @@ class ExactSchema:
     is_inlined: bool = False
     origins: Mapping[str, Steps] = field(default_factory=dict)
 
-    def path(self, steps: Steps) -> str:
-        """Of a place in `content`, as the client has it."""
+    def origin(self, steps: Steps) -> Steps:
+        """Where what stands there in `content` came from."""
         if len(steps) > 1 and steps[0] == "$defs" and steps[1] in self.origins:
-            return path(self.origins[str(steps[1])] + steps[2:])
-        return path(steps)
+            return self.origins[str(steps[1])] + steps[2:]
+        return steps
 
 
 def read_schema(spec: GrammarSpec, *, is_inlined: bool | None = None) -> ExactSchema:
@@ -114,6 +121,7 @@ class _Reading:
         self.has_places_only = self.has_one_base and not document.has_anchors
         self.is_lenient = is_lenient
         self.is_inlined = is_inlined
+        self.has_checked_types = False
         self.inlined: list[str] = []  # references within each other that are being replaced
         self.targets: dict[str, Any] = {}
         self.num_inlined = 0
@@ -123,6 +131,7 @@ class _Reading:
         self.definitions = Definitions(are_ground=is_inlined)
         self.unknown = unknown_keywords(root)
         self.read = _READ - self.unknown - (_DEFINITIONS if self.has_places_only else frozenset())
+        self.has_lone_references = has_lone_references(root)
         self.rewriting = Rewriting(root if self.has_one_base else None, self.unknown)
         self.checks: dict[str, Callable[[dict[str, Any], str, Steps], None]] = {
             "$ref": self.reference,
@@ -151,6 +160,9 @@ class _Reading:
     def exact(self, schema: Any, steps: Steps) -> Any:
         if not isinstance(schema, dict):
             return schema
+        if self.has_lone_references and isinstance(schema.get("$ref"), str):
+            steps = self.origins.get(id(schema), steps)
+            schema = lone_reference(schema)
         read = self.read
         exact = {keyword: value for keyword, value in schema.items() if keyword in read}
         if _PLAIN.issuperset(exact):
@@ -189,6 +201,8 @@ class _Reading:
 
     def rewrite(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         """Says the keyword with others, where that is exact; else refuses it or, in a lenient schema, leaves it out."""
+        if keyword != "format" and not self.has_checked_types:
+            self.check_types()
         self.num_rewritten += 1
         num_warnings = len(self.warnings)
         try:
@@ -205,6 +219,14 @@ class _Reading:
             self.give_up(exact, schema, keyword, steps)
             return
         replace_keyword(exact, keyword, additions)
+
+    def check_types(self) -> None:
+        """In what is rewritten, a type that nobody knows would be one that no value has, and nobody would say so."""
+        self.has_checked_types = True
+        counts = reachable(self.root)
+        for place, schema in walk(self.root):
+            if has_unknown_type(schema) and (self.has_identifiers or pointer(place) in counts):
+                raise self.refusal("`type`: no type of JSON", (*place, "type"))
 
     def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         if not self.is_lenient:

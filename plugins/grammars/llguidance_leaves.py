@@ -54,7 +54,7 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
             schema = read_schema(spec, is_inlined=is_inlined)
             content, warnings = schema.content, schema.warnings
             if spec.is_lenient and is_relaxed:
-                content, more = relaxed(schema, _schema_errors(spec), spec.param)
+                content, more = relaxed(schema, _schema_errors(spec), spec)
                 warnings += more
             source = schema_source(content, spec.whitespace_pattern, spec.param)
             return Leaf(SCHEMA_PREFIX + source, warnings=warnings, is_inlined=schema.is_inlined)
@@ -70,7 +70,7 @@ def explain(spec: GrammarSpec, complaint: Complaint) -> UnsupportedGrammar:
         schema = read_schema(spec, is_inlined=False)
         fault = find_fault(schema.content, _schema_errors(spec))
         if fault is not None:
-            return refusal(fault, schema, spec.param)
+            return refusal(fault, schema, spec)
     if complaint.line is not None and spec.kind in (GrammarKind.LARK, GrammarKind.GBNF):
         return UnsupportedGrammar(f"{complaint.message}, at line {complaint.line}, column {complaint.column}", spec.param)
     kind = ConstraintTooLarge if complaint.is_about_size else UnsupportedGrammar

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarSpec
+from penstock.plugins.grammars.json_document import parse_document
 from penstock.plugins.grammars.llguidance_json import ExactSchema
-from penstock.plugins.grammars.schema_faults import Fault, find_fault
-from penstock.plugins.grammars.schema_walk import Steps, at, walk
+from penstock.plugins.grammars.schema_faults import Fault, as_written, find_fault
+from penstock.plugins.grammars.schema_walk import Steps, at, path, walk
 
 MAX_ROUNDS = 32
 
@@ -28,15 +30,16 @@ _SOMETIMES_ENFORCED = frozenset(
 _MISTAKES = ("Expected", "must be", "Unsatisfiable")
 
 
-def refusal(fault: Fault, schema: ExactSchema, param: str) -> UnsupportedGrammar:
-    """Names the keyword and its path."""
+def refusal(fault: Fault, schema: ExactSchema, spec: GrammarSpec) -> UnsupportedGrammar:
+    """Names the keyword and its path, as the client has them."""
+    fault = _as_client_has_it(fault, schema, spec)
     if fault.keyword is None:
-        return UnsupportedGrammar(f"the schema: {fault.message}", param + schema.path(fault.steps))
+        return UnsupportedGrammar(f"the schema: {fault.message}", spec.param + path(fault.steps))
     message = fault.message if fault.message.startswith(f"`{fault.keyword}`") else f"`{fault.keyword}`: {fault.message}"
-    return UnsupportedGrammar(message, param + schema.path((*fault.steps, fault.keyword)))
+    return UnsupportedGrammar(message, spec.param + path((*fault.steps, fault.keyword)))
 
 
-def relaxed(schema: ExactSchema, error_of: Callable[[Any], str | None], param: str) -> tuple[Any, tuple[str, ...]]:
+def relaxed(schema: ExactSchema, error_of: Callable[[Any], str | None], spec: GrammarSpec) -> tuple[Any, tuple[str, ...]]:
     """What the schema holds less what cannot be enforced, and the names of that. Unchanged where all of it can be.
 
     Raises `UnsupportedGrammar` for a malformed schema and for what cannot be left out.
@@ -44,27 +47,37 @@ def relaxed(schema: ExactSchema, error_of: Callable[[Any], str | None], param: s
     if error_of(schema.content) is None:
         return schema.content, ()
     content = copy.deepcopy(schema.content)
-    dropped = _without_never_enforced(content)
+    dropped = [Fault(steps, keyword, "") for steps, keyword in _without_never_enforced(content)]
     for _ in range(MAX_ROUNDS):
         fault = find_fault(content, error_of)
         if fault is None:
-            return content, tuple(f"`{steps[-1]}` at {param}{schema.path(steps)}" for steps in dropped)
-        dropped.append(_drop(content, fault, schema, param))
-    raise UnsupportedGrammar(f"more than {MAX_ROUNDS} keywords cannot be enforced", param)
+            return content, tuple(_warning(fault, schema, spec) for fault in dropped)
+        dropped.append(_drop(content, fault, schema, spec))
+    raise UnsupportedGrammar(f"more than {MAX_ROUNDS} keywords cannot be enforced", spec.param)
 
 
-def _without_never_enforced(schema: Any) -> list[Steps]:
+def _warning(fault: Fault, schema: ExactSchema, spec: GrammarSpec) -> str:
+    written = _as_client_has_it(fault, schema, spec)
+    keyword = written.keyword or fault.keyword
+    return f"`{keyword}` at {spec.param}{path((*written.steps, str(keyword)))}"
+
+
+def _as_client_has_it(fault: Fault, schema: ExactSchema, spec: GrammarSpec) -> Fault:
+    return as_written(Fault(schema.origin(fault.steps), fault.keyword, fault.message), parse_document(spec.text, spec.param))
+
+
+def _without_never_enforced(schema: Any) -> list[tuple[Steps, str]]:
     dropped = []
     for steps, current in walk(schema):
         for keyword in [keyword for keyword in current if keyword in _NEVER_ENFORCED]:
             del current[keyword]
-            dropped.append((*steps, keyword))
+            dropped.append((steps, keyword))
     return dropped
 
 
-def _drop(content: Any, fault: Fault, schema: ExactSchema, param: str) -> Steps:
+def _drop(content: Any, fault: Fault, schema: ExactSchema, spec: GrammarSpec) -> Fault:
     if fault.keyword not in _SOMETIMES_ENFORCED or any(word in fault.message for word in _MISTAKES):
-        raise refusal(fault, schema, param)
+        raise refusal(fault, schema, spec)
     current = at(content, fault.steps)
     value = current[fault.keyword]
     if fault.keyword == "oneOf" and isinstance(value, list):
@@ -79,4 +92,6 @@ def _drop(content: Any, fault: Fault, schema: ExactSchema, param: str) -> Steps:
         current.update(relaxed_members)
     else:
         del current[fault.keyword]
-    return (*fault.steps, fault.keyword)
+        if fault.keyword == "patternProperties":
+            current.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
+    return fault

@@ -7,8 +7,9 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from penstock.plugins.grammars.schema_keywords import ASSERTIONS
+from penstock.plugins.grammars.schema_rewrite import REWRITTEN
 from penstock.plugins.grammars.schema_shape import resolve
-from penstock.plugins.grammars.schema_walk import Steps, pointer, subschemas, typed_steps
+from penstock.plugins.grammars.schema_walk import Steps, at, pointer, subschemas, typed_steps
 
 MAX_SECONDS = 0.5
 
@@ -38,6 +39,28 @@ def find_fault(schema: Any, error_of: Callable[[Any], str | None]) -> Fault | No
     Where asking takes too long, the place is the deepest one known by then.
     """
     return _Search(schema, error_of).run()
+
+
+def as_written(fault: Fault, document: Any) -> Fault:
+    """The fault in the document from which the schema was rewritten: what is not there is put down to the keyword that it stands for."""
+    for end in range(len(fault.steps), -1, -1):
+        part = _part(document, fault.steps[:end])
+        if not isinstance(part, dict):
+            continue
+        if end == len(fault.steps) and (fault.keyword is None or fault.keyword in part):
+            return fault
+        for keyword in part:
+            if keyword in REWRITTEN:
+                return Fault(fault.steps[:end], keyword, fault.message)
+    return Fault((), None, fault.message)
+
+
+def _part(document: Any, steps: Steps) -> Any:
+    """None where there is none."""
+    try:
+        return at(document, steps)
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 class _Search:

@@ -1,6 +1,9 @@
 """The keywords of JSON Schema, by what they are about."""
 
+from collections.abc import Mapping
 from typing import Any
+
+from penstock.plugins.grammars.json_text import JSON_TYPES
 
 ANNOTATIONS = frozenset(
     {
@@ -42,6 +45,7 @@ _SINCE_DRAFT = {
     7: ("if", "then", "else"),
     8: ("dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "minContains", "maxContains"),
 }
+_NEWEST = 8  # and 2019-09, which differ in nothing that matters here
 _OLD_DRAFTS = {f"http://json-schema.org/draft-0{number}/schema": number for number in (4, 6, 7)}
 DIALECTS = frozenset(
     {
@@ -54,6 +58,29 @@ DIALECTS = frozenset(
 
 def unknown_keywords(root: Any) -> frozenset[str]:
     """Those that the document's draft does not know, so that they say nothing in it."""
-    dialect = root.get("$schema") if isinstance(root, dict) else None
-    draft = _OLD_DRAFTS.get(dialect.removesuffix("#"), 8) if isinstance(dialect, str) else 8
+    draft = _draft(root)
     return frozenset(keyword for since, keywords in _SINCE_DRAFT.items() if since > draft for keyword in keywords)
+
+
+_BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", "$defs", "definitions"})
+
+
+def has_lone_references(root: Any) -> bool:
+    """Whether the document's draft says that nothing beside a reference counts."""
+    return _draft(root) < _NEWEST
+
+
+def lone_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says nothing beside its reference."""
+    return {keyword: value for keyword, value in schema.items() if keyword in _BESIDE_REFERENCES}
+
+
+def _draft(root: Any) -> int:
+    dialect = root.get("$schema") if isinstance(root, dict) else None
+    return _OLD_DRAFTS.get(dialect.removesuffix("#"), _NEWEST) if isinstance(dialect, str) else _NEWEST
+
+
+def has_unknown_type(schema: Mapping[str, Any]) -> bool:
+    """Whether `type` names one that there is not."""
+    given = schema.get("type", [])
+    return any(name not in JSON_TYPES for name in (given if isinstance(given, list) else [given]))

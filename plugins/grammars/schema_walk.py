@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 Steps = tuple[str | int, ...]  # from the document's root: names and positions
 
@@ -67,6 +68,23 @@ def typed_steps(document: Any, steps: list[str]) -> Steps:
         typed.append(int(step) if isinstance(document, list) else step)
         document = document[typed[-1]]
     return tuple(typed)
+
+
+def reachable(document: Any) -> frozenset[str]:
+    """Pointers to the subschemas that count: definitions only where something that counts refers to them."""
+    pending: list[tuple[str, Any]] = [("", document)]
+    found: set[str] = set()
+    while pending:
+        place, schema = pending.pop()
+        if place in found:
+            continue
+        found.add(place)
+        pending.extend((place + pointer(below), child) for below, child in subschemas(schema) if below[0] not in ("$defs", "definitions"))
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if isinstance(reference, str) and reference.startswith("#"):
+            target = unquote(reference[1:])
+            pending.append((target, at_pointer(document, target)))
+    return frozenset(found)
 
 
 def at_pointer(document: Any, target: str) -> Any:

@@ -23,7 +23,19 @@ LEAVES: tuple[Any, ...] = (
     *({"type": "number", "minimum": 2}, {"maximum": 2}, {"minLength": 2}, {"type": ["string", "null"]}, {"type": "boolean"}),
     *({"type": "string", "pattern": "^a"}, {"$ref": "#/$defs/r"}, {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}),
 )
-DEFINITIONS = {"r": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
+DEFINITIONS = {
+    "r": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+    "n": {"pattern": "^[a-c]"},
+    "s": {"type": "string"},
+}
+NAMED = (
+    {"enum": ["a", "b"]},
+    {"pattern": "^[ab]"},
+    {"maxLength": 0},
+    {"minLength": 2},
+    {"$ref": "#/$defs/n"},
+    {"$ref": "#/$defs/n", "const": "a"},
+)
 
 
 def compiled(schema: Any) -> LlguidanceGrammar:
@@ -62,7 +74,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> Any:
     schema |= {"properties": {name: random_schema(rng, depth + 2) for name in names}}
     schema |= {"required": [name for name in NAMES[:3] if rng.random() < 0.4]} if rng.random() < 0.5 else {}
     schema |= {"additionalProperties": rng.choice((False, {"type": "integer"}))} if rng.random() < 0.3 else {}
-    match rng.randrange(8):
+    match rng.randrange(10):
         case 0:
             schema["not"] = random_schema(rng, depth + 1)
         case 1 | 2:
@@ -76,7 +88,11 @@ def random_schema(rng: random.Random, depth: int = 0) -> Any:
         case 6:
             schema[rng.choice(("minProperties", "maxProperties"))] = rng.randrange(3)
         case 7:
-            schema["propertyNames"] = rng.choice(({"enum": ["a", "b"]}, {"pattern": "^[ab]"}))
+            schema["propertyNames"] = rng.choice(NAMED)
+        case 8:
+            schema |= {"allOf": [random_schema(rng, depth + 1)], "unevaluatedProperties": rng.choice((False, {"type": "string"}))}
+        case 9:
+            schema |= {"$ref": f"#/$defs/{rng.choice('rs')}"} | rng.choice(({"unevaluatedProperties": False}, {"required": ["b"]}))
     return schema
 
 
@@ -132,6 +148,25 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type
         {"type": "array", "uniqueItems": True, "maxItems": 1},
         {"type": ["array", "string"], "contains": {}, "uniqueItems": False},
         {"type": "string", "format": "semver"},
+        {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 1}},
+        {"type": "array", "prefixItems": [{"enum": ["a", "b"]}], "unevaluatedItems": False},
+        {"type": "array", "prefixItems": [{"enum": ["a", "b"]}], "unevaluatedItems": {"const": "x"}},
+        {"type": "array", "items": {"type": "string"}, "unevaluatedItems": False},
+        {
+            "type": "object",
+            "allOf": [{"properties": {"a": {"type": "integer"}}}, {"$ref": "#/$defs/b", "required": ["b"]}],
+            "properties": {"c": {}},
+            "unevaluatedProperties": False,
+            "$defs": {"b": {"properties": {"b": {"type": "string"}}}},
+        },
+        {
+            "type": "object",
+            "properties": {"a": {}, "b": {}},
+            "patternProperties": {"^d": {}},
+            "unevaluatedProperties": False,
+            "anyOf": [{"required": ["a"]}, {"properties": {"b": {"const": "ab"}}, "required": ["b"]}],
+        },
+        {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"o": OBJECT}, "$ref": "#/definitions/o", "required": ["a"]},
     ],
 )
 def test_what_is_rewritten_accepts_what_is_valid_and_nothing_else(schema: Any) -> None:
@@ -147,6 +182,23 @@ def test_what_is_rewritten_accepts_what_is_valid_and_nothing_else(schema: Any) -
         seen[is_valid] += 1
         assert accepts(grammar, value) == is_valid, value
     assert all(seen.values())
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "unevaluatedProperties": False},
+        {"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "unevaluatedProperties": False},
+        {"dependentSchemas": {"a": {"additionalProperties": True}}, "unevaluatedProperties": False},
+        {"$dynamicRef": "#a", "$dynamicAnchor": "a", "unevaluatedProperties": False},
+        {"contains": {}, "unevaluatedItems": False},
+        {"propertyNames": {"$ref": "#/$defs/a", "maxLength": 2}, "$defs": {"a": {"pattern": "^a"}}},
+        {"propertyNames": {"pattern": "^a", "maxLength": 2}},
+    ],
+)
+def test_what_depends_on_the_value_or_stands_beside_a_reference_is_refused(schema: Any) -> None:
+    with pytest.raises(UnsupportedGrammar):
+        compiled({"type": ["object", "array"], **schema})
 
 
 def test_properties_keep_their_order() -> None:
