@@ -1,5 +1,6 @@
 """A grammar compiled by llguidance, and one sequence's place in it."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_FORCED_TOKENS = 64
+UNSEEN = "the grammar forbids a token that was taken while its lexer was renewed"
 
 
 class MatcherFailed(Exception):
@@ -47,6 +49,7 @@ class LlguidanceGrammar:
         self._start = start
         self._make_start = make_start
         self._lexer = _Lexer()
+        self._renewing = threading.Lock()
         self.vocab_size = vocab_size
         self.can_force = can_force
         self.stop_token_ids = frozenset(stop_token_ids)
@@ -63,10 +66,15 @@ class LlguidanceGrammar:
         return self._warnings
 
     def matcher(self) -> "LlguidanceMatcher":
-        if self._lexer.is_spent:
-            self._start = self.new_start()
-            self._lexer = _Lexer()
+        """Compiles nothing: where the lexer is spent, the matcher gets one of the next when its first mask is asked for."""
         return LlguidanceMatcher(self, self._start.deep_copy(), self._lexer)
+
+    def renewed(self) -> "tuple[LLMatcher, _Lexer]":
+        """A matcher at the start, with a lexer that is not spent. May compile."""
+        with self._renewing:
+            if self._lexer.is_spent:
+                self._start, self._lexer = self.new_start(), _Lexer()
+            return self._start.deep_copy(), self._lexer
 
     def new_start(self) -> "LLMatcher":
         """With a lexer that no other shares."""
@@ -78,6 +86,7 @@ class LlguidanceMatcher:
 
     Stop tokens never reach the engine: its parser takes one for the end only where the answer may end, and some copies of it uncounted.
     The lexer's limits count what all sequences have had it work out, so the first failure is answered with a lexer of the sequence's own.
+    That takes a compilation, which only what runs beside the event loop does: until then tokens are taken unseen, and looked at after it.
     No limit of the engine counts the work of taking a token, so its time is taken. After a slow mask, `finished` says no more than what is
     known without the next one, which would not be computed on the event loop.
     """
@@ -87,22 +96,26 @@ class LlguidanceMatcher:
         self._lexer = lexer
         self._matcher = matcher
         self._token_ids: list[int] = []
+        self._is_late = lexer.is_spent  # by others, before this one began
         self._is_alone = False
         self._is_ended = False
         self._is_slow = False
+        self._may_end = False  # as the last mask said, where nothing has been taken since
 
     def fill_bitmask(self, row: Tensor) -> None:
         if self._is_ended:
             row.zero_()
             return
+        self._catch_up()
         began_at = time.thread_time()
         self._fill(row)
         self._is_slow = time.thread_time() - began_at > MAX_STEP_SECONDS
+        self._may_end = self._matcher.is_accepting()
 
     def _fill(self, row: Tensor) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._is_spoiled:
-            self._start_alone()
+            self._catch_up()
             self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
             self._check()
 
@@ -111,39 +124,39 @@ class LlguidanceMatcher:
         if self._is_ended or token_id >= self._grammar.vocab_size:
             return False
         if token_id in self._grammar.stop_token_ids:
-            if self._is_spoiled:
-                self._start_alone()
-            self._is_ended = self._matcher.is_accepting()
+            self._is_ended = self._may_end if self._is_spoiled else self._matcher.is_accepting()
             return self._is_ended
+        is_taken = self._is_spoiled or self._consume(token_id)
+        if is_taken:
+            self._may_end = False
+            self._token_ids.append(token_id)
+        return is_taken
+
+    def _consume(self, token_id: int) -> bool:
         began_at = time.thread_time()
         is_taken = self._matcher.try_consume_tokens([token_id]) == 1
         if time.thread_time() - began_at > MAX_STEP_SECONDS:
             raise MatcherFailed(TOO_SLOW)
-        if self._is_spoiled:
-            self._start_alone()
-            is_taken = self._matcher.try_consume_tokens([token_id]) == 1
-            self._check()
-        if is_taken:
-            self._token_ids.append(token_id)
-        return is_taken
+        return is_taken or self._is_spoiled
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and self._is_ended:
             self._is_ended = False
             num_tokens -= 1
         if num_tokens:
-            self._matcher.rollback(num_tokens)
+            self._may_end = False
+            if not self._is_spoiled:
+                self._matcher.rollback(num_tokens)
             del self._token_ids[-num_tokens:]
-            if self._is_spoiled:
-                self._start_alone()
 
     def forced_tokens(self) -> list[int]:
         """At most `MAX_FORCED_TOKENS`."""
         if not self._grammar.can_force or self._is_ended:
             return []
+        self._catch_up()
         forced = self._forced_tokens()
         if self._is_spoiled:
-            self._start_alone()
+            self._catch_up()
             forced = self._forced_tokens()
             self._check()
         return forced
@@ -164,36 +177,35 @@ class LlguidanceMatcher:
 
     @property
     def finished(self) -> bool:
-        if self._is_ended:
-            return True
-        if self._is_spoiled:
-            self._start_alone()
+        if self._is_ended or self._is_spoiled:
+            return self._is_ended
         if self._matcher.is_stopped():
             return True
         if self._is_slow or not self._matcher.is_accepting():
             return False
         mask = self._matcher.compute_bitmask()
-        if self._is_spoiled:
-            self._start_alone()
-            mask = self._matcher.compute_bitmask()
-            self._check()
-        return not int.from_bytes(mask, "little") & ~self._grammar.stop_bits
+        return not self._is_spoiled and not int.from_bytes(mask, "little") & ~self._grammar.stop_bits
 
     @property
     def _is_spoiled(self) -> bool:
         return self._lexer.is_spent or self._matcher.is_error()
 
-    def _start_alone(self) -> None:
-        """Once: takes the same tokens with a lexer of its own, and leaves a new one to the sequences to come."""
+    def _catch_up(self) -> None:
+        """Compiles where the lexer is spent, once on this sequence's own account, and takes the same tokens again."""
+        if not self._is_spoiled:
+            return
         self._lexer.is_spent = True
         message = self._matcher.get_error().partition("\n")[0]
-        if self._is_alone:
+        if self._is_late:
+            self._is_late = False
+            self._matcher, self._lexer = self._grammar.renewed()
+        elif self._is_alone:
             raise MatcherFailed(message)
-        self._is_alone = True
-        self._lexer = _Lexer()
-        self._matcher = self._grammar.new_start()
+        else:
+            self._is_alone = True
+            self._matcher, self._lexer = self._grammar.new_start(), _Lexer()
         if self._matcher.is_error() or self._matcher.try_consume_tokens(self._token_ids) < len(self._token_ids):
-            raise MatcherFailed(message)
+            raise MatcherFailed(message or UNSEEN)
         self._check()
 
     def _check(self) -> None:

@@ -9,7 +9,6 @@ from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar, LlguidanceMatcher, MatcherFailed
-from penstock.plugins.grammars.llguidance_tokenizer import MAX_SPELLED
 from tests.plugins.grammar_walks import PERSON, SIZE, SPECIAL, STOPS, VOCABULARY, allowed
 
 STOP = min(STOPS)
@@ -172,28 +171,6 @@ def test_a_tokenizer_that_puts_a_space_first_is_understood() -> None:
     assert matcher.forced_tokens() == longest_tokens("abc")
 
 
-def test_a_long_text_is_forced_part_by_part_and_spelled_no_further_than_needed() -> None:
-    lengths: list[int] = []
-
-    def noted(text: str) -> list[int]:
-        lengths.append(len(text))
-        return longest_tokens(text)
-
-    text = "abc " * 500
-    backend = LlguidanceBackend(replace(VOCABULARY, encode=noted))
-    matcher = backend.compile(GrammarSpec(GrammarKind.CHOICE, json.dumps([text]))).matcher()
-    spelled: list[int] = []
-    while not matcher.finished:
-        forced = matcher.forced_tokens()
-        assert forced
-        for token_id in forced:
-            assert allowed(matcher) == {token_id}
-            assert matcher.advance(token_id)
-        spelled += forced
-    assert spelled == longest_tokens(text)
-    assert max(lengths) <= MAX_SPELLED + 1
-
-
 def test_sequences_do_not_see_each_other() -> None:
     grammar = schema_grammar(PERSON)
     first = walked(grammar, '{"name": "a"')
@@ -240,7 +217,36 @@ def test_a_sequence_outlives_the_budget_that_another_has_used_up() -> None:
     assert allowed(others[2])
     assert others[3].forced_tokens() == []
     assert not others[4].finished
+    assert allowed(others[1])
     assert not others[1].advance(ord(" "))
+
+
+def test_nothing_is_compiled_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = regex_grammar(r"(a|b){2,4}")
+    begun, ended, wrong = walked(grammar, "ab"), walked(grammar, "ab"), walked(grammar, "abab")
+    expected, longer = allowed(begun), allowed(walked(grammar, "aba"))
+    allowed(ended)
+    monkeypatch.setattr(grammar._lexer, "is_spent", True)
+    with monkeypatch.context() as loop:
+        loop.setattr(grammar, "new_start", None)
+        late = grammar.matcher()
+        assert not late.finished
+        assert late.advance(ord("a"))
+        assert begun.advance(ord("a"))
+        begun.rollback(1)
+        assert begun.advance(ord("b"))
+        assert not begun.advance(STOP)
+        begun.rollback(1)
+        assert ended.advance(STOP)
+        assert ended.finished
+        assert wrong.advance(ord("a"))
+    assert allowed(begun) == expected
+    assert late.advance(ord("b"))
+    assert late.advance(ord("b"))
+    assert allowed(late) == longer
+    with pytest.raises(MatcherFailed, match="forbids"):
+        allowed(wrong)
+    assert allowed(grammar.matcher()) == allowed(regex_grammar(r"(a|b){2,4}").matcher())
 
 
 def test_repeats_within_repeats_are_refused() -> None:
