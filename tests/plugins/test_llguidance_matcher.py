@@ -9,6 +9,7 @@ from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar, LlguidanceMatcher, MatcherFailed
+from penstock.plugins.grammars.llguidance_tokenizer import MAX_SPELLED
 from tests.plugins.grammar_walks import PERSON, SIZE, SPECIAL, STOPS, VOCABULARY, allowed
 
 STOP = min(STOPS)
@@ -169,6 +170,28 @@ def test_a_tokenizer_that_puts_a_space_first_is_understood() -> None:
 
     matcher = LlguidanceBackend(replace(VOCABULARY, encode=spaced)).compile(GrammarSpec(GrammarKind.CHOICE, '["abc"]')).matcher()
     assert matcher.forced_tokens() == longest_tokens("abc")
+
+
+def test_a_long_text_is_forced_part_by_part_and_spelled_no_further_than_needed() -> None:
+    lengths: list[int] = []
+
+    def noted(text: str) -> list[int]:
+        lengths.append(len(text))
+        return longest_tokens(text)
+
+    text = "abc " * 500
+    backend = LlguidanceBackend(replace(VOCABULARY, encode=noted))
+    matcher = backend.compile(GrammarSpec(GrammarKind.CHOICE, json.dumps([text]))).matcher()
+    spelled: list[int] = []
+    while not matcher.finished:
+        forced = matcher.forced_tokens()
+        assert forced
+        for token_id in forced:
+            assert allowed(matcher) == {token_id}
+            assert matcher.advance(token_id)
+        spelled += forced
+    assert spelled == longest_tokens(text)
+    assert max(lengths) <= MAX_SPELLED + 1
 
 
 def test_sequences_do_not_see_each_other() -> None:
