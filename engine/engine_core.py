@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.answer import Answer
 from penstock.engine.batch import Batch, build_batch
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Reasoning, Text
@@ -12,16 +11,14 @@ from penstock.engine.grammar_gate import GrammarGate
 from penstock.engine.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepOutput
-from penstock.engine.ngram_proposer import NgramProposer
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampler import NO_TOKEN_LEFT, SamplerOutput
-from penstock.engine.sampling_state import SamplingState
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
+from penstock.engine.sequence_factory import SequenceFactory
 from penstock.engine.stats import EngineStats
-from penstock.engine.thinking_budget import ThinkingBudget
 from penstock.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -56,11 +53,15 @@ class EngineCore:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bound."""
         self._check(request)
         self._num_arrivals += 1
-        # Once for all n: there may be many words, and this holds up the loop.
-        words = [spelling for word in request.params.bad_words for spelling in (word, " " + word.lstrip(" "))]
-        bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words]
-        sequences = [self._make_sequence(request, index, bad_words_ids) for index in range(request.params.n)]
-        sequences[0].forks = sequences[1:]
+        factory = SequenceFactory(
+            tokenizer=self.tokenizer,
+            stop_token_ids=self.stop_token_ids,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            device=self.runner.loaded.device,
+            speculates=self.scheduler.speculation is not None,
+        )
+        sequences = factory.make(request, self._num_arrivals)
         self.scheduler.add(sequences[0])
         self._sequences[request.request_id] = sequences
 
@@ -191,53 +192,6 @@ class EngineCore:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-
-    def _make_sequence(self, request: Request, index: int, bad_words_ids: list[list[int]]) -> Sequence:
-        params = request.params
-        answer = request.make_answer()
-        room = self.max_model_len - len(request.prompt_token_ids)
-        token_ids = list(request.prompt_token_ids)
-        sampling = SamplingState(
-            params,
-            request.prompt_token_ids,
-            vocab_size=self.vocab_size,
-            stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
-            bad_words_ids=bad_words_ids,
-            processors=[make() for make in request.logits_processors],
-            seed_offset=index,
-            device=self.runner.loaded.device,
-        )
-        return Sequence(
-            request=request,
-            index=index,
-            arrival=self._num_arrivals,
-            token_ids=token_ids,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            answer=answer,
-            sampling=sampling,
-            gate=self._make_gate(request, answer),
-            thinking=self._make_thinking_budget(request, answer),
-            proposer=None if self.scheduler.speculation is None or sampling.processors else NgramProposer(token_ids, len(token_ids)),
-            prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
-        )
-
-    def _make_gate(self, request: Request, answer: Answer) -> GrammarGate | None:
-        if request.grammar is None:
-            return None
-        start = answer.start_marker
-        return GrammarGate(
-            request.grammar.matcher(),
-            None if start is None else self.tokenizer.token_id(start),
-            stop_token_ids=self.stop_token_ids,
-            client_stop_ids=frozenset(request.params.stop_token_ids),
-            may_force=_is_free_of_other_rules(request),
-        )
-
-    def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
-        """Also without a budget under a grammar: a model that would end its answer while it reasons has not given what it is held to."""
-        if (request.params.thinking_token_budget is None and request.grammar is None) or not answer.end_marker:
-            return None
-        return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
 
     def _take_samples(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, rows: list[int], draft: list[int]) -> None:
         """Takes the next token, and those after it for as long as each was sampled after tokens that have indeed been said.
@@ -419,10 +373,3 @@ class EngineCore:
             None if logprobs is None else tuple(logprobs),
             sequence.queue_seconds or 0.0,
         )
-
-
-def _is_free_of_other_rules(request: Request) -> bool:
-    """Whether nothing but the grammar can forbid a token, and nobody wants to see what else could have come in its place."""
-    params = request.params
-    rules = (params.bad_words, params.allowed_token_ids, params.logit_bias, request.logits_processors)
-    return params.logprobs is None and not any(rules)

@@ -1,0 +1,89 @@
+"""From a request to the sequences that the engine runs for it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.engine.answer import Answer
+from penstock.engine.grammar_gate import GrammarGate
+from penstock.engine.ngram_proposer import NgramProposer
+from penstock.engine.request import Request
+from penstock.engine.sampling_state import SamplingState
+from penstock.engine.sequence import Sequence
+from penstock.engine.thinking_budget import ThinkingBudget
+from penstock.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFactory:
+    """`speculates` says that sequences may try tokens ahead. Those with logits processors, which may remember what they saw, never do."""
+
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    device: torch.device
+    speculates: bool
+
+    def make(self, request: Request, arrival: int) -> list[Sequence]:
+        """The request's n sequences; the first has the others as its forks."""
+        # Once for all n: there may be many words, and this holds up the loop.
+        words = [spelling for word in request.params.bad_words for spelling in (word, " " + word.lstrip(" "))]
+        bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words]
+        sequences = [self._make_one(request, index, arrival, bad_words_ids) for index in range(request.params.n)]
+        sequences[0].forks = sequences[1:]
+        return sequences
+
+    def _make_one(self, request: Request, index: int, arrival: int, bad_words_ids: list[list[int]]) -> Sequence:
+        params = request.params
+        answer = request.make_answer()
+        room = self.max_model_len - len(request.prompt_token_ids)
+        token_ids = list(request.prompt_token_ids)
+        sampling = SamplingState(
+            params,
+            request.prompt_token_ids,
+            vocab_size=self.vocab_size,
+            stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
+            bad_words_ids=bad_words_ids,
+            processors=[make() for make in request.logits_processors],
+            seed_offset=index,
+            device=self.device,
+        )
+        return Sequence(
+            request=request,
+            index=index,
+            arrival=arrival,
+            token_ids=token_ids,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            answer=answer,
+            sampling=sampling,
+            gate=self._make_gate(request, answer),
+            thinking=self._make_thinking_budget(request, answer),
+            proposer=NgramProposer(token_ids, len(token_ids)) if self.speculates and not sampling.processors else None,
+            prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
+        )
+
+    def _make_gate(self, request: Request, answer: Answer) -> GrammarGate | None:
+        if request.grammar is None:
+            return None
+        start = answer.start_marker
+        return GrammarGate(
+            request.grammar.matcher(),
+            None if start is None else self.tokenizer.token_id(start),
+            stop_token_ids=self.stop_token_ids,
+            client_stop_ids=frozenset(request.params.stop_token_ids),
+            may_force=_is_free_of_other_rules(request),
+        )
+
+    def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
+        """Also without a budget under a grammar: a model that would end its answer while it reasons has not given what it is held to."""
+        if (request.params.thinking_token_budget is None and request.grammar is None) or not answer.end_marker:
+            return None
+        return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
+
+
+def _is_free_of_other_rules(request: Request) -> bool:
+    """Whether nothing but the grammar can forbid a token, and nobody wants to see what else could have come in its place."""
+    params = request.params
+    rules = (params.bad_words, params.allowed_token_ids, params.logit_bias, request.logits_processors)
+    return params.logprobs is None and not any(rules)
