@@ -17,11 +17,12 @@ from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    import gguf
     import tokenizers
     import torch
 
 # Part of every converted directory's name: raised whenever a conversion comes out differently.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,15 @@ def converted_gguf(gguf_file: Path) -> Path:
 def convert_gguf(gguf_file: Path, directory: Path) -> None:
     """Writes config, weights, tokenizer and chat template of `gguf_file` into `directory`, as `from_pretrained` reads them.
 
-    Quantized weights come out as bfloat16: rounding to it is far below the error that quantization made. F16 and F32 files keep their type.
+    Matrices of the types that `gguf_blocks` reads stay in their codes, in a file of their own (`quantized_file`). Other quantized weights
+    come out as bfloat16: rounding to it is far below the error that quantization made. F16 and F32 files keep their type.
     Raises `ConfigurationError` where the file or its architecture cannot be read.
     """
     header = _Header.read(gguf_file)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+    from penstock.engine.gguf_matrices import other_weights, quantized_matrices
+    from penstock.engine.quantized_file import write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
     try:
@@ -110,7 +115,10 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
         raise ConfigurationError(f"{name} holds a {header.architecture!r} model that cannot be read: {error}") from error
     _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
     setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now
-    model.save_pretrained(directory)
+    matrices = quantized_matrices(model, header.tensors)
+    if matrices:
+        write_quantized(directory, matrices)
+    model.save_pretrained(directory, state_dict=other_weights(model, matrices))
     tokenizer.save_pretrained(directory)
 
 
@@ -128,11 +136,12 @@ def _split_digits(tokenizer: "tokenizers.Tokenizer", pre_tokenizer: str) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What conversion goes by: the architecture and pre-tokenizer by llama.cpp's names, and the type to store the weights in."""
+    """What conversion goes by: the architecture and pre-tokenizer by llama.cpp's names, the type to store plain weights in, the tensors."""
 
     architecture: str
     pre_tokenizer: str
     dtype: "torch.dtype"
+    tensors: "list[gguf.ReaderTensor]"
 
     @classmethod
     def read(cls, gguf_file: Path) -> "_Header":
@@ -155,4 +164,4 @@ class _Header:
             dtype = torch.float32
         else:
             dtype = torch.float16 if kinds <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32} else torch.bfloat16
-        return cls(str(field("general.architecture")), str(field("tokenizer.ggml.pre")), dtype)
+        return cls(str(field("general.architecture")), str(field("tokenizer.ggml.pre")), dtype, reader.tensors)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.quantized_linear import FOOTER_BYTES, STEP, TILE
-from penstock.engine.quantized_weight import QuantizedWeight
+from penstock.engine.quantized_linear import STEP, TILE, num_bits
+from penstock.engine.quantized_weight import GROUP_SIZE, QuantizedWeight
 
 
 class QuantizedEmbedding(nn.Module):
@@ -25,12 +25,12 @@ class QuantizedEmbedding(nn.Module):
 def unpacked_rows(blocks_TGB: Tensor, rows_N: Tensor) -> QuantizedWeight:
     """These rows of the weight that `pack` made the blocks from; every row has its own lane in its tile."""
     tiles_N, lanes_N = rows_N // TILE, rows_N % TILE
-    half = FOOTER_BYTES // 2
-    codes_TGCLS = blocks_TGB[..., :-FOOTER_BYTES].unflatten(-1, (-1, TILE, STEP))  # type: ignore[no-untyped-call]
+    bits = num_bits(blocks_TGB)
+    num_code_bytes = TILE * GROUP_SIZE * bits // 8
+    codes_TGCLS = blocks_TGB[..., :num_code_bytes].unflatten(-1, (-1, TILE, STEP))  # type: ignore[no-untyped-call]
     codes_NGCS = codes_TGCLS[tiles_N, :, :, lanes_N]
-    bits = codes_NGCS.shape[2]  # 4 bits: half as many bytes
     if bits == 4:
         codes_NGCS = torch.cat([codes_NGCS & 15, codes_NGCS >> 4], dim=2)
-    numbers = [part.unflatten(-1, (TILE, 2))[tiles_N, :, lanes_N] for part in blocks_TGB[..., -FOOTER_BYTES:].split(half, dim=-1)]  # type: ignore[no-untyped-call]
-    scales_NG, minimums_NG = (part.contiguous().view(torch.float16)[..., 0] for part in numbers)
-    return QuantizedWeight(bits, codes_NGCS.flatten(1), scales_NG, minimums_NG)
+    numbers_TGKLB = blocks_TGB[..., num_code_bytes:].unflatten(-1, (-1, TILE, 2))  # type: ignore[no-untyped-call]
+    scales_NG, *minimums_NG = numbers_TGKLB[tiles_N, :, :, lanes_N].contiguous().view(torch.float16)[..., 0].unbind(-1)
+    return QuantizedWeight(bits, codes_NGCS.flatten(1), scales_NG, minimums_NG[0] if minimums_NG else -128 * scales_NG)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.model_loader import LoadedModel
+from penstock.engine.model_loader import LoadedModel, load_model
 from penstock.engine.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run
 from tests.fakes import VOCAB_SIZE, byte_tokenizer
@@ -260,7 +260,7 @@ def real_tokenizer(default_model_dir: Path) -> Tokenizer:
 
 
 def real_model(directory: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    model = load_model(directory, "float32", "cpu", quantization="none", attn_implementation="sdpa").model
     model.generation_config.eos_token_id = None  # answers are of the same length
     return model
 

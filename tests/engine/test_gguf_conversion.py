@@ -9,11 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf_blocks import TYPES, read_blocks
 from penstock.engine.gguf_conversion import build_once, convert_gguf, converted_gguf
+from penstock.engine.model_loader import load_model
+from penstock.engine.quantized_file import quantized_names, read_quantized
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
 LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
@@ -95,19 +98,54 @@ def test_tied_embeddings_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        (gguf.GGMLQuantizationType.Q8_0, torch.bfloat16),
-        (gguf.GGMLQuantizationType.Q4_1, torch.bfloat16),
+        (gguf.GGMLQuantizationType.Q5_1, torch.bfloat16),
         (gguf.GGMLQuantizationType.F16, torch.float16),
     ],
 )
-def test_quantized_weights_become_bfloat16_and_others_keep_their_type(
+def test_other_quantized_weights_become_bfloat16_and_plain_ones_keep_their_type(
     tmp_path: Path, kind: gguf.GGMLQuantizationType, dtype: torch.dtype
 ) -> None:
     tensors = write_gguf(tmp_path / "tiny.gguf", kind)
-    weight = load_file(converted_gguf(tmp_path / "tiny.gguf") / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    directory = converted_gguf(tmp_path / "tiny.gguf")
+    assert quantized_names(directory) == []
+    weight = load_file(directory / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert weight.dtype == dtype
     exact = gguf.dequantize(gguf.quantize(tensors["blk.0.ffn_up.weight"], kind), kind)
     torch.testing.assert_close(weight.float(), torch.from_numpy(exact), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_matrices_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path, name: str) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    write_gguf(tmp_path / "tiny.gguf", kind)
+    directory = converted_gguf(tmp_path / "tiny.gguf")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    weights = dict(read_quantized(directory, torch.device("cpu")))
+    assert len(weights) == 1 + 7 * LAYERS
+    assert all("norm" in left for left in load_file(directory / "model.safetensors"))
+    for ours, theirs in {"model.embed_tokens": "token_embd", "model.layers.1.mlp.down_proj": "blk.1.ffn_down"}.items():
+        expected = read_blocks(stored[f"{theirs}.weight"])
+        assert expected is not None
+        assert torch.equal(weights[f"{ours}.weight"].codes_OI, expected.codes_OI)
+        assert torch.equal(weights[f"{ours}.weight"].scales_OG, expected.scales_OG)
+        assert torch.equal(weights[f"{ours}.weight"].minimums_OG, expected.minimums_OG)
+    # Of queries and keys, conversion puts the rows of a head in another order.
+    expected = read_blocks(stored["blk.0.attn_k.weight"])
+    assert expected is not None
+    rows = torch.arange(HIDDEN // HEADS * KV_HEADS).view(KV_HEADS, -1, 2).transpose(1, 2).flatten()
+    assert torch.equal(weights["model.layers.0.self_attn.k_proj.weight"].codes_OI, expected.codes_OI[rows])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_model_of_few_bits_computes_what_transformers_makes_of_the_file(tmp_path: Path, name: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[name])
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    loaded = load_model(converted_gguf(tmp_path / "tiny.gguf"), "float32", "cpu", quantization="none", attn_implementation="eager")
+    token_ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(token_ids).logits, expected(token_ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_each_digit_is_a_token_where_the_file_says_so(tmp_path: Path) -> None:
@@ -207,3 +245,6 @@ def test_default_model_directory_is_whole(default_model_dir: Path) -> None:
     config = json.loads((default_model_dir / "config.json").read_text())
     assert (config["model_type"], config["num_hidden_layers"], config["dtype"]) == ("llama", 30, "bfloat16")
     assert "<|im_start|>" in (default_model_dir / "chat_template.jinja").read_text()
+    weights = dict(read_quantized(default_model_dir, torch.device("meta")))
+    assert weights.pop("model.embed_tokens.weight").bits == 8
+    assert [weight.bits for weight in weights.values()] == [4] * 7 * 30

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.attention import IMPLEMENTATION
+from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV
 from penstock.engine.model_loader import cpu_has_bfloat16, load_model, resolve_device, resolve_dtype
@@ -31,7 +32,7 @@ def test_loaded_model_computes_what_was_saved(tiny_dir: Path) -> None:
 
 
 def test_loaded_model_tells_what_the_engine_needs(default_model_dir: Path) -> None:
-    loaded = load_model(default_model_dir, "bfloat16", "cpu", attn_implementation="sdpa")
+    loaded = load_model(default_model_dir, "bfloat16", "cpu", quantization="none", attn_implementation="sdpa")
     assert loaded.kv_layout == [LayerKV(num_kv_heads=3, key_size=64, value_size=64)] * 30
     assert loaded.eos_token_ids == {2}
     assert loaded.max_model_len == 8192
@@ -40,12 +41,13 @@ def test_loaded_model_tells_what_the_engine_needs(default_model_dir: Path) -> No
     assert loaded.model.get_parameter("lm_head.weight").data_ptr() == loaded.model.get_parameter("model.embed_tokens.weight").data_ptr()
 
 
-def test_the_default_model_speaks(default_model_dir: Path) -> None:
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_the_default_model_speaks(default_model_dir: Path, quantization: QuantizationMode) -> None:
     from transformers import AutoTokenizer
 
-    loaded = load_model(default_model_dir, "float32", "cpu", attn_implementation="sdpa")
+    loaded = load_model(default_model_dir, "float32", "cpu", quantization=quantization, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "Tell me the capital of France."}]
     prompt: Any = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     model: Any = loaded.model
     answer = model.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
