@@ -142,24 +142,32 @@ def check(measurement: Measurement) -> None:
         torch.testing.assert_close(result, expected, atol=2e-2, rtol=2e-2, msg=lambda text: f"{measurement.name}: {text}")
 
 
+def measure(measurement: Measurement, repeat_ms: int) -> tuple[float, float]:
+    """Median seconds of the kernel and of the reference."""
+    import triton.testing  # only where there is a GPU to time
+
+    kernel_ms, reference_ms = (
+        triton.testing.do_bench(run, rep=repeat_ms, return_mode="median") for run in (measurement.kernel, measurement.reference)
+    )
+    return kernel_ms / 1e3, reference_ms / 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat-ms", type=int, default=100, help="how long to repeat each measurement, in milliseconds")
     repeat_ms = parser.parse_args().repeat_ms
     if not torch.cuda.is_available():
         sys.exit("These kernels run on CUDA, and no CUDA GPU is available here. tests/engine/kernels checks their results without one.")
-    import triton.testing  # only where there is a GPU to time
+    import triton  # only where there is a GPU
 
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"{'':58} {'kernel':>10} {'reference':>11} {'ratio':>7}   rate")
     for measurement in measurements(device):
         check(measurement)
-        kernel_ms, reference_ms = (
-            triton.testing.do_bench(run, rep=repeat_ms, return_mode="median") for run in (measurement.kernel, measurement.reference)
-        )
-        rate = measurement.work / (kernel_ms / 1e3)
-        times = f"{kernel_ms:7.3f} ms {reference_ms:8.3f} ms {reference_ms / kernel_ms:6.1f}x"
+        kernel_s, reference_s = measure(measurement, repeat_ms)
+        rate = measurement.work / kernel_s
+        times = f"{kernel_s * 1e3:7.3f} ms {reference_s * 1e3:8.3f} ms {reference_s / kernel_s:6.1f}x"
         print(f"{measurement.name:58} {times}   {rate:.1f} {measurement.unit}", flush=True)
 
 

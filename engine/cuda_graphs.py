@@ -41,15 +41,15 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        # Kernels are compiled and libraries set up at their first call, which is nothing that can be captured.
         self._stream.wait_stream(torch.cuda.current_stream())
+        # Around all of it: `torch.cuda.graph` stays on its stream where a capture fails, and what follows would no longer be in order.
         with torch.cuda.stream(self._stream):
-            work()
-        self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread is held to what may be captured: the event loop's goes on sending tensors to the device.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+            work()  # kernels are compiled and libraries set up at their first call, which is nothing that can be captured
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Only this thread is held to what may be captured: the event loop's goes on sending tensors to the device.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                work()
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -127,11 +127,13 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
         self.cache.copy_blocks(batch.copies)
-        logits_KV = self._forward(batch)
+        logits_KV = self.forward(batch)
         samples, rows = sample_rows(batch, logits_KV, self.sampler)
         return StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts])
 
-    def _forward(self, batch: Batch) -> Tensor:
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """The logits of the batch's kept rows, [K, V], valid until the next call."""
         logits_KV = None if self._graphs is None else self._graphs.run(batch)
         if logits_KV is None:
             logits_KV = compute_logits(self.loaded.model, batch.input_ids_1T, batch.positions_1T, batch.attention, batch.kept_T)

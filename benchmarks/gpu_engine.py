@@ -1,0 +1,152 @@
+"""The engine over a model of random weights, driven in this process without HTTP."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.gpu_clock import Clock
+from benchmarks.gpu_shapes import Shape
+from penstock.engine import attention
+from penstock.engine.answer import Answer
+from penstock.engine.build import build_core
+from penstock.engine.config import EngineConfig
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.fused_linear import fuse_linears
+from penstock.engine.kv_layout import kv_layout
+from penstock.engine.model_loader import LoadedModel
+from penstock.engine.request import Request
+from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.tokenizer import Tokenizer
+
+MAX_LEN = 4096
+NUM_BYTES = 256
+WARMUP_STEPS = 8
+
+
+def random_model(shape: Shape, device: torch.device) -> PreTrainedModel:
+    """In bfloat16, its weights drawn on the device."""
+    torch.manual_seed(0)
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            shape.config(MAX_LEN), attn_implementation="sdpa", dtype=torch.bfloat16
+        )
+    return model.eval().requires_grad_(False)
+
+
+def wide_tokenizer(vocab_size: int) -> Tokenizer:
+    """One token per byte, and words for all the other ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    vocab |= {f"w{index}": index for index in range(NUM_BYTES, vocab_size)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, {}, {})
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """No two begin alike, so no prefix cache helps."""
+    chance = Random(seed)
+    return [chance.choices(range(NUM_BYTES, vocab_size), k=length) for _ in range(count)]
+
+
+def make_core(model: PreTrainedModel, shape: Shape, device: torch.device, **settings: Any) -> EngineCore:
+    """The engine as a user's, over a model that is in memory already. Its graphs are captured."""
+    attention.register()
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    fuse_linears(model)
+    loaded = LoadedModel(
+        directory=Path(),
+        model=model,
+        config=model.config,
+        generation_config=model.generation_config,
+        kv_layout=kv_layout(model.config),
+        eos_token_ids=frozenset(),
+        max_model_len=MAX_LEN,
+        dtype=model.dtype,
+        device=device,
+    )
+    core = build_core(loaded, wide_tokenizer(shape.vocab_size), EngineConfig(device=device.type, seed=0, **settings))
+    core.runner.optimize()
+    return core
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTimes:
+    """Medians. A whole step is scheduling, sampling and detokenization as well, and ends when its tokens are known."""
+
+    step_s: float
+    forward_s: float
+    context_len: float
+
+
+@dataclass(slots=True)
+class Driver:
+    """Sends requests to a core and steps it. Every request has a name and a prompt of its own."""
+
+    core: EngineCore
+    vocab_size: int
+    _num_requests: int = 0
+
+    def add(self, count: int, prompt_len: int, output_len: int) -> list[str]:
+        """Greedy requests, which never end before their length."""
+        names = []
+        for prompt in random_prompts(count, prompt_len, self.vocab_size, seed=self._num_requests):
+            self._num_requests += 1
+            names.append(str(self._num_requests))
+            self.core.add(
+                Request(
+                    request_id=names[-1],
+                    prompt_token_ids=prompt,
+                    params=SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True),
+                    make_answer=lambda prompt=prompt: Answer(  # type: ignore[misc]
+                        Detokenizer(self.core.tokenizer, prompt), None, None, (), False, True
+                    ),
+                )
+            )
+        return names
+
+    def finish(self) -> int:
+        """Steps until nothing is left to do; returns how many tokens came."""
+        num_tokens = 0
+        while self.core.has_work:
+            num_tokens += sum(len(delta.token_ids) for deltas in self.core.step().values() for delta in deltas)
+        return num_tokens
+
+    def generate_s(self, count: int, prompt_len: int, output_len: int) -> float:
+        """Wall time of whole requests that come at once."""
+        self.add(count, prompt_len, output_len)
+        start = time.perf_counter()
+        num_tokens = self.finish()
+        elapsed = time.perf_counter() - start
+        assert num_tokens == count * output_len, "a request ended early"
+        return elapsed
+
+    def decode(self, count: int, prompt_len: int, num_steps: int, clock: Clock) -> DecodeTimes:
+        """Steps in which `count` sequences get one token each."""
+        assert count <= self.core.scheduler.max_num_seqs, "they would never all run at once"
+        names = self.add(count, prompt_len, MAX_LEN - prompt_len)
+        while len(self.core.step()) < count:
+            pass
+        for _ in range(WARMUP_STEPS):
+            self.core.step()
+        step_s = Clock(torch.device("cpu")).median_s(self.core.step, repeats=num_steps, warmup=0)
+        step = self.core.schedule()
+        assert step is not None
+        batch = self.core.build(step)
+        runner = self.core.runner
+        # Once and again over the same tokens: their keys and values are written where they are already.
+        forward_s = runner.thread.submit(clock.median_s, lambda: runner.forward(batch), num_steps).result()
+        context_len = float(batch.attention.context_lens_B.float().mean())
+        self.core.update(step, batch, runner.launch(batch).collect())
+        for name in names:
+            self.core.abort(name)
+        return DecodeTimes(step_s, forward_s, context_len)

@@ -1,0 +1,183 @@
+"""One part of `gpu.py`, in a process of its own: what hangs or fails takes nothing with it, and its memory is free afterwards.
+
+    python benchmarks/gpu_parts.py penstock --model qwen3-0.6b
+
+Prints a line of JSON after the word RESULT for each measurement, as soon as it is there.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from benchmarks.gpu_clock import COPY_BYTES, MATMUL_SIZE, Clock, measure_ceilings
+from benchmarks.gpu_engine import Driver, make_core, random_model, random_prompts
+from benchmarks.gpu_shapes import SHAPES, Shape
+
+MARK = "RESULT "
+BATCHES = (1, 8, 64, 256)
+DECODE_PROMPT_LEN = 512
+DECODE_STEPS = 32
+GENERATE_LENS = (128, 128)  # of prompt and output
+PREFILLS = ((8, 2048),)  # prompts at a time, tokens of each
+BUDGETS = (2048, 8192)  # tokens of a step; the first is what a server has by default
+REPEATS = 3
+SLOW_S = 12.0  # what takes longer is run once
+
+Record = dict[str, Any]
+
+
+def ceilings(options: argparse.Namespace) -> Iterator[Record]:
+    """What the device can do at best."""
+    is_small = options.model.startswith("tiny")
+    found = measure_ceilings(Clock(options.device), 2**20 if is_small else COPY_BYTES, 64 if is_small else MATMUL_SIZE)
+    yield {"kind": "ceilings", "bandwidth": found.bandwidth, "matmul": found.matmul}
+
+
+def kernels(options: argparse.Namespace) -> Iterator[Record]:
+    """Each kernel against its reference in plain torch."""
+    from benchmarks.kernels import check, measure, measurements  # needs triton
+
+    for measurement in measurements(options.device):
+        check(measurement)
+        kernel_s, reference_s = measure(measurement, repeat_ms=50)
+        yield {
+            "kind": "kernel",
+            "name": measurement.name,
+            "kernel_s": kernel_s,
+            "reference_s": reference_s,
+            "rate": measurement.work / kernel_s,
+            "unit": measurement.unit,
+        }
+
+
+def penstock(options: argparse.Namespace) -> Iterator[Record]:
+    """Decode steps, whole requests and prefill through this engine."""
+    shape = SHAPES[options.model]
+    clock = Clock(options.device)
+    start = time.perf_counter()
+    core = make_core(random_model(shape, options.device), shape, options.device, max_num_seqs=max(options.batches), **options.settings)
+    yield {"kind": "built", "engine": "penstock", "seconds": time.perf_counter() - start}
+    driver = Driver(core, shape.vocab_size)
+    driver.generate_s(2, options.generate_lens[0], 4)  # the kernels of prefill are compiled at their first call
+    for batch in options.batches:
+        times = driver.decode(batch, options.decode_prompt_len, options.decode_steps, clock)
+        yield {
+            "kind": "decode",
+            "batch": batch,
+            "context_len": times.context_len,
+            "step_s": times.step_s,
+            "forward_s": times.forward_s,
+        }
+    for batch in options.batches:
+        yield from _generate_records("penstock", batch, options, lambda count, lens: driver.generate_s(count, *lens))
+    for budget in options.budgets:
+        core.scheduler.max_num_batched_tokens = budget
+        for num_prompts, prompt_len in options.prefills:
+            for number in range(1 + REPEATS):  # the first warms up
+                seconds = driver.generate_s(num_prompts, prompt_len, 1)
+                if number:
+                    yield {"kind": "prefill", "prompts": num_prompts, "prompt_len": prompt_len, "budget": budget, "seconds": seconds}
+    core.runner.shutdown()
+    core.masks.close()
+
+
+def generate_batch(options: argparse.Namespace) -> Iterator[Record]:
+    """The same whole requests through transformers' own continuous batching."""
+    shape = SHAPES[options.model]
+    start = time.perf_counter()
+    model = random_model(shape, options.device)
+    implementation = _paged_implementation()
+    model.set_attn_implementation(implementation)
+    batching = ContinuousBatchingConfig(**options.peer_settings)
+
+    def run(count: int, lens: tuple[int, int]) -> float:
+        return _generate_batch_s(model, shape, count, lens, batching)
+
+    yield {"kind": "built", "engine": f"transformers, {implementation}", "seconds": time.perf_counter() - start}
+    for batch in options.batches:
+        yield from _generate_records("transformers", batch, options, run)
+
+
+def _paged_implementation() -> str:
+    """Flash attention is a package apart; without it transformers has dense masks. Older versions name what is paged apart."""
+    kind = "flash_attention_2" if find_spec("flash_attn") else "sdpa"
+    paged = f"paged|{kind}"
+    return paged if paged in ALL_ATTENTION_FUNCTIONS.valid_keys() else kind
+
+
+def _generate_records(
+    engine: str, batch: int, options: argparse.Namespace, generate_s: Callable[[int, tuple[int, int]], float]
+) -> Iterator[Record]:
+    """The first run of a size warms up, and is all there is where it takes long."""
+    prompt_len, output_len = options.generate_lens
+    for number in range(1 + REPEATS):
+        start = time.perf_counter()
+        seconds = generate_s(batch, options.generate_lens)
+        is_slow = time.perf_counter() - start > SLOW_S
+        if number or is_slow:
+            yield {
+                "kind": "generate",
+                "engine": engine,
+                "batch": batch,
+                "prompt_len": prompt_len,
+                "output_len": output_len,
+                "seconds": seconds,
+                "is_warm": bool(number),
+            }
+        if is_slow:
+            return
+
+
+def _generate_batch_s(model: Any, shape: Shape, count: int, lens: tuple[int, int], batching: ContinuousBatchingConfig) -> float:
+    """From the first request's start to the last one's end: setting up its cache and graphs is not counted."""
+    prompt_len, output_len = lens
+    config = GenerationConfig(max_new_tokens=output_len, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    outputs = model.generate_batch(
+        inputs=random_prompts(count, prompt_len, shape.vocab_size, seed=time.perf_counter_ns()),
+        generation_config=config,
+        progress_bar=False,
+    )
+    answers = list(outputs.values())
+    if len(answers) != count or any(len(answer.generated_tokens) != output_len for answer in answers):
+        raise RuntimeError(
+            f"generate_batch gave {[len(answer.generated_tokens) for answer in answers]} tokens, not {count} times {output_len}"
+        )
+    return float(max(answer.lifespan[1] for answer in answers) - min(answer.lifespan[0] for answer in answers))
+
+
+PARTS = {part.__name__: part for part in (ceilings, kernels, penstock, generate_batch)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--model", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    options = parser.parse_args(argv)
+    is_tiny = options.model.startswith("tiny")  # to try the script out, on any device
+    options.batches = (1, 3) if is_tiny else BATCHES
+    options.decode_prompt_len = 20 if is_tiny else DECODE_PROMPT_LEN
+    options.decode_steps = 3 if is_tiny else DECODE_STEPS
+    options.generate_lens = (20, 4) if is_tiny else GENERATE_LENS
+    options.prefills = ((2, 40),) if is_tiny else PREFILLS
+    options.budgets = (32,) if is_tiny else BUDGETS
+    options.settings = {"kv_cache_memory": 2**22, "compile": "off"} if is_tiny else {}
+    options.peer_settings = {"num_blocks": 8, "max_batch_tokens": 128} if is_tiny else {}  # by default it takes all memory
+    for record in PARTS[options.part](options):
+        print(MARK + json.dumps({"model": options.model} | record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
