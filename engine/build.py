@@ -1,5 +1,6 @@
 """From what the operator asked for to a running engine's parts."""
 
+import functools
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from penstock.engine import attention
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.compiled_layers import LayerCompilation
 from penstock.engine.config import EngineConfig
+from penstock.engine.cuda_graphs import CudaRecorder, DecodeGraphs
 from penstock.engine.decoder_trial import install_native_decoder
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.forward import compute_logits
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import num_cache_blocks, settle_memory
@@ -68,6 +71,20 @@ def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilati
     return None
 
 
+def decode_graphs(loaded: LoadedModel, config: EngineConfig) -> DecodeGraphs | None:
+    """Graphs that are still to be captured, where the model is on a GPU."""
+    if loaded.device.type != "cuda" or config.compile == "off":
+        return None
+    return DecodeGraphs(
+        functools.partial(compute_logits, loaded.model, kept=None),
+        CudaRecorder(loaded.device),
+        max_num_seqs=config.num_seqs(loaded.device.type),
+        table_width=-(-loaded.max_model_len // config.block_size),
+        block_size=config.block_size,
+        device=loaded.device,
+    )
+
+
 def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> EngineCore:
     """Everything around a loaded model. Raises `ConfigurationError` where the KV cache does not fit."""
     device_type = loaded.device.type
@@ -87,6 +104,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             cache,
             vocab_size=tokens.vocab_size,
             compilation=compilation,
+            graphs=decode_graphs(loaded, config),
             seed=config.seed,
             num_threads=config.num_threads or NUM_THREADS,
         ),
