@@ -10,7 +10,8 @@ AUTO = "auto"
 ALIASES = {"guidance": "llguidance", "outlines": "outlines_core"}  # vLLM's names of the same libraries
 NO_FALLBACK = "no-fallback"
 COMPACT = "disable-any-whitespace"
-OPTIONS = (NO_FALLBACK, COMPACT)
+CLOSED = "no-additional-properties"
+OPTIONS = (NO_FALLBACK, COMPACT, CLOSED)
 
 
 class NamedBackend(NamedTuple):

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from penstock.api.backend_choice import COMPACT, named_backend
+from penstock.api.backend_choice import CLOSED, COMPACT, named_backend
+from penstock.api.closed_schema import closed
 from penstock.api.common_protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from penstock.api.constraint_size import check_text
 from penstock.api.grammar_source import grammar_of
@@ -67,12 +68,21 @@ def whitespace_pattern(body: GenerationFields) -> str | None:
     return next((whitespace_regex(pattern, param) for param, pattern in patterns.items()), None)
 
 
+def closing_field(body: GenerationFields) -> str | None:
+    """The path of the field that asks for schemas without additional properties, if any."""
+    outputs, backend = body.structured_outputs, named_backend(body)
+    if outputs is not None and outputs.disable_additional_properties:
+        return "structured_outputs.disable_additional_properties"
+    return backend.param if backend is not None and CLOSED in backend.options else None
+
+
 class _Forms:
     """The constraints of one request, in the order of its fields."""
 
     def __init__(self, body: GenerationFields) -> None:
         self._body = body
         self._whitespace = whitespace_pattern(body)
+        self._closing = closing_field(body)
         self._tags = TagReader(self._whitespace)
 
     def all(self) -> Iterator[Form]:
@@ -96,9 +106,6 @@ class _Forms:
         outputs, at = self._body.structured_outputs, "structured_outputs"
         if outputs is None:
             return
-        if outputs.disable_additional_properties:
-            message = "schemas are taken as they are: say `additionalProperties: false` in them"
-            raise InvalidRequest(message, f"{at}.disable_additional_properties")
         if outputs.json is not None:
             yield Form(f"{at}.json", lambda: self._json_schema(outputs.json, f"{at}.json"))
         if (regex := outputs.regex) is not None:
@@ -155,6 +162,8 @@ class _Forms:
         return grammar_of(given.grammar, "response_format.grammar")
 
     def _structural_tag(self, tag: str | dict[str, Any], param: str) -> GrammarSpec:
+        if self._closing is not None:
+            raise InvalidRequest("schemas in structural tags stay as they are: say `additionalProperties: false` in them", self._closing)
         check_text(tag, param)
         return self._tags.read(tag, param)
 
@@ -162,16 +171,18 @@ class _Forms:
         return GrammarSpec(GrammarKind.JSON_OBJECT, "", param, self._whitespace)
 
     def _json_schema(self, schema: Any, param: str, *, is_lenient: bool = False) -> GrammarSpec:
-        return json_schema_spec(schema, param, self._whitespace, is_lenient=is_lenient)
+        return json_schema_spec(schema, param, self._whitespace, is_lenient=is_lenient, is_closed=self._closing is not None)
 
 
-def json_schema_spec(schema: Any, param: str, whitespace: str | None, *, is_lenient: bool = False) -> GrammarSpec:
+def json_schema_spec(schema: Any, param: str, whitespace: str | None, *, is_lenient: bool = False, is_closed: bool = False) -> GrammarSpec:
     """A schema as an object or as its JSON text; its members keep their order, which the answer's follow. Raises `InvalidRequest`."""
     check_text(schema, param)
     if isinstance(schema, str):
         schema = read_json(schema, param)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"`{param}` must be a JSON Schema: an object, or one as a string", param)
+    if is_closed:
+        schema = closed(schema, param)
     return GrammarSpec(GrammarKind.JSON_SCHEMA, write_json(schema, param), param, whitespace, is_lenient)
 
 

@@ -13,6 +13,7 @@ SCHEMA = {"type": "object", "properties": {"z": {}, "a": {"const": "ü"}}}
 GBNF = 'root ::= "a" word\nword ::= [b-c]+  # a: b'
 LARK = 'start: "a" word  // root ::= b\n?word.2: /[b-c:]+/\n%ignore " "'
 TAG: dict[str, Any] = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+CLOSED = "guidance:no-additional-properties"
 WHITESPACE = "structured_outputs.whitespace_pattern"
 NO_TEXT = GrammarKind.STRUCTURE, ""
 TEXT = '{"type": "object", "properties": {"z": {}, "a": {"const": "ü"}}}'
@@ -105,6 +106,21 @@ def test_every_way_to_forbid_whitespace_is_an_empty_pattern(fields: dict[str, An
     assert spec.whitespace_pattern == ""
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+        {"guided_json": json.dumps(SCHEMA), "structured_outputs": {"disable_additional_properties": True}},
+        {"guided_json": SCHEMA, "guided_decoding_backend": CLOSED},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "structured_outputs": {"backend": CLOSED}},
+    ],
+)
+def test_objects_are_closed_where_that_is_asked_for(fields: dict[str, Any]) -> None:
+    spec = spec_of(**fields)
+    assert spec is not None
+    assert spec.text == TEXT[:-1] + ', "additionalProperties": false}'
+
+
 OFF: list[dict[str, Any]] = [
     {},
     {"response_format": {"type": "text"}},
@@ -127,7 +143,16 @@ def test_no_constraint_is_none(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"grammar": {"syntax": "bnf", "definition": "x"}}}, "structured_outputs.grammar.syntax"),
-        ({"structured_outputs": {"disable_additional_properties": True}}, "structured_outputs.disable_additional_properties"),
+        ({"structured_outputs": {"disable_additional_properties": True}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"structural_tag": TAG, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
+        ({"structural_tag": TAG, "guided_decoding_backend": "auto:no-additional-properties"}, "guided_decoding_backend"),
+        (
+            {"guided_json": {"properties": {"a": {"allOf": [{}, {}]}}, "type": "object"}, "guided_decoding_backend": CLOSED},
+            "guided_json.properties.a.allOf",
+        ),
         ({"structured_outputs": {"json": {}, "jsn": {}}}, "structured_outputs.jsn"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": None, "json_object": False, "whitespace_pattern": ""}}, "structured_outputs"),
@@ -145,7 +170,7 @@ def test_no_constraint_is_none(fields: dict[str, Any]) -> None:
         ({"guided_json": {}, "guided_whitespace_pattern": "("}, "guided_whitespace_pattern"),
         ({"structured_outputs": {"json_object": True, "whitespace_pattern": "(?= )"}}, WHITESPACE),
         ({"guided_json": {}, "guided_whitespace_pattern": " " * 1001}, "guided_whitespace_pattern"),
-        ({"guided_json": {}, "guided_decoding_backend": "xgrammar:no-additional-properties"}, "guided_decoding_backend"),
+        ({"guided_json": {}, "guided_decoding_backend": "xgrammar:no-whitespace"}, "guided_decoding_backend"),
         (
             {"guided_decoding_backend": "outlines", "structured_outputs": {"regex": "a", "backend": "guidance"}},
             "structured_outputs.backend",
