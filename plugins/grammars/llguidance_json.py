@@ -26,6 +26,7 @@ from penstock.plugins.grammars.schema_keywords import (
     unknown_keywords,
 )
 from penstock.plugins.grammars.schema_negation import Inexpressible
+from penstock.plugins.grammars.schema_recursion import without_endless
 from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
 from penstock.plugins.grammars.schema_shape import resolve
 from penstock.plugins.grammars.schema_walk import Steps, path, pointer, reachable, subschemas, typed_steps, walk
@@ -125,6 +126,7 @@ class _Reading:
         self.inlined: list[str] = []  # references within each other that are being replaced
         self.targets: dict[str, Any] = {}
         self.num_inlined = 0
+        self.refers = False  # to anything in it
         self.warnings: list[str] = []
         self.origins: dict[int, Steps] = {id(part): place for place, part in walk(root)} if is_inlined else {}
         self.num_rewritten = 0
@@ -152,6 +154,8 @@ class _Reading:
             definitions.contents[name] = self.exact(target, definitions.origins[name])
         if definitions.contents:
             exact["$defs"] = {**exact.get("$defs", {}), **definitions.contents}
+        if self.refers and (blamed := without_endless(exact)) is not None:
+            raise self.refusal("no text satisfies it: what it requires leads back to it", blamed)
         return exact
 
     def refusal(self, message: str, steps: Steps) -> UnsupportedGrammar:
@@ -247,6 +251,7 @@ class _Reading:
         reference = schema[keyword]
         if not isinstance(reference, str):
             raise self.refusal("a reference must be a string", (*steps, keyword))
+        self.refers = True
         if not reference.startswith("#"):
             if not self.has_identifiers or self.is_elsewhere(reference):
                 raise self.refusal("a reference to another document is not followed", (*steps, keyword))
