@@ -67,6 +67,59 @@ def _reference_chain(num_references: int) -> Fields:
     return {"$defs": {**definitions, f"d{num_references}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
+def _gbnf(grammar: str) -> Callable[[int], Fields]:
+    return lambda salt: {"structured_outputs": {"grammar": {"syntax": "gbnf", "definition": f"# {salt}\n{grammar}"}}}
+
+
+def _tag(format: Callable[[int], Fields]) -> Callable[[int], Fields]:
+    return lambda salt: {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": format(salt)}}}
+
+
+def _tags(num_tags: int, schema: Fields) -> Callable[[int], Fields]:
+    def triggered(salt: int) -> Fields:
+        content = {"type": "json_schema", "json_schema": schema}
+        tags = [{"begin": f"<f{i}-{salt}>", "content": content, "end": "</f>"} for i in range(num_tags)]
+        return {"type": "triggered_tags", "triggers": ["<f"], "tags": tags}
+
+    return _tag(triggered)
+
+
+def _words(num_rows: int, num_words: int) -> Callable[[int], Fields]:
+    """A choice among rows of words, all different."""
+
+    def row(number: int, salt: int) -> Fields:
+        return {"type": "sequence", "elements": [{"type": "const_string", "value": f"{number}-{i}-{salt} "} for i in range(num_words)]}
+
+    return _tag(lambda salt: {"type": "or", "elements": [row(i, salt) for i in range(num_rows)]})
+
+
+def _required(schemas: list[Fields]) -> Fields:
+    names = [f"n{i}" for i in range(len(schemas))]
+    return {"type": "object", "properties": dict(zip(names, schemas, strict=True)), "required": names}
+
+
+def _nested_if(depth: int) -> Fields:
+    schema: Fields = {"type": "object"}
+    for level in range(depth):
+        schema = {"if": {"properties": {f"a{level}": {"const": level}}}, "then": schema, "else": schema}
+    return schema
+
+
+def _grammar_part(number: int, salt: int) -> Fields:
+    return {"type": "grammar", "grammar": f'root ::= "a{number}" x\nx ::= x x | [a-z] | "{salt}"'}
+
+
+def _lark_schemas(num_schemas: int) -> str:
+    rules = [f's{i}: %json {{"type": "object", "properties": {{"k{i}": {{"type": "string"}}}}}}' for i in range(num_schemas)]
+    return "\n".join(["start: " + " | ".join(f"s{i}" for i in range(num_schemas)), *rules])
+
+
+def _of_every_kind(salt: int) -> Fields:
+    """Another one for each salt: what one client may send at the same time."""
+    kinds = [hostile for hostile in INPUTS if hostile.num_at_once == 1]
+    return kinds[salt % len(kinds)].fields(salt)
+
+
 def _rules(num_rules: int) -> str:
     """Each may be followed by the next."""
     return f'start: r0\nr{num_rules}: "x"\n' + "\n".join(f'r{i}: "{i}" r{i + 1}?' for i in range(num_rules))
@@ -119,5 +172,37 @@ INPUTS = [
     HostileInput("Lark of 900 rules", _lark(_rules(900))),
     HostileInput("Lark of 100,000 brackets", _lark("start: " + "(" * 50_000 + '"x"' + ")" * 50_000)),
     HostileInput("ambiguous Lark", _lark('start: a\na: a a | a a a | "x" | ""')),
+    HostileInput("anyOf of 2,000 objects", _schema({"anyOf": [_object(2, required=["p0"], title=str(i)) for i in range(2_000)]})),
+    HostileInput("nested if", _schema(_nested_if(12))),
+    HostileInput(
+        "200 patternProperties", _schema({"type": "object", "patternProperties": {f"^k{i}_[a-z]{{1,20}}$": {} for i in range(200)}})
+    ),
+    HostileInput("multipleOf 999,983", _schema({"type": "integer", "multipleOf": 999_983})),
+    HostileInput("joined multipleOf", _schema({"type": "integer", "allOf": [{"multipleOf": 317 + 2 * i} for i in range(3)]})),
+    HostileInput("20 times multipleOf 10,007", _schema(_required([{"type": "integer", "multipleOf": 10_007 + 2 * i} for i in range(19)]))),
+    HostileInput("const of 60,000 values", _schema({"const": [{"a": [i, str(i), {"b": None}]} for i in range(12_000)]})),
+    HostileInput("const of 15,000 values", _schema({"const": [{"a": [i, str(i), {"b": None}]} for i in range(3_000)]})),
+    HostileInput("const of 200,000 characters", _schema({"const": "lorem ipsum " * 16_000})),
+    HostileInput("5,000 required, not described", _schema({"type": "object", "required": [f"r{i}" for i in range(5_000)]})),
+    HostileInput("250 tags", _tags(250, _object(10, required=[f"p{i}" for i in range(10)]))),
+    HostileInput("9,500 words", _words(250, 38)),
+    HostileInput("250 grammars", _tag(lambda salt: {"type": "or", "elements": [_grammar_part(i, salt) for i in range(250)]})),
+    HostileInput("whitespace {0,4000}", lambda salt: {**_schema(_object(100))(salt), "guided_whitespace_pattern": r"[ \t\n]{0,4000}"}),
+    HostileInput("sets, many times", _regex(r"[\w\s]{500}[^a-z]{500}")),
+    HostileInput(
+        "300 ranges, outlines_core", _regex("[" + "".join(f"{chr(256 + 3 * i)}-{chr(257 + 3 * i)}" for i in range(300)) + "]{1,300}")
+    ),
+    HostileInput("3,600 characters in a row", _regex("lorem ipsum dolor " * 200)),
+    HostileInput("lexer of many states", _lark("start: A\nA: /((.*a.{12}){2}|(.*b.{14}){2}|(.*c.{16}){3})/")),
+    HostileInput("400 schemas in Lark", _lark(_lark_schemas(400))),
+    HostileInput("GBNF repeats", _gbnf('root ::= (((("a"{1,90}){1,90}){1,90}){1,90})')),
+    HostileInput("GBNF left recursion", _gbnf('root ::= root "a" | root root | "a" | ""')),
+    HostileInput(
+        "GBNF of 900 rules",
+        _gbnf("root ::= r0\n" + "\n".join(f'r{i} ::= "{i}" r{i + 1}? | r{i + 1}' for i in range(900)) + '\nr900 ::= "x"'),
+    ),
+    HostileInput("8 MB of values", lambda salt: {"guided_json": {"enum": [f"{i:012}-{salt}" for i in range(400_000)]}}),
+    HostileInput("4 MB of brackets", lambda salt: {"guided_json": {"const": [[]] * 1_000_000, "title": str(salt)}}),
+    HostileInput("32 of every kind at once", _of_every_kind, num_at_once=32),
     HostileInput("100 schemas at once", _schema({**_object(100), "required": [f"p{i}" for i in range(100)]}), num_at_once=100),
 ]

@@ -5,8 +5,10 @@ NUL and the surrogates belong to no set: a text answer holds neither, and NUL is
 
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
+from typing import Any
 
 CharSet = tuple[tuple[int, int], ...]  # inclusive, sorted, neither overlapping nor touching
+_Run = tuple[int, int, Any]  # from the first to the last, and what each of them is
 
 MAX_CACHED = 1024  # sets come from clients: what is learnt of them must not pile up
 _SURROGATES = (0xD800, 0xDFFF)
@@ -93,28 +95,40 @@ def lead_bytes(chars: CharSet) -> frozenset[int]:
 @lru_cache(MAX_CACHED)
 def num_utf8_states(chars: CharSet) -> int:
     """How many states an automaton needs inside the characters' UTF-8 forms: distinct tails after one, two and three bytes."""
-    tails: set[object] = set()
-    level: dict[int, object] = _blocks(intersect(chars, charset((0x80, 0x10FFFF))))
-    tails.update(level.values())
+    runs = _blocks([(low, high, None) for low, high in intersect(chars, charset((0x80, 0x10FFFF)))])
+    tails = {tail for _, _, tail in runs}
     # One more byte for what no two-byte form reaches, then for what no three-byte form reaches.
     for first in (0x800 >> 6, 0x10000 >> 12):
-        parents: dict[int, list[tuple[int, object]]] = {}
-        for block, tail in level.items():
-            if block >= first:
-                parents.setdefault(block >> 6, []).append((block & 63, tail))
-        level = {parent: tuple(children) for parent, children in parents.items()}
-        tails.update(level.values())
+        runs = _blocks([(max(low, first), high, tail) for low, high, tail in runs if high >= first])
+        tails.update(tail for _, _, tail in runs)
     return len(tails)
 
 
-def _blocks(chars: CharSet) -> dict[int, object]:
-    """For each aligned block of 64 code points that the set touches, which of them it holds."""
-    blocks: dict[int, list[tuple[int, int]]] = {}
-    for low, high in chars:
-        for block in range(low >> 6, (high >> 6) + 1):
-            first = block << 6
-            blocks.setdefault(block, []).append((max(low - first, 0), min(high - first, 63)))
-    return {block: tuple(parts) for block, parts in blocks.items()}
+def _blocks(runs: list[_Run]) -> list[_Run]:
+    """The aligned blocks of 64 that the runs touch, each with what it holds; those that hold the same in a row are one run again."""
+    blocks: list[_Run] = []
+    for low, high, tail in runs:
+        while low <= high:
+            block = low >> 6
+            if low & 63 == 0 and high - low >= 63:  # whole blocks
+                last = ((high + 1) >> 6) - 1
+                blocks.append((block, last, ((0, 63, tail),)))
+                low = (last + 1) << 6
+                continue
+            end = min(high, low | 63)
+            part = (low & 63, end & 63, tail)
+            if blocks and blocks[-1][0] == block:
+                blocks[-1] = (block, block, (*blocks[-1][2], part))
+            else:
+                blocks.append((block, block, (part,)))
+            low = end + 1
+    joined: list[_Run] = []
+    for low, high, tail in blocks:
+        if joined and joined[-1][1] + 1 == low and joined[-1][2] == tail:
+            joined[-1] = (joined[-1][0], high, tail)
+        else:
+            joined.append((low, high, tail))
+    return joined
 
 
 def _lead(code_point: int) -> int:

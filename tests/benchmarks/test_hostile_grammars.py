@@ -1,5 +1,4 @@
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -21,7 +20,8 @@ from tests.plugins.grammar_walks import STOPS, VOCABULARY
 SLOW = {
     *("nested oneOf", ".*a.{20}", "(a{1,50}){1,50}", "[ab]*a[ab]{12}, outlines_core", "(.*a){30}, outlines_core"),
     *("500 words, outlines_core", "800 overlapping sets", "5,000 properties", "5,000 required properties", "oneOf of 1,000"),
-    *("one enum, 4,000 references", "choice of 9,000"),
+    *("one enum, 4,000 references", "choice of 9,000", "32 of every kind at once", "20 times multipleOf 10,007", "const of 15,000 values"),
+    *("9,500 words", "nested if", "200 patternProperties", "3,600 characters in a row"),
 }
 
 
@@ -62,7 +62,7 @@ def test_a_hostile_constraint_is_compiled_or_refused_by_name(hostile: HostileInp
 
 def test_each_salt_makes_another_constraint() -> None:
     for hostile in INPUTS:
-        assert json.dumps(hostile.fields(1)) != json.dumps(hostile.fields(2))
+        assert hostile.fields(1) != hostile.fields(2)
     assert {hostile.name for hostile in INPUTS} >= SLOW
 
 
