@@ -283,3 +283,27 @@ def test_reasoning_is_free_and_what_follows_it_is_not(
 
     for end in ends:
         improvise(scenario, tokenizer=tokenizer, plugins=("hermes", parser), tail=tail, opening=opening + (end if reasons else ""))
+
+
+@BOTH_SPELLINGS
+@pytest.mark.parametrize(
+    ("parser", "tail", "opening", "thought"),
+    [
+        ("qwen3", "<think>\n", "", "Hm."),
+        ("qwen3", "", "<think>", "Hm."),
+        ("deepseek_r1", "<think>\n", "", f"Hm, {CALL} is how I would call."),
+    ],
+)
+def test_calls_that_follow_reasoning_are_held_to_strict_tools_under_auto(
+    tokenizer: Tokenizer, parser: str, tail: str, opening: str, thought: str
+) -> None:
+    """What is only said of calls while the model reasons is not held to anything."""
+
+    async def scenario(server: Improvised) -> None:
+        for fields, limit in (({}, 100), ({"parallel_tool_calls": False}, 1)):
+            for choice in await answers(server, 2, tools=STRICT, **fields):
+                assert (choice["reasoning_content"].strip(), choice["finish_reason"]) == (thought, "tool_calls")
+                assert 1 <= len(choice["calls"]) <= limit
+                check_calls(choice, STRICT)
+
+    improvise(scenario, tokenizer=tokenizer, plugins=("hermes", parser), tail=tail, opening=f"{opening}{thought} </think>{CALL}")
