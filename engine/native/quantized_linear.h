@@ -17,9 +17,10 @@ namespace {
 
 constexpr int64_t TILE = 16;      // rows of the weight, one in each lane
 constexpr int64_t MOST_ROWS = 6;  // at once: their sums and those of two tiles fill the registers
-constexpr int64_t FEW_ROWS = 3;   // up to here there is room for four tiles
+constexpr int64_t FEW_ROWS = 3;   // are done before the weight is read from memory, which goes fastest from its beginning to its end
 constexpr int64_t ROWS_ALONE = 4;  // quantized sooner than a second thread wakes up
 constexpr int64_t CHUNK_BYTES = 256 * 1024;
+constexpr int64_t MOST_AHEAD = 64 * 1024;
 
 template <int BITS>
 constexpr int64_t CODE_BYTES = TILE * GROUP * BITS / 8;
@@ -48,7 +49,7 @@ struct QuantizedProduct {
 
     template <int BITS, int ROWS>
     void multiply_tiles(int64_t first_row, int64_t first_tile, int64_t num_tiles) const {
-        constexpr int TILES = ROWS <= FEW_ROWS ? 4 : 2;
+        constexpr int TILES = ROWS <= FEW_ROWS ? 1 : 2;
         int64_t tile = first_tile;
         for (; tile + TILES <= first_tile + num_tiles; tile += TILES) multiply<BITS, ROWS, TILES>(first_row, tile);
         for (; tile < first_tile + num_tiles; ++tile) multiply<BITS, ROWS, 1>(first_row, tile);
@@ -94,6 +95,8 @@ inline void store_lanes(void* to, bool is_bfloat16, int64_t index, __mmask16 lan
 template <int BITS, int ROWS, int TILES>
 void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
     const int64_t tile_bytes = num_groups * BLOCK_BYTES<BITS>;
+    // What the next tiles need, or of long ones the next groups. The processor loses track of weights that several blocks of rows go through.
+    const int64_t ahead = TILES * tile_bytes <= MOST_AHEAD ? TILES * tile_bytes : MOST_AHEAD / 8;
     const uint8_t* block = blocks + first_tile * tile_bytes;
     const RowGroup* x = rows + first_row * num_groups;
     const __m512i lower_half = _mm512_set1_epi8(15);
@@ -131,6 +134,9 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
                 }
             }
         }
+        for (int t = 0; t < TILES; ++t)
+            for (int64_t i = 0; i < BLOCK_BYTES<BITS>; i += 64)
+                _mm_prefetch(reinterpret_cast<const char*>(block + t * tile_bytes + ahead + i), _MM_HINT_T1);
         __m512 scales[TILES], minimums[TILES];
         for (int t = 0; t < TILES; ++t) {
             const auto* halves = reinterpret_cast<const __m256i*>(block + t * tile_bytes + CODE_BYTES<BITS>);
@@ -226,7 +232,7 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
     if (num_rows <= ROWS_ALONE)
         for (int64_t row = 0; row < num_rows; ++row) quantize(row);
     // A task is a few tiles and as many rows as stay in a core's cache while the tiles of the weight pass by.
-    const int64_t num_tiles = (outputs + TILE - 1) / TILE, width = num_rows <= FEW_ROWS ? 4 : 2, num_strips = (num_tiles + width - 1) / width;
+    const int64_t num_tiles = (outputs + TILE - 1) / TILE, width = num_rows <= FEW_ROWS ? 1 : 2, num_strips = (num_tiles + width - 1) / width;
     const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;
     const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
 #pragma omp parallel
