@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.commands.grammar_bench import GrammarBench
 from penstock.commands.grammar_check import Check, check, check_as_json, check_as_text
 from penstock.commands.grammar_report import percentile, trial_as_json, trial_as_text
-from penstock.commands.grammar_trial import Case, Malformed, Trial, read_cases, run_trial
+from penstock.commands.grammar_trial import NUM_COMPILATIONS, Case, Malformed, Trial, read_cases, run_trial
 from penstock.commands.instance_walk import Walker
 from penstock.engine import grammar_limits
 from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
@@ -224,6 +224,22 @@ def test_the_same_schema_again_is_answered_from_the_cache() -> None:
     trial = tried(RIGHT, RIGHT)
     assert [result.outcome.backend for result in trial.results] == ["lists", "lists"]
     assert trial_as_json(trial, ABOUT)["compile_ms"]["count"] == 1
+
+
+def test_compile_times_are_medians_of_compilations_that_no_cache_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    original = ListBackend.compile
+
+    def noted(self: ListBackend, spec: GrammarSpec) -> Any:
+        compiled.append(spec.text)
+        return original(self, spec)
+
+    monkeypatch.setattr(ListBackend, "compile", noted)
+    (result,) = tried(RIGHT).results
+    texts = [text for text in compiled if text.strip() == result.case.schema]
+    assert len(texts) == len(set(texts)) == NUM_COMPILATIONS
+    assert result.outcome.waited is not None
+    assert 0 < (result.outcome.seconds or 0) <= result.outcome.waited
 
 
 def test_what_the_cache_knows_under_another_name_has_a_backend() -> None:
