@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from penstock.api.context import ServerContext
+from penstock.engine.lock_handover import HANDOVER
 
 T = TypeVar("T")
 
@@ -13,4 +14,7 @@ MANY = 500  # messages and tools, or prompts: fewer take less than a few millise
 
 async def run(context: ServerContext, call: Callable[[], T], *, is_long: bool) -> T:
     """Calls it here where that is quick, in a worker where it would hold up every stream."""
-    return await asyncio.get_running_loop().run_in_executor(context.workers, call) if is_long else call()
+    if not is_long:
+        return call()
+    with HANDOVER:
+        return await asyncio.get_running_loop().run_in_executor(context.workers, call)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.errors import GenerationFailed, QueueFull
+from penstock.engine.lock_handover import HANDOVER
 
 MAX_PENDING = 512
 MAX_PENDING_OF_CLIENT = 256  # behind a proxy, all users are one client
@@ -20,9 +21,6 @@ MAX_RUNNING_OF_CLIENT = 2  # what runs side by side takes the interpreter's lock
 SLOW_SECONDS = 0.1
 NICENESS = 5
 SLOW_NICENESS = 10  # not the lowest: it may hold the interpreter's lock when it is set aside for others
-# How long a thread keeps the interpreter's lock when another asks. A step of the model gives it up in each of its hundreds of kernels, and
-# asks again: 200 of them, 3 ms alone, took 940 ms beside Python code at the usual 5 ms, 120 at 0.5 ms and 7 at this.
-SWITCH_SECONDS = 50e-6
 STACK_BYTES = 2**26  # engines recurse into what they compile; only what is used of it takes memory
 
 
@@ -54,7 +52,6 @@ class GrammarQueue:
         self._waiting: OrderedDict[str | None, deque[Job]] = OrderedDict()
         self._num_of_client: dict[str | None, int] = {}
         self._running: set[Job] = set()
-        self._usual_switch_seconds = sys.getswitchinterval()
 
     def submit(self, work: Callable[[], Any], client: str | None) -> Job:
         """Raises `QueueFull` where too many jobs, or too many of this client's, are waiting or running."""
@@ -102,9 +99,6 @@ class GrammarQueue:
         loop = asyncio.get_running_loop()
         overdue = loop.call_later(SLOW_SECONDS, self._step_aside, job)
         job.thread = threading.Thread(target=self._run, args=(job, overdue, loop), name="penstock-grammar", daemon=True)
-        if not self._running:
-            self._usual_switch_seconds = sys.getswitchinterval()
-            sys.setswitchinterval(min(SWITCH_SECONDS, self._usual_switch_seconds))
         self._running.add(job)
         previous = threading.stack_size(STACK_BYTES)
         job.thread.start()
@@ -116,7 +110,8 @@ class GrammarQueue:
         failure: Exception | None = None
         try:
             _lower_priority(threading.get_native_id(), NICENESS)
-            result = _contained(job.work)
+            with HANDOVER:
+                result = _contained(job.work)
         except Exception as error:  # raised again where the job is waited for
             failure = error
         with suppress(RuntimeError):  # the loop may be closed by now, and nobody waits
@@ -133,8 +128,6 @@ class GrammarQueue:
     def _finish(self, job: Job, overdue: asyncio.TimerHandle, result: Any, failure: Exception | None) -> None:
         overdue.cancel()
         self._running.discard(job)
-        if not self._running:
-            sys.setswitchinterval(self._usual_switch_seconds)
         self._leave(job)
         if not job.done.cancelled():
             if failure is None:

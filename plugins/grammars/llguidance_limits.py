@@ -14,7 +14,7 @@ MAX_OPTIONAL_PROPERTIES = 1500
 MAX_ITEMS_IN_ROW = 2000  # of other grammars, which may begin a row with every character: 4 ms each
 
 # Of the CPU, for what is done on the event loop. In an ambiguous grammar it grows with the third power of the text.
-MAX_STEP_SECONDS = 0.02
+MAX_STEP_SECONDS = 0.01
 TOO_SLOW = "a step of this grammar takes too long"
 
 

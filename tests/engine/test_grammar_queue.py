@@ -10,6 +10,7 @@ import pytest
 from penstock.engine import grammar_queue
 from penstock.engine.errors import GenerationFailed, QueueFull
 from penstock.engine.grammar_queue import GrammarQueue
+from penstock.engine.lock_handover import SWITCH_SECONDS
 
 
 class Work:
@@ -173,5 +174,5 @@ def test_threads_hand_the_lock_on_sooner_while_a_job_runs_and_only_then() -> Non
         jobs = [queue.submit(sys.getswitchinterval, client) for client in ("a", "a", "b")]
         return [await job.done for job in jobs]
 
-    assert asyncio.run(run()) == pytest.approx([grammar_queue.SWITCH_SECONDS] * 3)
+    assert asyncio.run(run()) == pytest.approx([SWITCH_SECONDS] * 3)
     assert sys.getswitchinterval() == before
