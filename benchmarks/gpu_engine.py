@@ -74,7 +74,7 @@ def make_core(model: PreTrainedModel, shape: Shape, device: torch.device, **sett
         dtype=model.dtype,
         device=device,
     )
-    core = build_core(loaded, wide_tokenizer(shape.vocab_size), EngineConfig(device=device.type, seed=0, **settings))
+    core = build_core(loaded, wide_tokenizer(shape.vocab_size), EngineConfig(device=device.type, seed=0, speculation="none", **settings))
     core.runner.optimize()
     return core
 

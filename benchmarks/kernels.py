@@ -22,6 +22,7 @@ from penstock.engine.kernels import references
 from penstock.engine.kernels.bitmask_apply import bitmask_apply
 from penstock.engine.kernels.kv_write import kv_write
 from penstock.engine.kernels.paged_decode import paged_decode
+from penstock.engine.kernels.sample import sample
 from penstock.engine.kernels.tuning import choose_num_splits
 from penstock.engine.kernels.varlen_prefill import varlen_prefill
 
@@ -37,6 +38,7 @@ DECODES = [(1, 1024), (1, 16_384), (1, 131_072), (8, 4096), (64, 2048), (256, 10
 PREFILLS = [(1, 512, 0), (1, 4096, 0), (8, 512, 0), (1, 512, 15_872), (64, 7, 1000)]  # sequences, new tokens and earlier keys of each
 WRITES = [1, 256, 8192]  # tokens
 BITMASKS = [1, 32, 256]  # rows
+SAMPLES = [1, 32, 256]  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +52,17 @@ class Measurement:
     unit: str
 
 
-def make_cache(context_lens: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def make_cache(context_lens: list[int], device: torch.device, dtype: torch.dtype = DTYPE) -> tuple[Tensor, Tensor, Tensor]:
     """Random keys and values, and a table that scatters each sequence's blocks all over them."""
     num_blocks_each = max(-(-length // BLOCK_SIZE) for length in context_lens)
     num_blocks = num_blocks_each * len(context_lens)
     table_BN = torch.randperm(num_blocks, device=device).view(len(context_lens), num_blocks_each)
     key_cache, value_cache = (torch.randn(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, device=device, dtype=DTYPE) for _ in range(2))
-    return key_cache, value_cache, table_BN
+    return key_cache.to(dtype), value_cache.to(dtype), table_BN
 
 
-def decode_measurement(num_sequences: int, context_len: int, device: torch.device) -> Measurement:
-    key_cache, value_cache, table_BN = make_cache([context_len] * num_sequences, device)
+def decode_measurement(num_sequences: int, context_len: int, device: torch.device, dtype: torch.dtype = DTYPE) -> Measurement:
+    key_cache, value_cache, table_BN = make_cache([context_len] * num_sequences, device, dtype)
     query_BHD = torch.randn(num_sequences, NUM_HEADS, HEAD_SIZE, device=device, dtype=DTYPE)
     context_lens_B = torch.full((num_sequences,), context_len, device=device)
     num_splits = choose_num_splits(num_sequences * NUM_KV_HEADS, context_len, num_multiprocessors(device))
@@ -69,8 +71,8 @@ def decode_measurement(num_sequences: int, context_len: int, device: torch.devic
     def kernel() -> Tensor:
         return paged_decode(*arguments, scaling=HEAD_SIZE**-0.5, num_splits=num_splits)
 
-    num_bytes = 2 * num_sequences * context_len * NUM_KV_HEADS * HEAD_SIZE * ITEMSIZE
-    name = f"paged_decode    {num_sequences:4} x {context_len:6} keys, {num_splits} splits"
+    num_bytes = 2 * num_sequences * context_len * NUM_KV_HEADS * HEAD_SIZE * dtype.itemsize
+    name = f"paged_decode    {num_sequences:4} x {context_len:6} keys, {num_splits} splits" + ", 8 bits" * (dtype.itemsize == 1)
     return Measurement(name, kernel, lambda: references.paged_decode(*arguments, scaling=HEAD_SIZE**-0.5), num_bytes / 1e9, "GB/s")
 
 
@@ -123,16 +125,34 @@ def bitmask_measurement(num_rows: int, device: torch.device) -> Measurement:
     )
 
 
+def sample_measurement(num_rows: int, device: torch.device) -> Measurement:
+    logits_BV = torch.randn(num_rows, VOCAB_SIZE, device=device) * 3
+    temperatures_B, top_ps_B, min_ps_B = torch.tensor([[0.8], [0.95], [0.0]], device=device).expand(3, num_rows).contiguous()
+    arguments = (logits_BV, temperatures_B, top_ps_B, min_ps_B, torch.arange(num_rows, device=device))
+
+    def kernel() -> None:
+        sample(*arguments)
+
+    def reference() -> None:
+        references.sample(*arguments)
+
+    return Measurement(f"sample          {num_rows:4} x {VOCAB_SIZE} logits, top-p", kernel, reference, logits_BV.numel() * 4 / 1e9, "GB/s")
+
+
 def measurements(device: torch.device) -> Iterator[Measurement]:
     """One at a time: the caches of one go before those of the next come."""
     for shape in DECODES:
         yield decode_measurement(*shape, device)
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        yield decode_measurement(64, 2048, device, torch.float8_e4m3fn)
     for run in PREFILLS:
         yield prefill_measurement(*run, device)
     for num_tokens in WRITES:
         yield write_measurement(num_tokens, device)
     for num_rows in BITMASKS:
         yield bitmask_measurement(num_rows, device)
+    for num_rows in SAMPLES:
+        yield sample_measurement(num_rows, device)
 
 
 def check(measurement: Measurement) -> None:

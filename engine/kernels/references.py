@@ -108,3 +108,43 @@ def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None
     is_allowed_RV = torch.nn.functional.pad(bits_RV, (0, vocab_size - bits_RV.shape[1])).bool()
     rows = rows_R.long()
     logits_BV[rows] = logits_BV[rows].masked_fill(~is_allowed_RV, float("-inf"))
+
+
+def sample(
+    logits_BV: Tensor,
+    temperatures_B: Tensor,
+    top_ps_B: Tensor,
+    min_ps_B: Tensor,
+    seeds_B: Tensor,
+    *,
+    top_ks_B: Tensor | None = None,
+    max_top_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The arguments of `kernels.sample`, and what it would draw with other random numbers: `seeds_B` and `max_top_k` are not looked at."""
+    probs_BV = sampling_distribution(logits_BV, temperatures_B, top_ps_B, min_ps_B, top_ks_B)
+    is_possible_B = logits_BV.amax(-1).isfinite()
+    return torch.multinomial(probs_BV.where(is_possible_B[:, None], 1.0), 1)[:, 0], is_possible_B
+
+
+def sampling_distribution(
+    logits_BV: Tensor, temperatures_B: Tensor, top_ps_B: Tensor, min_ps_B: Tensor, top_ks_B: Tensor | None = None
+) -> Tensor:
+    """The probabilities [B, V] that `sample` draws by, from a sorted vocabulary. The rows of NaN or of no token mean nothing."""
+    logits_BV = logits_BV.float()
+    is_greedy_B1 = (temperatures_B == 0)[:, None]
+    scaled_BV = logits_BV / temperatures_B[:, None].where(~is_greedy_B1, 1.0)
+    if top_ks_B is not None:
+        ordered_BV = scaled_BV.sort(-1, descending=True).values
+        kth_B1 = ordered_BV.gather(1, top_ks_B.clamp(max=logits_BV.shape[1])[:, None] - 1)
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < kth_B1, -torch.inf)
+    probs_BV = scaled_BV.softmax(-1)
+    ordered_BV, index_BV = probs_BV.sort(-1, descending=True)
+    # What a token's likelier ones add up to: that of the first of those that tie with it.
+    before_BV = (ordered_BV.cumsum(-1) - ordered_BV).masked_fill(ordered_BV == ordered_BV.roll(1, -1), -1.0)
+    before_BV[:, 0] = 0.0
+    is_in_BV = before_BV.cummax(-1).values < top_ps_B[:, None]
+    is_kept_BV = torch.zeros_like(is_in_BV).scatter_(1, index_BV, is_in_BV)
+    is_kept_BV &= probs_BV >= min_ps_B[:, None] * probs_BV.amax(-1, keepdim=True)
+    probs_BV = probs_BV.where(is_kept_BV, 0.0)
+    greedy_BV = torch.nn.functional.one_hot(logits_BV.argmax(-1), logits_BV.shape[1]).float()
+    return (probs_BV / probs_BV.sum(-1, keepdim=True)).where(~is_greedy_B1, greedy_BV)
