@@ -18,6 +18,13 @@ WORDS = WORD_LIST.split()
 # Models end an answer early where they may: this one is asked for at length, for servers that refuse `ignore_eos`.
 INSTRUCTION = ". Write a very long story in which all of these words come up, and do not stop early."
 INSTRUCTION_TOKENS = 21
+
+# What a model that is asked to correct them only copies.
+SENTENCE = "The {} of the {} was in the {}, and the {} was near the {}."
+SENTENCE_WORDS = 5
+SENTENCE_TOKENS = 18
+PROOFREAD = "\n\nCorrect the spelling of the text above and write it out again."
+PROOFREAD_TOKENS = 15
 TEMPLATE_TOKENS = 30  # what the default model's chat template puts around a message, its system message included
 
 
@@ -25,7 +32,8 @@ TEMPLATE_TOKENS = 30  # what the default model's chat template puts around a mes
 class Scenario:
     """A number of requests, `concurrency` of them under way at any time. Lengths are in tokens of the default model.
 
-    `shared_tokens` of each prompt are the same words for all requests of a round; everything else differs, from the first word on.
+    `shared_tokens` of each prompt are the same words for all requests of a round; everything else differs, from the first word on. With
+    `is_copy` the answer is the text in the prompt, where the model does as it is told.
     """
 
     name: str
@@ -34,9 +42,13 @@ class Scenario:
     prompt_tokens: int
     output_tokens: int
     shared_tokens: int = 0
+    is_copy: bool = False
 
     def prompts(self, seed: str, num_prompts: int) -> list[str]:
         """User messages. The same seed gives the same ones; other seeds give others, shared words included."""
+        if self.is_copy:
+            num_sentences = (self.prompt_tokens - TEMPLATE_TOKENS - PROOFREAD_TOKENS) // SENTENCE_TOKENS
+            return [sentences(num_sentences, f"{seed} {index}") + PROOFREAD for index in range(num_prompts)]
         shared = words(self.shared_tokens, f"{seed} shared")
         num_own_words = self.prompt_tokens - self.shared_tokens - INSTRUCTION_TOKENS - TEMPLATE_TOKENS
         return [" ".join(shared + words(num_own_words, f"{seed} {index}")) + INSTRUCTION for index in range(num_prompts)]
@@ -50,10 +62,16 @@ def words(count: int, seed: str) -> list[str]:
     return random.Random(seed).choices(WORDS, k=count)
 
 
+def sentences(count: int, seed: str) -> str:
+    chosen = iter(words(count * SENTENCE_WORDS, seed))
+    return " ".join(SENTENCE.format(*(next(chosen) for _ in range(SENTENCE_WORDS))) for _ in range(count))
+
+
 SCENARIOS = [
     Scenario("concurrency-1", concurrency=1, num_requests=4, prompt_tokens=118, output_tokens=128),
     Scenario("concurrency-8", concurrency=8, num_requests=16, prompt_tokens=118, output_tokens=128),
     Scenario("concurrency-32", concurrency=32, num_requests=32, prompt_tokens=118, output_tokens=128),
     Scenario("prefill", concurrency=8, num_requests=8, prompt_tokens=1490, output_tokens=1),
     Scenario("shared-prefix", concurrency=4, num_requests=16, prompt_tokens=1070, output_tokens=16, shared_tokens=1000),
+    Scenario("ngram", concurrency=1, num_requests=4, prompt_tokens=207, output_tokens=96, is_copy=True),
 ]
