@@ -98,7 +98,7 @@ class GrammarChoice:
             raise
         except RecursionError:
             outcome = CompileOutcome.REFUSED
-            raise UnsupportedGrammar("nested too deeply", spec.param) from None
+            raise ConstraintTooLarge("nested too deeply", spec.param) from None
         finally:
             self.counts.add(name, outcome, time.perf_counter() - began_at)
 

@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Iterator
 
-from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.gbnf import to_lark
 from penstock.plugins.grammars.gbnf_syntax import GbnfError
 from penstock.plugins.grammars.llguidance_json import read_schema, schema_source
-from penstock.plugins.grammars.llguidance_regex import UnwritableRegex
+from penstock.plugins.grammars.llguidance_regex import OversizedRegex, UnwritableRegex
 
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
@@ -41,6 +41,8 @@ def client_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
         return to_lark(spec.text)
     except GbnfError as error:
         raise UnsupportedGrammar(f"{error}, at line {error.line}, column {error.column}", spec.param) from error
+    except OversizedRegex as error:
+        raise ConstraintTooLarge(str(error), spec.param) from error
     except UnwritableRegex as error:
         raise UnsupportedGrammar(str(error), spec.param) from error
 

@@ -85,8 +85,10 @@ def test_no_backend_is_asked_after_one_that_says_that_the_constraint_is_too_larg
     assert backends.compile(SCHEMA, "last") == Grammar(last)
 
 
-def test_what_nests_too_deeply_for_a_backend_is_refused() -> None:
-    assert choice(one=Backend(RecursionError())).compile(SCHEMA, None) == Refusal("nested too deeply", "")
+def test_what_nests_too_deeply_for_a_backend_is_refused_without_asking_others() -> None:
+    next_one = Backend()
+    assert choice(one=Backend(RecursionError()), two=next_one).compile(SCHEMA, None) == Refusal("nested too deeply", "")
+    assert not next_one.specs
 
 
 def test_a_refusal_keeps_its_place_for_a_request_with_another_field() -> None:
