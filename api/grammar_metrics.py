@@ -1,12 +1,10 @@
 """What `/metrics` shows of constraints: what compiling them took, and what the cache spares."""
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from penstock.engine.grammar_stats import BOUNDS, CompileSeconds, GrammarStats
 
@@ -59,4 +57,4 @@ class GrammarCollector(Collector):
 
 def _buckets(times: CompileSeconds) -> list[tuple[str, float]]:
     """As Prometheus has them: each holds what is in those before it."""
-    return [(floatToGoString(bound), number) for bound, number in zip((*BOUNDS, math.inf), accumulate(times.counts), strict=True)]
+    return list(zip((*map(str, BOUNDS), "+Inf"), accumulate(times.counts), strict=True))
