@@ -1,70 +1,114 @@
-"""Times linear layers with plain and with packed weights on the CPU, for the shapes of the default model.
+"""Times linear layers on the CPU: packed weights of 16 or 32 bits against weights of 4 and 8 bits and against torch's own of 4.
 
-    python benchmarks/linear.py [--dtype float32] [--threads 2] [--rounds 30]
+    python benchmarks/linear.py [--shapes 8b] [--dtype float32] [--threads 2] [--rows 1 8 32]
 
-Each line is one kind of layer at one number of rows (tokens in a step): the median time of a pass through all layers of that kind, each
-with its own weights, and how many times faster packed ones are. Plain and packed take turns.
+Each line is one kind of layer at one number of rows (tokens in a step). The numbers are milliseconds of a pass through all layers of that
+kind, each with its own weights: the least of many passes, as neighbours on a machine only ever add to them. In brackets stands how many
+times faster than packed weights that is: the median over rounds, in which all variants take turns.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.packed_linear import PackedLinear, can_pack
+from penstock.engine.quantized_linear import QuantizedLinear, can_quantize
+from penstock.engine.quantized_weight import GROUP_SIZE, quantized
 
-LAYERS = {  # in_features, out_features and how many, as the engine fuses them
-    "qkv_proj": (576, 960, 30),
-    "o_proj": (576, 576, 30),
-    "gate_up_proj": (576, 3072, 30),
-    "down_proj": (1536, 576, 30),
-    "lm_head": (576, 49_152, 1),
+SHAPES = {  # in_features, out_features and how many, as the engine fuses them
+    "default": {
+        "qkv_proj": (576, 960, 30),
+        "o_proj": (576, 576, 30),
+        "gate_up_proj": (576, 3072, 30),
+        "down_proj": (1536, 576, 30),
+        "lm_head": (576, 49_152, 1),
+    },
+    "8b": {"o_proj": (4096, 4096, 2), "up_proj": (4096, 14_336, 1), "down_proj": (14_336, 4096, 1)},
 }
-ROWS = (1, 8, 32)
+MIN_ROUNDS, MAX_ROUNDS = 3, 60
+Layer = Callable[[Tensor], Tensor]
 
 
-def milliseconds(layers: Sequence[nn.Module], x: Tensor) -> float:
-    started = time.perf_counter()
+class TorchInt4:
+    """What torch has for 4 bits, in groups of 32 with scales of the rows' type."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        weight = quantized(linear.weight.detach(), 4)
+        self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes_OI.int(), 2)
+        scales_OG = weight.scales_OG.float()
+        zeros_OG = weight.minimums_OG.float() + 8 * scales_OG
+        self._numbers = torch.stack([scales_OG.T, zeros_OG.T], dim=-1).to(linear.weight.dtype).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._weight, GROUP_SIZE, self._numbers)  # type: ignore[no-any-return]
+
+
+VARIANTS: dict[str, Callable[[nn.Linear], Layer]] = {
+    "packed": PackedLinear,
+    "int4": lambda linear: QuantizedLinear(quantized(linear.weight.detach(), 4), None),
+    "int8": lambda linear: QuantizedLinear(quantized(linear.weight.detach(), 8), None),
+    "torch int4": TorchInt4,
+}
+
+
+def milliseconds(layers: Sequence[Layer], x: Tensor) -> float:
+    # One thread's own time does not count what neighbours take.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
     for layer in layers:
         layer(x)
-    return (time.perf_counter() - started) * 1000
+    return (clock() - started) * 1000
 
 
-def compare(plain: Sequence[nn.Module], packed: Sequence[nn.Module], x: Tensor, rounds: int) -> tuple[float, float]:
-    """The median milliseconds of both, after a round that is not counted."""
-    times = [(milliseconds(plain, x), milliseconds(packed, x)) for _ in range(rounds + 1)][1:]
-    return statistics.median(first for first, _ in times), statistics.median(second for _, second in times)
+def compare(variants: Sequence[Sequence[Layer]], x: Tensor, seconds: float) -> list[list[float]]:
+    """Each round's milliseconds of every variant, after a round that is not counted, for about as long as given."""
+    rounds = [[milliseconds(layers, x) for layers in variants]]
+    num_rounds = min(max(int(seconds * 1000 / sum(rounds[0])), MIN_ROUNDS), MAX_ROUNDS)
+    rounds += [[milliseconds(layers, x) for layers in variants] for _ in range(num_rounds)]
+    return rounds[1:]
+
+
+def show(name: str, rows: int, least: Sequence[float], ratios: Sequence[float]) -> None:
+    cells = [f"{least[0]:>16.3f}", *(f"{time:>9.3f} ({ratio:4.2f})" for time, ratio in zip(least[1:], ratios[1:], strict=True))]
+    print(f"{name:<14} {rows:>4}", *cells, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plain against packed linear layers on the CPU.")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and rows (default: %(default)s)")
+    parser = argparse.ArgumentParser(description="Packed and quantized linear layers on the CPU.")
+    parser.add_argument("--shapes", choices=SHAPES, default="default", help="the default model's or a Llama of 8B's (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of rows (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a matrix product (default: one per core)")
-    parser.add_argument("--rounds", type=int, default=30, help="timed passes of each (default: %(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 1024], help="(default: 1 8 32 128 1024)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each line (default: %(default)s)")
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
-    if not can_pack(dtype):
-        raise SystemExit(f"this build of torch or this processor has no packed kernels for {arguments.dtype}")
+    if not can_pack(dtype) or not can_quantize():
+        raise SystemExit(f"there are no kernels for {arguments.dtype} here")
     torch.set_num_threads(arguments.threads)
-    totals = dict.fromkeys(ROWS, (0.0, 0.0))
-    print(f"{'layers':<14} {'rows':>4} {'plain ms':>9} {'packed ms':>9} {'ratio':>6}")
+    totals = {rows: [0.0] * len(VARIANTS) for rows in arguments.rows}
+    print(f"{'layers':<14} {'rows':>4}", *(f"{variant:>16}" for variant in VARIANTS))
     with torch.inference_mode():
-        for name, (in_features, out_features, count) in LAYERS.items():
+        for name, (in_features, out_features, count) in SHAPES[arguments.shapes].items():
             plain = [nn.Linear(in_features, out_features, bias=False, dtype=dtype) for _ in range(count)]
-            packed = [PackedLinear(layer) for layer in plain]
-            for rows in ROWS:
-                times = compare(plain, packed, torch.randn(rows, in_features, dtype=dtype), arguments.rounds)
-                totals[rows] = (totals[rows][0] + times[0], totals[rows][1] + times[1])
-                show(name, rows, *times)
-    for rows, times in totals.items():
-        show("all", rows, *times)
+            variants = [[make(linear) for linear in plain] for make in VARIANTS.values()]
+            for rows in arguments.rows:
+                times = compare(variants, torch.randn(rows, in_features, dtype=dtype), arguments.seconds)
+                least = [min(column) for column in zip(*times, strict=True)]
+                ratios = [statistics.median(packed / other for packed, other in zip(*pair, strict=True)) for pair in column_pairs(times)]
+                totals[rows] = [total + time for total, time in zip(totals[rows], least, strict=True)]
+                show(name, rows, least, ratios)
+    for rows, least in totals.items():
+        show("all", rows, least, [least[0] / time for time in least])
 
 
-def show(name: str, rows: int, plain: float, packed: float) -> None:
-    print(f"{name:<14} {rows:>4} {plain:>9.3f} {packed:>9.3f} {plain / packed:>6.2f}")
+def column_pairs(times: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """The first column with every column."""
+    columns = list(zip(*times, strict=True))
+    return [(columns[0], column) for column in columns]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ def _quantized_linear(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_fe
     library = native_library()
     if library is None or x.dtype not in (torch.bfloat16, torch.float32):
         return torch_linear(x, blocks_TGB, bias, out_features)
+    assert blocks_TGB.is_contiguous()
+    assert x.shape[-1] == blocks_TGB.shape[1] * GROUP_SIZE
+    assert bias is None or bias.dtype == x.dtype
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], out_features)
     library.penstock_quantized_linear(
