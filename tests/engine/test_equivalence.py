@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.model_loader import LoadedModel, load_model
+from penstock.engine.ngram_proposer import NgramProposer
 from penstock.engine.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run
-from tests.fakes import VOCAB_SIZE, byte_tokenizer
+from tests.fakes import VOCAB_SIZE, byte_tokenizer, drive, make_request, tokens
 from tests.tiny_models import ARCHITECTURES, WINDOW, tiny_model
 
 NUM_NEW_TOKENS = 24
@@ -212,6 +213,31 @@ def test_a_seed_draws_the_same_alone_and_in_a_batch() -> None:
         together = [result.token_ids for result in run_all(core, model.prompts, n=2, **params)]
     assert together == alone
     assert all(first != second for first, second in zip(alone[::2], alone[1::2], strict=True))
+
+
+def guess_well(self: NgramProposer, num_tokens: int, *, answers: dict[tuple[int, ...], list[int]]) -> list[int]:
+    """What transformers says, but for every seventh token. Of prompts that begin alike, the longest come first."""
+    known = len(self._token_ids)
+    whole = next([*prompt, *answer] for prompt, answer in answers.items() if self._token_ids[: len(prompt)] == list(prompt))
+    return [(token_id + (place % 7 == 0)) % VOCAB_SIZE for place, token_id in enumerate(whole[known : known + num_tokens], start=known)]
+
+
+@pytest.mark.parametrize(("name", "num_blocks"), [("llama", None), ("llama", 18), ("gemma2", None), ("gpt_oss", None)])
+def test_tokens_tried_ahead_are_those_of_the_model_or_are_dropped(
+    name: str, num_blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = subject(name)
+    answers = {tuple(entry.prompt): entry.token_ids for entry in sorted(model.references, key=lambda entry: -len(entry.prompt))}
+    monkeypatch.setattr(NgramProposer, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
+    monkeypatch.setattr(NgramProposer, "propose", functools.partialmethod(guess_well, answers=answers))
+    with engine(model.loaded, num_blocks=num_blocks) as core:
+        for number, entry in enumerate(model.references):
+            core.add(make_request(str(number), entry.prompt, max_tokens=NUM_NEW_TOKENS, ignore_eos=True))
+        said = drive(core)
+        stats = core.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert (stats.num_preemptions > 0) == (num_blocks is not None)
+    assert [tokens(said[str(number)]) for number in range(len(said))] == [entry.token_ids for entry in model.references]
 
 
 def test_the_torch_path_says_what_the_native_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
