@@ -62,7 +62,7 @@ class GrammarMatcher(Protocol):
     """The state of one sequence in a grammar.
 
     Used by one thread at a time, not always the same: `fill_bitmask` and `forced_tokens` run beside the event loop, where 10 ms for one
-    sequence are noticed by nobody else; `advance`, `rollback` and `finished` run on it as well and must be quick. An error ends the sequence.
+    sequence are noticed by nobody else; `advance`, `rollback` and `finished` run on either and must be quick. An error ends the sequence.
     """
 
     def fill_bitmask(self, row: "Tensor") -> None:
