@@ -122,10 +122,11 @@ class _Reading:
         self.has_places_only = self.has_one_base and not document.has_anchors
         self.is_lenient = is_lenient
         self.is_inlined = is_inlined
-        self.has_checked_types = False
+        self.is_looked_through = False
         self.inlined: list[str] = []  # references within each other that are being replaced
         self.targets: dict[str, Any] = {}
         self.num_inlined = 0
+        self.written: dict[str, str] = {}  # references as they are in what is compiled
         self.refers = False  # to anything in it
         self.warnings: list[str] = []
         self.origins: dict[int, Steps] = {id(part): place for place, part in walk(root)} if is_inlined else {}
@@ -205,8 +206,8 @@ class _Reading:
 
     def rewrite(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
         """Says the keyword with others, where that is exact; else refuses it or, in a lenient schema, leaves it out."""
-        if keyword != "format" and not self.has_checked_types:
-            self.check_types()
+        if keyword != "format" and not self.is_looked_through:
+            self.look_through()
         self.num_rewritten += 1
         num_warnings = len(self.warnings)
         try:
@@ -215,8 +216,6 @@ class _Reading:
             additions = self.rewriting.additions(schema, keyword)
             if additions is None:
                 return
-            if additions and not self.origins:  # what is put together of the client's schemas is found again where the client has it
-                self.origins = {id(part): place for place, part in walk(self.root)}
             additions = [self.exact(addition, steps) for addition in additions]
         except (Inexpressible, TypeError, AttributeError):  # the last two where a value is not what the keyword takes
             del self.warnings[num_warnings:]
@@ -224,12 +223,15 @@ class _Reading:
             return
         replace_keyword(exact, keyword, additions)
 
-    def check_types(self) -> None:
-        """In what is rewritten, a type that nobody knows would be one that no value has, and nobody would say so."""
-        self.has_checked_types = True
-        counts = reachable(self.root)
+    def look_through(self) -> None:
+        """Once, for what is rewritten: a type that nobody knows would be one that no value has there, and nobody would say so.
+
+        And what is put together of the client's schemas is found again where the client has it.
+        """
+        self.is_looked_through = True
         for place, schema in walk(self.root):
-            if has_unknown_type(schema) and (self.has_identifiers or pointer(place) in counts):
+            self.origins[id(schema)] = place
+            if "type" in schema and has_unknown_type(schema) and (self.has_identifiers or pointer(place) in reachable(self.root)):
                 raise self.refusal("`type`: no type of JSON", (*place, "type"))
 
     def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
@@ -257,12 +259,15 @@ class _Reading:
                 raise self.refusal("a reference to another document is not followed", (*steps, keyword))
             if self.has_places_only and (own := self.within(reference)) is not None:
                 reference = schema[keyword] = own
-        if reference.startswith("#/") and self.has_one_base:
+        if reference in self.written:
+            schema[keyword] = self.written[reference]
+        elif reference.startswith("#/") and self.has_one_base:
             place, target = resolve(self.root, unquote(reference), self.param + path((*steps, keyword)))
             if self.has_places_only or not REWRITTEN.isdisjoint(place):
-                schema[keyword] = self.definitions.refer(unquote(reference), target, typed_steps(self.root, place))
+                written = self.definitions.refer(unquote(reference), target, typed_steps(self.root, place))
             else:
-                schema[keyword] = quote(unquote(reference), safe="#/$~")
+                written = quote(unquote(reference), safe="#/$~")
+            schema[keyword] = self.written[reference] = written
 
     def within(self, reference: str) -> str | None:
         """A reference by the document's own name as one without; None for others."""
