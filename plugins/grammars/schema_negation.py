@@ -95,7 +95,7 @@ class Negation:
                 return self._of_properties(value, depth)
             case (("additionalProperties" | "patternProperties"), _) if self._is_partial:
                 return []
-            case (("additionalProperties" | "items"), (True | {})):
+            case (("additionalProperties" | "items"), _) if value is True or value == {}:
                 return []
             case "not", _:
                 return [value]

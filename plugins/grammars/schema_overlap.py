@@ -124,7 +124,21 @@ class Overlap:
         left_values, right_values = values_of(left), values_of(right)
         if left_values is not None and right_values is not None:
             return self._keys_of(left_values).isdisjoint(self._keys_of(right_values))
+        if shared == {"array"}:
+            return (_least(left) > 0 or _least(right) > 0) and self._have_disjoint_items(left, right, depth)
         return shared == {"object"} and self._have_disjoint_members(left, right, depth)
+
+    def share_the_empty_array_only(self, left: Any, right: Any, types: frozenset[str]) -> bool:
+        """Whether no other value of these types satisfies both."""
+        left, right = self.follow(left), self.follow(right)
+        if not isinstance(left, dict) or not isinstance(right, dict):
+            return False
+        return self._all_types(left) & self._all_types(right) & types == {"array"} and self._have_disjoint_items(left, right, 0)
+
+    def _have_disjoint_items(self, left: Schema, right: Schema, depth: int) -> bool:
+        if not all(isinstance(schema.get("items"), dict) and "prefixItems" not in schema for schema in (left, right)):
+            return False
+        return self.are_disjoint(left["items"], right["items"], depth=depth + 1)
 
     def _all_types(self, schema: Schema) -> frozenset[str]:
         if id(schema) not in self._types:
@@ -151,6 +165,11 @@ def _has_more(schema: Schema) -> bool:
 def _cost(schema: Schema) -> int:
     """In steps."""
     return 1 + len(values_of(schema) or ()) // VALUES_PER_STEP
+
+
+def _least(schema: Schema) -> int:
+    least = schema.get("minItems", 0)
+    return least if isinstance(least, int) else 0
 
 
 def _member(schema: Schema, name: str) -> Any:

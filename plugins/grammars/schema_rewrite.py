@@ -190,6 +190,8 @@ class Rewriting:
 
     def _outside(self, rival: Any, part: Any, types: frozenset[str]) -> list[Any]:
         """What of the rival's opposite can be met by `part`."""
+        if self._overlap.share_the_empty_array_only(part, rival, types):
+            return [{"minItems": 1}]
         try:
             opposite, is_whole = self._negation().of(rival), True
         except Inexpressible:

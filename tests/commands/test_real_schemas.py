@@ -1,0 +1,28 @@
+"""Schemas as people write them: manifests, Kubernetes, Snowplow, GeoJSON, FHIR, OpenAPI, tools, and each keyword by itself."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from penstock.commands.grammar_bench import GrammarBench
+from penstock.commands.grammar_trial import run_trial
+from penstock.plugins.grammars.llguidance import LlguidanceBackend
+from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
+
+CASES = Path(__file__).with_name("real_schemas.jsonl").read_bytes().splitlines()
+
+
+def test_instances_are_told_apart() -> None:
+    """None wrongly where a schema is enforced exactly, which most are; the keywords that are not are told in docs/grammars.md."""
+    bench = GrammarBench({"llguidance": LlguidanceBackend}, TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    try:
+        trial = asyncio.run(run_trial(bench, CASES, None, is_strict=False))
+    finally:
+        bench.close()
+    assert not trial.malformed
+    assert {json.loads(line)["name"] for line in CASES} == {result.case.name for result in trial.results}
+    assert [(result.case.name, failure) for result in trial.of_mode("exact") for failure in result.failures] == []
+    assert [result.case.name for result in trial.of_mode("refused")] == []
+    assert [result.case.name for result in trial.of_mode("lenient") for failure in result.failures if failure.is_valid] == []
+    assert len(trial.of_mode("exact")) > 0.86 * len(CASES)
+    assert sum(result.is_right for result in trial.results) > 0.91 * len(CASES)
