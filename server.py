@@ -51,7 +51,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(arguments: Arguments, plugins: "Plugins") -> None:
     """Loads the model and serves until a signal. The address is taken first: a port that is in use should not cost a model's loading."""
-    from penstock.assembly import assemble
+    from penstock.engine.lean_imports import triton_left_out
+
+    with triton_left_out(arguments.engine.device):
+        from penstock.assembly import assemble
+    from penstock.engine.memory import release_heap
 
     started = time.monotonic()
     listener = bind(arguments.host, arguments.port)
@@ -60,6 +64,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
         assembled.context.compile_grammar.warm_up()
         # What was loaded lives as long as the process. A collection that walks through all of it would hold up every stream for 0.2 s.
         gc.collect()
+        release_heap()
         gc.freeze()
         asyncio.run(run(arguments, assembled, listener, started))
         gc.unfreeze()  # else extensions such as triton's report what was never collected as leaked, in forty lines

@@ -52,6 +52,11 @@ def settle_memory(model: nn.Module) -> None:
     """Gives back what loading leaves behind: the mapped weight file, which its smallest unpacked tensor keeps in memory, and freed heap."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    release_heap()
+
+
+def release_heap() -> None:
+    """Gives memory back to the operating system that was freed and kept for later."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
         if trim is not None:
