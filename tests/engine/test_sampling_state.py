@@ -1,6 +1,9 @@
+import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.engine.penalties import Penalties
 from penstock.engine.sampling_params import SamplingParams
@@ -83,6 +86,26 @@ def test_top_k_counts_only_where_it_takes_something_away(top_k: int, limit: int 
 def first_number(seed: int | None, seed_offset: int = 0) -> float | None:
     generator = make_state(seed=seed, seed_offset=seed_offset).generator
     return None if generator is None else generator.random()
+
+
+@given(output=st.lists(st.integers(0, 9), max_size=8), ahead=st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_a_state_ahead_is_what_the_state_becomes(output: list[int], ahead: list[int]) -> None:
+    params: dict[str, Any] = {"min_tokens": 5, "seed": 3, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    words = [[1, 2], [3], [4, 4, 5]]
+
+    def seen(state: SamplingState) -> list[Any]:
+        assert state.counts is not None
+        assert state.generator is not None
+        counts = dict(zip(state.counts.ids.tolist(), state.counts.counts.tolist(), strict=True))
+        return [sorted(state.masked_ids()), counts, copy.copy(state.generator).random(), state.num_output_tokens]
+
+    state = append_all(make_state([1, 5], words, **params), output)
+    before = seen(state)
+    tried = state
+    for token_id in ahead:
+        tried = tried.ahead(token_id)
+    assert seen(tried) == seen(append_all(make_state([1, 5], words, **params), output + ahead))
+    assert seen(state) == before
 
 
 def test_seeds_and_offsets_give_numbers_of_their_own_and_no_seed_gives_none() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine import mask_fill
 from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammar import GrammarKind, GrammarSpec
@@ -195,7 +196,8 @@ def test_tokens_are_drawn_from_the_models_own_distribution(params: dict[str, Any
     assert 0.2 < core.stats().num_accepted_tokens / core.stats().num_draft_tokens < 0.8
 
 
-def test_what_a_grammar_forbids_is_never_said_however_much_the_text_suggests_it() -> None:
+def test_what_a_grammar_forbids_is_never_said_however_much_the_text_suggests_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_fill, "DRAFT_TIME", 60.0)
     schema = '{"properties": {"a": {"type": "array", "items": {"enum": [1, 12]}}}, "required": ["a"], "additionalProperties": false}'
     grammar = LlguidanceBackend(TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})).compile(GrammarSpec(GrammarKind.JSON_SCHEMA, schema))
     prompt = '{"a": [1, 12, 1, 12, 13, 12, 1, 3]}'
