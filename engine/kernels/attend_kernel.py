@@ -21,6 +21,13 @@ def first_state(sinks: tl.tensor, heads: tl.tensor, has_sink: tl.tensor, ROWS: t
 
 
 @triton.jit
+def converted(cached: tl.tensor, like: tl.tensor) -> tl.tensor:
+    if cached.dtype != like.dtype:
+        cached = cached.to(tl.float32).to(like.dtype)  # straight from 8 bits to bfloat16, Triton 3.6 fails on sm_89
+    return cached
+
+
+@triton.jit
 def attend(
     accumulator: tl.tensor,  # [ROWS, VALUE_PADDED] float32, with row_max and row_sum [ROWS]: the state so far
     row_max: tl.tensor,
@@ -58,7 +65,7 @@ def attend(
         tokens = key_positions % BLOCK_SIZE
         key_offsets = blocks * key_block_stride + tokens * key_token_stride
         key_DN = tl.load(keys + key_offsets[None, :] + key_dims[:, None], mask=is_key[None, :] & (key_dims[:, None] < KEY_SIZE), other=0.0)
-        scores = tl.dot(query, key_DN.to(query.dtype), input_precision="ieee") * scaling
+        scores = tl.dot(query, converted(key_DN, query), input_precision="ieee") * scaling
         if softcap is not None:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # softcap * tanh(scores / softcap)
         scores *= LOG2_E
@@ -79,6 +86,6 @@ def attend(
         )
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
-        accumulator = tl.dot(weights.to(query.dtype), value_ND.to(query.dtype), accumulator, input_precision="ieee")
+        accumulator = tl.dot(weights.to(query.dtype), converted(value_ND, query), accumulator, input_precision="ieee")
         row_max = new_max
     return accumulator, row_max, row_sum
