@@ -47,6 +47,8 @@ class _Order:
         for keyword, part in schema.items():
             if keyword in _OF_MEMBERS and isinstance(part, dict | list):
                 yield keyword, part
+            elif keyword == "dependentRequired" and isinstance(part, dict):
+                yield from (("required", [name, *names]) for name, names in part.items() if name in value and isinstance(names, list))
             elif keyword == "$ref" and isinstance(part, str) and part not in within:
                 yield from self._parts(self._target(part), value, (*within, part), has_alternatives=has_alternatives)
             elif keyword == "allOf" and isinstance(part, list):

@@ -21,6 +21,7 @@ schemas = st.recursive(
             "items": inner,
             **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), st.lists(inner, max_size=2)),
             **dict.fromkeys(("then", "additionalProperties"), inner),
+            "dependentRequired": st.dictionaries(st.sampled_from("abc"), st.lists(st.sampled_from("abc")), max_size=2),
             "dependentSchemas": st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
             "patternProperties": st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
         },
@@ -45,6 +46,7 @@ def test_the_value_stays_the_same(value: Any, schema: Any) -> None:
         {"if": {}, "then": AB},
         {"dependentSchemas": {"b": AB}},
         {"required": ["a", "b"]},
+        {"dependentRequired": {"c": ["b"], "a": ["b"]}},
         {"properties": {"a": {}}},
     ],
 )
