@@ -5,6 +5,7 @@ from typing import Any
 from penstock.plugins.grammars.schema_walk import Steps, walk
 
 _DEFINITION = "#/$defs/"
+MAX_ROUNDS = 8  # of looking through all definitions; what takes more is left to be found while it is generated
 _OTHER_TYPES = frozenset({"null", "boolean", "integer", "number", "string"})  # whose values hold no others
 
 
@@ -27,10 +28,20 @@ def without_endless(content: dict[str, Any]) -> Steps | None:
 
 class _Search:
     def __init__(self, content: dict[str, Any]) -> None:
-        targets = {_DEFINITION + name: schema for name, schema in content.get("$defs", {}).items()} | {"#": content}
+        targets = {"#": content, **{_DEFINITION + name: schema for name, schema in content.get("$defs", {}).items()}}
         self.endless = set(targets)
-        while ended := [reference for reference in self.endless if self.has_end(targets[reference])]:
-            self.endless.difference_update(ended)
+        order = [*reversed(targets)]  # what is referred to mostly stands behind what refers to it
+        for _ in range(MAX_ROUNDS):
+            ended = [reference for reference in order if reference in self.endless and self._ends(reference, targets[reference])]
+            if not ended:
+                return
+        self.endless.clear()
+
+    def _ends(self, reference: str, target: Any) -> bool:
+        has_end = self.has_end(target)
+        if has_end:
+            self.endless.discard(reference)
+        return has_end
 
     def has_end(self, schema: Any) -> bool:
         """Whether a value may satisfy it, where none does what is still taken for endless. Bounds and the like are not looked at."""

@@ -1,3 +1,4 @@
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,3 +55,17 @@ def test_a_document_that_requires_itself_is_refused() -> None:
     with pytest.raises(UnsupportedGrammar, match="leads back") as caught:
         schema_grammar({"type": "object", "properties": {"child": {"$ref": "#"}}, "required": ["child"]}, param="p")
     assert caught.value.param == "p.properties.child.$ref"
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_long_chains_of_definitions_are_told_from_endless_ones(step: int) -> None:
+    chain = [f"d{number}" for number in range(40)][::step]
+    followed = {
+        name: {"type": "object", "properties": {"x": {"$ref": f"#/$defs/{after}"}}, "required": ["x"]} for name, after in pairwise(chain)
+    }
+    ending = {**followed, chain[-1]: {"type": "null"}}
+    assert accepts(
+        schema_grammar({"$ref": f"#/$defs/{chain[0]}", "$defs": dict(sorted(ending.items()))}), '{"x": ' * 39 + "null" + "}" * 39
+    )
+    with pytest.raises(UnsupportedGrammar, match="leads back"):
+        schema_grammar({"$ref": f"#/$defs/{chain[0]}", "$defs": {**followed, chain[-1]: {"$ref": f"#/$defs/{chain[0]}"}}})
