@@ -388,9 +388,10 @@ def test_the_limits_in_the_docs_are_those_of_the_code() -> None:
     names = (
         *("MAX_TEXT", "MAX_GRAMMAR", "MAX_RULES", "MAX_REPEATS", "MAX_INTERSECTIONS", "MAX_SET", "MAX_REGEX", "MAX_REGEXES", "MAX_DEPTH"),
         *("MAX_DEPTH_BEHIND_REFERENCES", "MAX_PROPERTIES", "MAX_SCHEMAS", "MAX_JOINED_PATTERNS", "MAX_CHOICES", "MAX_COMPOSITE_CHOICES"),
-        "MAX_CONSTRAINED_PARTS",
+        "MAX_COMPOSITE_VALUES",
     )
-    limits = [getattr(grammar_limits, name) for name in names] + [int(TIME_LIMIT)]
+    divisors = [2**grammar_limits.MAX_DIVISOR_BITS, grammar_limits.MAX_DIVISORS]
+    limits = [getattr(grammar_limits, name) for name in names] + divisors + [grammar_limits.MAX_CONSTRAINED_PARTS, int(TIME_LIMIT)]
     assert re.findall(r"^\| [^|]+ \| ([\d,]+) \|$", page, re.MULTILINE) == [f"{limit:,}" for limit in limits]
 
 
