@@ -101,6 +101,12 @@ def test_input_of_any_layout_is_taken() -> None:
         assert torch.equal(layer(x), layer(x.clone(memory_format=torch.contiguous_format)))
 
 
+@pytest.mark.parametrize("bias", [None, torch.ones(50)])
+def test_compilers_are_told_the_truth_about_the_operator(bias: Tensor | None) -> None:
+    blocks = pack(random_weight(50, 64, 4))
+    torch.library.opcheck(torch.ops.penstock.quantized_linear.default, (torch.randn(2, 3, 64), blocks, bias, 50))
+
+
 @needs_kernel
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
