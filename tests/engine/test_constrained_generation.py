@@ -70,6 +70,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     max_num_batched_tokens=st.sampled_from([1, 4, 9, 200]),
     enable_prefix_caching=st.booleans(),
     grace=st.sampled_from([0.0, 60.0]),
+    rows_for_weights=st.sampled_from([None, 1000.0]),
 )
 @settings(deadline=None, max_examples=60)
 def test_forced_and_late_tokens_are_those_that_would_have_been_sampled(
@@ -79,6 +80,7 @@ def test_forced_and_late_tokens_are_those_that_would_have_been_sampled(
     max_num_batched_tokens: int,
     enable_prefix_caching: bool,
     grace: float,
+    rows_for_weights: float | None,
 ) -> None:
     core = make_core(
         letter_after,
@@ -89,6 +91,7 @@ def test_forced_and_late_tokens_are_those_that_would_have_been_sampled(
         max_model_len=40,
         enable_prefix_caching=enable_prefix_caching,
         grace=grace,
+        rows_for_weights=rows_for_weights,
     )
     said: dict[str, list[SequenceDelta]] = {}
     for number, (options, num_steps) in enumerate(plan):

@@ -62,6 +62,21 @@ def test_others_go_on_step_by_step_while_a_mask_is_being_filled(release: threadi
     assert tokens(said["walk"]) == tokens(alone(2, max_tokens=12))
 
 
+def test_a_grammar_that_was_late_gets_no_drafts(release: threading.Event) -> None:
+    core = make_core(saying("ab" * 40), grace=0.02, rows_for_weights=1000.0)
+    core.add(make_request("slow", "ab" * 5, grammar=Grammar(lambda: Blocked(1, release)), max_tokens=mask_filler.NUM_MASKS_APART - 1))
+    core.step()
+    release.set()
+    said = drive(core)["slow"]
+    assert core.stats().num_drafts == 0
+    assert tokens(said) == tokens(
+        generate(
+            make_core(saying("ab" * 40)), make_request(prompt="ab" * 5, grammar=Grammar(lambda: Walk(1)), max_tokens=len(tokens(said)))
+        )
+    )
+    runner_of(core).shutdown()
+
+
 def test_once_late_a_grammar_is_filled_apart_and_takes_nobody_back(release: threading.Event) -> None:
     matcher = Blocked(1, release)
     core = make_core(grace=0.02)
