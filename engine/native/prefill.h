@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common.h"
+#include "pack_bfloat16.h"
 #include "vector.h"
 
 namespace {
@@ -24,6 +25,7 @@ constexpr int64_t QUERY_TILE = 48;
 constexpr int64_t ROWS = 6;       // of a register tile: 6 x 64 sums, as many as registers hold
 constexpr int64_t COLUMNS = 64;
 constexpr int64_t MAX_VALUE_SIZE = 256;
+constexpr int64_t VECTORS = KEY_TILE / 16;  // of one query's scores
 
 #ifdef __AVX512BF16__
 constexpr bool HAS_BFLOAT16_PRODUCTS = true;
@@ -44,11 +46,12 @@ struct Product<BFloat16> {
     static constexpr int64_t STEP = HAS_BFLOAT16_PRODUCTS ? 2 : 1;
 };
 
-// sums[6][64] += a[6][depth] * b[depth][64]; a's rows are `a_stride` apart, b's rows are packed.
+// sums[6][64] = or += a[6][depth] * b[depth][64]; a's rows are `a_stride` apart, b's rows are packed.
+template <bool ADDS>
 inline void multiply(float* sums, int64_t sums_stride, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth) {
     Vector tile[ROWS][4];
     for (int64_t r = 0; r < ROWS; ++r)
-        for (int64_t v = 0; v < 4; ++v) tile[r][v] = *reinterpret_cast<const Vector*>(sums + r * sums_stride + 16 * v);
+        for (int64_t v = 0; v < 4; ++v) tile[r][v] = ADDS ? *reinterpret_cast<const Vector*>(sums + r * sums_stride + 16 * v) : Vector{};
     for (int64_t k = 0; k < depth; ++k) {
         const Vector* row = reinterpret_cast<const Vector*>(b + k * b_stride);
         const Vector b0 = row[0], b1 = row[1], b2 = row[2], b3 = row[3];
@@ -66,10 +69,11 @@ inline void multiply(float* sums, int64_t sums_stride, const float* a, int64_t a
 }
 
 #ifdef __AVX512BF16__
+template <bool ADDS>
 inline void multiply(float* sums, int64_t sums_stride, const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {
     __m512 tile[ROWS][4];
     for (int64_t r = 0; r < ROWS; ++r)
-        for (int64_t v = 0; v < 4; ++v) tile[r][v] = _mm512_loadu_ps(sums + r * sums_stride + 16 * v);
+        for (int64_t v = 0; v < 4; ++v) tile[r][v] = ADDS ? _mm512_loadu_ps(sums + r * sums_stride + 16 * v) : _mm512_setzero_ps();
     for (int64_t k = 0; k < depth; k += 2) {
         const BFloat16* row = b + (k / 2) * b_stride;
         __m512bh columns[4];
@@ -121,6 +125,24 @@ struct Prefill {
         Element* packed_keys = key_tile(head, tile);
         Element* packed_values = value_tile(head, tile);
         const int64_t first = tile * KEY_TILE, last = std::min(first + KEY_TILE, context_len);
+#ifdef __AVX512BF16__
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (key_size % 32 == 0 && value_size % COLUMNS == 0) {
+                for (int64_t i = 0; i < KEY_TILE; i += 16) {
+                    const T *key_rows[16], *value_rows[16];
+                    const int64_t count = std::clamp<int64_t>(last - first - i, 0, 16);
+                    for (int64_t r = 0; r < count; ++r) {
+                        const int64_t position = first + i + r, slot = block_table[position / block_size] * block_size + position % block_size;
+                        key_rows[r] = key_cache + (slot * num_kv_heads + head) * key_size;
+                        value_rows[r] = value_cache + (slot * num_kv_heads + head) * value_size;
+                    }
+                    pack_keys(packed_keys + 2 * i, KEY_TILE, key_rows, count, key_size);
+                    pack_values(packed_values + i * value_columns(), value_rows, count, value_size);
+                }
+                return;
+            }
+        }
+#endif
         std::memset(static_cast<void*>(packed_keys), 0, key_depth() * KEY_TILE * sizeof(Element));
         std::memset(static_cast<void*>(packed_values), 0, KEY_TILE * value_columns() * sizeof(Element));
         for (int64_t position = first; position < last; ++position) {
@@ -142,7 +164,7 @@ struct Prefill {
         const int64_t kv_head = head / (num_heads / num_kv_heads), columns = value_columns(), depth = key_depth();
         alignas(64) Element rows[QUERY_TILE * MAX_VALUE_SIZE];
         alignas(64) Element weights[QUERY_TILE * KEY_TILE];
-        alignas(64) float scores[QUERY_TILE * KEY_TILE];
+        alignas(64) float scores[ROWS * KEY_TILE];
         alignas(64) float sums[QUERY_TILE * MAX_VALUE_SIZE];
         float maxima[QUERY_TILE];
         Vector totals[QUERY_TILE];  // of each row's weights, added up lane by lane
@@ -159,14 +181,14 @@ struct Prefill {
         for (int64_t tile = first_visible / KEY_TILE; tile * KEY_TILE <= last_position; ++tile) {
             const Element* packed_keys = key_tile(kv_head, tile);
             const Element* packed_values = value_tile(kv_head, tile);
-            std::memset(scores, 0, padded_rows * KEY_TILE * sizeof(float));
-            for (int64_t r = 0; r < padded_rows; r += ROWS)
-                multiply(scores + r * KEY_TILE, KEY_TILE, rows + r * depth, depth, packed_keys, KEY_TILE * STEP, depth);
-            for (int64_t r = 0; r < num_rows; ++r)
-                weigh(scores + r * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_position + r, tile);
+            for (int64_t first = 0; first < num_rows; first += ROWS) {
+                multiply<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth);
+                for (int64_t r = first; r < std::min(first + ROWS, num_rows); ++r)
+                    weigh(scores + (r - first) * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_position + r, tile);
+            }
             for (int64_t column = 0; column < columns; column += COLUMNS)
                 for (int64_t r = 0; r < padded_rows; r += ROWS)
-                    multiply(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP, columns * STEP,
+                    multiply<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP, columns * STEP,
                              KEY_TILE);
         }
         for (int64_t r = 0; r < num_rows; ++r) {
@@ -186,15 +208,17 @@ struct Prefill {
             for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = std::tanh(scores[i] * options.scaling / options.softcap);
             factor = options.softcap * LOG2_E;
         }
-        Vector* row = reinterpret_cast<Vector*>(scores);
-        for (int64_t v = 0; v < KEY_TILE / 16; ++v) row[v] *= factor;
+        Vector row[VECTORS];
+        for (int64_t v = 0; v < VECTORS; ++v) row[v] = reinterpret_cast<const Vector*>(scores)[v] * factor;
         const int64_t end = position - first_key + 1;
         const int64_t begin = options.window > 0 ? position - options.window + 1 - first_key : 0;
         if (end < KEY_TILE || begin > 0) {
-            for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = i >= begin && i < end ? scores[i] : HIDDEN;
+            IntVector key = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            const int32_t from = static_cast<int32_t>(std::max<int64_t>(begin, 0)), to = static_cast<int32_t>(std::min(end, KEY_TILE));
+            for (int64_t v = 0; v < VECTORS; ++v, key += 16) row[v] = (key >= from) & (key < to) ? row[v] : HIDDEN - Vector{};
         }
         Vector highest_lanes = row[0];
-        for (int64_t v = 1; v < KEY_TILE / 16; ++v) highest_lanes = row[v] > highest_lanes ? row[v] : highest_lanes;
+        for (int64_t v = 1; v < VECTORS; ++v) highest_lanes = row[v] > highest_lanes ? row[v] : highest_lanes;
         const float highest = std::max(maximum, highest_of(highest_lanes));
         if (highest > maximum) {
             const float correction = power_of_two(Vector{} + (maximum - highest))[0];
@@ -203,7 +227,7 @@ struct Prefill {
             for (int64_t d = 0; d < columns; d += 16) *reinterpret_cast<Vector*>(sums + d) *= correction;
             maximum = highest;
         }
-        for (int64_t v = 0; v < KEY_TILE / 16; ++v) {
+        for (int64_t v = 0; v < VECTORS; ++v) {
             const Vector weight = power_of_two(row[v] - highest);
             total += weight;
             convert(weights + 16 * v, weight);

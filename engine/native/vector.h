@@ -19,18 +19,26 @@ typedef int32_t IntVector __attribute__((vector_size(64), aligned(4), may_alias)
 constexpr float LOG2_E = 1.44269504f;
 constexpr float HIDDEN = -1e30f;  // finite, so that a tile with nothing to see makes no NaN; what it adds is wiped out by the first real score
 
-// 2^x for x <= 0, to about 1e-7 relative; 2^-126 for whatever is less.
-inline Vector power_of_two(Vector x) {
-    x = x > -126.0f ? x : -126.0f - Vector{};
-    const IntVector n = __builtin_convertvector(x - 0.5f, IntVector);  // truncated: the nearest integer, as x is not positive
-    const Vector f = x - __builtin_convertvector(n, Vector);
+// 2^f for f within half of 0, to about 1e-7 relative.
+inline Vector power_within_half(Vector f) {
     Vector p = 1.5403530e-4f * f + 1.3333558e-3f;
     p = p * f + 9.6181291e-3f;
     p = p * f + 5.5504109e-2f;
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    return (Vector)((IntVector)p + (n << 23));
+    return p * f + 1.0f;
+}
+
+// 2^x for x <= 0. What is too small for a number comes out as 0 or as 2^-126.
+inline Vector power_of_two(Vector x) {
+#ifdef __AVX512F__
+    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (Vector)_mm512_scalef_ps((__m512)power_within_half(x - (Vector)n), n);
+#else
+    x = x > -126.0f ? x : -126.0f - Vector{};
+    const IntVector n = __builtin_convertvector(x - 0.5f, IntVector);  // truncated: the nearest integer, as x is not positive
+    return (Vector)((IntVector)power_within_half(x - __builtin_convertvector(n, Vector)) + (n << 23));
+#endif
 }
 
 inline float highest_of(Vector x) {
