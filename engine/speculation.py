@@ -6,7 +6,7 @@ from penstock.engine.ngram_proposer import NgramProposer
 
 MAX_DRAFT = 16  # tokens
 MIN_ACCURACY = 0.3  # of so few guesses as are remembered, less may be luck
-MIN_MAX_ROWS = 32
+MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
 
 
 @dataclass(slots=True)

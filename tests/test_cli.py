@@ -23,7 +23,7 @@ EVERY_FLAG = """
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
-    --kv-cache-memory 2GiB --no-prefix-caching --max-waiting-requests 4 --compile off --threads 2 --seed 11
+    --kv-cache-memory 2GiB --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none --threads 2 --seed 11
 """
 
 
@@ -72,6 +72,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         max_waiting_requests=4,
         compile="off",
         seed=11,
+        speculation="none",
         num_threads=2,
         trust_remote_code=True,
     )
