@@ -3,8 +3,10 @@
 import functools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor
 from penstock.engine import attention
 from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.batch import Batch, slots_of
-from penstock.engine.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes
+from penstock.engine.cuda_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.forward import compute_logits
 from penstock.engine.kv_cache import KVCache
@@ -204,6 +206,61 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs(caplog: pytest.Lo
     assert graphs.sizes == []
     assert "Decode steps of 4 rows and fewer run without CUDA graphs: RuntimeError: operation not permitted" in caplog.text
     assert graphs.run(make_batch((5, 6))) is None
+
+
+class FakeCuda:
+    """The calls that a recorder makes of `torch.cuda`, and the stream that is current."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+        self.calls: list[str] = []
+        self.current = "default"
+        self.fails = fails
+        side = SimpleNamespace(
+            wait_stream=lambda stream: self.calls.append(f"wait for {stream}"), synchronize=lambda: self.calls.append("synchronize")
+        )
+        graph = SimpleNamespace(replay=lambda: self.calls.append("replay"))
+        replaced: dict[str, Any] = {
+            "Stream": lambda device: side,
+            "graph_pool_handle": lambda: (0, 1),
+            "current_stream": lambda: self.current,
+            "CUDAGraph": lambda: graph,
+            "stream": self._stream,
+            "graph": self._graph,
+        }
+        for name, stand_in in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    @contextmanager
+    def _stream(self, stream: object) -> Iterator[None]:
+        before, self.current = self.current, "side"
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def _graph(self, graph: object, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, capture_error_mode) == ((0, 1), "thread_local")
+        self.calls.append("begin")
+        yield
+        self.current = "side"  # where the capture has failed, torch does not come back from here
+        if self.fails:
+            raise RuntimeError("capture failed")
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_recorder_warms_up_before_it_captures_and_comes_back_to_its_stream(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    cuda = FakeCuda(monkeypatch, fails)
+    recorder = CudaRecorder(torch.device("cuda"))
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        replay = recorder.capture(lambda: cuda.calls.append(f"work on {cuda.current}"))
+    assert cuda.current == "default"
+    expected = ["wait for default", "work on side", "synchronize", "begin", "work on side"]
+    if not fails:
+        replay()
+        expected += ["end", "replay"]
+    assert cuda.calls == expected
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from torch import Tensor
 from penstock.engine.attention_cuda import paged_attention_cuda
 from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.attention_options import AttentionOptions
+from penstock.engine.batch import Batch
+from penstock.engine.cuda_graphs import DecodeInputs
 from penstock.engine.kernels import references
 
 Launch = Callable[..., Any]
@@ -104,6 +106,22 @@ def test_padding_gets_zeros_and_writes_nothing(launch: Launch, query_lens: tuple
     assert launched.result[sum(query_lens) :].abs().sum() == 0
     num_written = (launched.arguments["key_cache"] != arguments["key_cache"]).any(-1).any(-1).sum()
     assert num_written == sum(query_lens) - 1
+
+
+def test_a_graphs_tensors_give_what_the_batch_gives_whatever_was_in_them_before(launch: Launch) -> None:
+    inputs = DecodeInputs.of_padding(4, table_width=9, max_context_len=9 * BLOCK_SIZE, device=torch.device("cpu"))
+    for context_lens in [(130, 33, 70), (20, 51)]:  # the second leaves rows and entries of the first behind
+        arguments = make_arguments(context_lens, (1,) * len(context_lens), AttentionOptions(0.125))
+        num_rows = len(context_lens)
+        ids_1T = torch.zeros(1, num_rows, dtype=torch.int64)
+        inputs.load(Batch(ids_1T, ids_1T, arguments["metadata"], ids_1T[0], [], [], [], None, []))
+    expected = reference(arguments)
+    padding = {name: torch.randn(4 - num_rows, *arguments[name].shape[1:]) for name in ("query_THD", "key_THD", "value_THD")}
+    padded = {name: torch.cat([arguments[name], rows]) for name, rows in padding.items()}
+    launched = launch(paged_attention_cuda, **arguments | padded | {"metadata": inputs.attention})
+    torch.testing.assert_close(launched.result[:num_rows], expected, atol=2e-5, rtol=0)
+    assert launched.result[num_rows:].abs().sum() == 0
+    assert (launched.arguments["key_cache"] != arguments["key_cache"]).any(-1).any(-1).sum() == num_rows
 
 
 def test_states_as_models_give_them_need_not_have_dense_heads(launch: Launch) -> None:
