@@ -38,7 +38,8 @@ def random_model(shape: Shape, device: torch.device) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             shape.config(MAX_LEN), attn_implementation="sdpa", dtype=torch.bfloat16
         )
-    return model.eval().requires_grad_(False)
+    model.train(False).requires_grad_(False)
+    return model
 
 
 def wide_tokenizer(vocab_size: int) -> Tokenizer:

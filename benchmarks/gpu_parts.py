@@ -143,7 +143,9 @@ def _generate_records(
 def _generate_batch_s(model: Any, shape: Shape, count: int, lens: tuple[int, int], batching: ContinuousBatchingConfig) -> float:
     """From the first request's start to the last one's end: setting up its cache and graphs is not counted."""
     prompt_len, output_len = lens
-    config = GenerationConfig(max_new_tokens=output_len, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=output_len, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     outputs = model.generate_batch(
         inputs=random_prompts(count, prompt_len, shape.vocab_size, seed=time.perf_counter_ns()),
         generation_config=config,

@@ -100,5 +100,5 @@ def sample_kernel(
                     pivot = drawn
                     mass = likelier
             draw_number += 1
-    tl.store(token_ids + row, token.to(tl.int64))
-    tl.store(is_possible + row, can_give.to(tl.int8))
+    tl.store(token_ids + row, token)
+    tl.store(is_possible + row, tl.where(can_give, 1, 0))
