@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.native_library import native_library
 from penstock.engine.quantized_linear import STEP, TILE, num_bits
 from penstock.engine.quantized_weight import GROUP_SIZE, QuantizedWeight
 
@@ -18,8 +19,17 @@ class QuantizedEmbedding(nn.Module):
         self.register_buffer("blocks", blocks_TGB, persistent=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows_NI = unpacked_rows(self.blocks, token_ids.flatten()).dequantized().to(self.dtype)
-        return rows_NI.view(*token_ids.shape, rows_NI.shape[1])
+        ids_N = token_ids.flatten()
+        library = native_library() if token_ids.device.type == "cpu" else None
+        if library is None:
+            rows_NI = unpacked_rows(self.blocks, ids_N).dequantized()
+        else:
+            num_groups = self.blocks.shape[1]
+            rows_NI = torch.empty(len(ids_N), num_groups * GROUP_SIZE)
+            library.penstock_quantized_rows(
+                rows_NI.data_ptr(), self.blocks.data_ptr(), ids_N.data_ptr(), len(ids_N), num_groups, num_bits(self.blocks)
+            )
+        return rows_NI.to(self.dtype).view(*token_ids.shape, rows_NI.shape[1])
 
 
 def unpacked_rows(blocks_TGB: Tensor, rows_N: Tensor) -> QuantizedWeight:

@@ -11,6 +11,7 @@
 #include "panel_linear.h"
 #include "prefill.h"
 #include "quantized_linear.h"
+#include "quantized_lookup.h"
 
 extern "C" {
 
@@ -51,6 +52,12 @@ void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_
     } else {
         most_probable_of_rows(token_ids, static_cast<const float*>(logits), num_rows, vocab_size, stride);
     }
+}
+
+// out [num_rows, num_groups * 32] gets these rows of the weight that the blocks hold.
+void penstock_quantized_rows(float* out, const uint8_t* blocks, const int64_t* rows, int64_t num_rows, int64_t num_groups, int64_t bits) {
+    auto* function = bits == 4 ? &quantized_rows<4> : &quantized_rows<8>;
+    function(out, blocks, rows, num_rows, num_groups);
 }
 
 // Whether this processor multiplies bfloat16: `penstock_panel_linear` and `penstock_run_decoder` do nothing where it does not.

@@ -5,10 +5,12 @@ import torch
 
 from penstock.engine import decoder_trial
 from penstock.engine.decoder_trial import install_native_decoder
+from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.model_loader import LoadedModel
 from penstock.engine.native_decoder import NativeDecoder
 from penstock.engine.native_library import native_library
+from penstock.engine.quantized_linear import quantize_linears
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
@@ -51,6 +53,17 @@ def test_an_engine_says_what_the_models_own_code_says(name: str, monkeypatch: py
         deviation = (result.logits_TV - each.logits_TV).norm() / each.logits_TV.norm()
         assert deviation < 3e-2
     core.runner.shutdown()
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", OF_THIS_FORM)
+def test_layers_of_few_bits_are_taken_too(name: str, bits: int) -> None:
+    model = tiny_model(name, head_dim=64, hidden_size=64).bfloat16()
+    fuse_linears(model)
+    quantize_linears(model, bits)
+    loaded = loaded_model(model)
+    assert install_native_decoder(loaded, cache_for(loaded))
 
 
 @needs_kernels

@@ -27,6 +27,7 @@ FUNCTIONS = (
     "penstock_has_bfloat16_products",
     "penstock_most_probable",
     "penstock_panel_linear",
+    "penstock_quantized_rows",
     "penstock_run_decoder",
     "penstock_quantized_linear",
 )

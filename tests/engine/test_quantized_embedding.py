@@ -18,12 +18,13 @@ def test_rows_are_those_of_the_weight(bits: int, num_rows: int) -> None:
     assert torch.equal(found.dequantized(), weight.dequantized()[rows])
 
 
-def test_token_ids_of_any_shape_become_rows_of_the_type_asked_for() -> None:
-    weight = quantized(torch.randn(20, 32), 8)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_token_ids_of_any_shape_become_rows_of_the_type_asked_for(bits: int) -> None:
+    weight = quantized(torch.randn(20, 96), bits)
     linear = QuantizedLinear(weight, None)
     embedding = QuantizedEmbedding(linear.blocks, torch.bfloat16)
     assert embedding.blocks is linear.blocks
     for shape in ((), (3,), (1, 0), (2, 5)):
         token_ids = torch.randint(20, shape)
         assert torch.equal(embedding(token_ids), weight.dequantized().bfloat16()[token_ids])
-    assert embedding.to("meta")(torch.zeros(1, 4, dtype=torch.long, device="meta")).shape == (1, 4, 32)
+    assert embedding.to("meta")(torch.zeros(1, 4, dtype=torch.long, device="meta")).shape == (1, 4, 96)

@@ -1,0 +1,42 @@
+// Single rows of a weight of 4 or 8 bits, as numbers: what an embedding looks up.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "quantized_product.h"
+
+namespace {
+
+inline float half_at(const uint8_t* from) {
+    _Float16 half;
+    std::memcpy(&half, from, sizeof(half));
+    return static_cast<float>(half);
+}
+
+// out [num_groups * GROUP] is row `row` of the weight that the blocks hold.
+template <int BITS>
+void quantized_row(float* out, const uint8_t* blocks, int64_t row, int64_t num_groups) {
+    const uint8_t* block = blocks + row / TILE * num_groups * BLOCK_BYTES<BITS>;
+    const int64_t lane = row % TILE;
+    for (int64_t g = 0; g < num_groups; ++g, block += BLOCK_BYTES<BITS>) {
+        const uint8_t* numbers = block + CODE_BYTES<BITS> + 2 * lane;
+        const float scale = half_at(numbers), minimum = BITS == 4 ? half_at(numbers + 2 * TILE) : -128.0f * scale;
+        for (int64_t i = 0; i < GROUP; ++i) {
+            // Four columns of each of the tile's rows, eight times; of 4 bits, the last four times in the upper halves.
+            const int64_t index = i / 4 * 4 * TILE + lane * 4 + i % 4;
+            const uint8_t byte = block[index % CODE_BYTES<BITS>];
+            const int32_t code = BITS == 8 ? byte : index < CODE_BYTES<BITS> ? byte & 15 : byte >> 4;
+            out[g * GROUP + i] = scale * static_cast<float>(code) + minimum;
+        }
+    }
+}
+
+template <int BITS>
+void quantized_rows(float* out, const uint8_t* blocks, const int64_t* rows, int64_t num_rows, int64_t num_groups) {
+#pragma omp parallel for schedule(static) if (num_rows > 16)
+    for (int64_t i = 0; i < num_rows; ++i) quantized_row<BITS>(out + i * num_groups * GROUP, blocks, rows[i], num_groups);
+}
+
+}  // namespace
