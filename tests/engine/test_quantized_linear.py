@@ -8,11 +8,16 @@ from torch import Tensor, nn
 
 from penstock.engine.decoder_layers import decoder_layers, layer_kind
 from penstock.engine.fused_linear import FusedPart, fuse_linears
-from penstock.engine.native_library import FLAGS, SOURCE, find_compiler
+from penstock.engine.native_library import FLAGS, SOURCE, find_compiler, processor_features
 from penstock.engine.quantized_linear import QuantizedLinear, can_quantize, pack, quantize_linears, torch_linear, unpack
 from penstock.engine.quantized_weight import GROUP_SIZE, QuantizedWeight, quantized
 from tests.tiny_models import tiny_model
 
+ENTRY = """
+extern "C" void linear(void* out, void* x, uint8_t* blocks, void* bias, int64_t rows, int64_t groups, int64_t outputs, int64_t bits) {
+    (bits == 4 ? quantized_linear<4> : quantized_linear<8>)(out, x, blocks, bias, rows, groups, outputs, false);
+}
+"""
 needs_kernel = pytest.mark.skipif(not can_quantize(), reason="there is no C++ compiler here")
 
 
@@ -188,17 +193,22 @@ def test_layers_to_skip_and_those_of_other_sizes_stay() -> None:
 
 
 @needs_kernel
-def test_a_processor_without_these_instructions_computes_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", [[], ["-mavx2", "-mfma", "-mf16c"], ["-mavx2", "-mavxvnni"]])
+def test_processors_without_these_instructions_compute_the_same(features: list[str], tmp_path: Path) -> None:
     compiler = find_compiler()
     assert compiler is not None
-    flags = [flag for flag in FLAGS if flag not in ("-O3", "-march=native")]
-    subprocess.run([compiler, "-O1", *flags, "-o", str(tmp_path / "kernels.so"), str(SOURCE)], check=True, capture_output=True)
-    library = ctypes.CDLL(str(tmp_path / "kernels.so"))
-    library.penstock_quantized_linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
+    if not all(f" {feature.removeprefix('-m')} " in processor_features().replace("avx_vnni", "avxvnni") for feature in features):
+        pytest.skip("this processor has no such instructions")
+    source, library_path = tmp_path / "linear.cpp", tmp_path / "linear.so"
+    source.write_text(f'#include "{SOURCE.parent / "quantized_linear.h"}"\n' + ENTRY)
+    flags = [flag for flag in FLAGS if flag != "-march=native"]
+    subprocess.run([compiler, *flags, *features, "-o", str(library_path), str(source)], check=True, capture_output=True)
+    library = ctypes.CDLL(str(library_path))
+    library.linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4
     for bits in (4, 8):
         layer, x = QuantizedLinear(random_weight(50, 96, bits), torch.randn(50)), torch.randn(20, 96)
         result = torch.empty(20, 50)
         assert layer.bias is not None
         pointers = (result.data_ptr(), x.data_ptr(), layer.blocks.data_ptr(), layer.bias.data_ptr())
-        library.penstock_quantized_linear(*pointers, 20, 96, 50, bits, False)
+        library.linear(*pointers, 20, 3, 50, bits)
         torch.testing.assert_close(result, layer(x), rtol=1e-5, atol=1e-5)
