@@ -19,14 +19,15 @@
 namespace {
 
 inline float half_to_float(uint16_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
+    // The exponent counts from another number, which a product makes up for; infinity and NaN have exponents of their own.
+    const uint32_t wide = static_cast<uint32_t>(half & 0x7fff) << 13, sign = static_cast<uint32_t>(half & 0x8000) << 16;
     float result;
-    if (exponent == 0) {
-        result = static_cast<float>(fraction) * 0x1p-24f;
-        return sign ? -result : result;
-    }
-    const uint32_t wide = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
     std::memcpy(&result, &wide, sizeof(result));
+    result *= 0x1p112f;
+    uint32_t bits;
+    std::memcpy(&bits, &result, sizeof(bits));
+    bits = (wide >= 31u << 23 ? wide | 0x7f800000u : bits) | sign;
+    std::memcpy(&result, &bits, sizeof(result));
     return result;
 }
 
@@ -51,19 +52,19 @@ inline float multiply_add(float a, float b, float c) {
 
 #ifndef __AVX2__
 
-typedef int16_t Shorts __attribute__((vector_size(32)));
-typedef int32_t Ints __attribute__((vector_size(32)));
-typedef int64_t Longs __attribute__((vector_size(32)));
+typedef int16_t Shorts __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+typedef int64_t Longs __attribute__((vector_size(16)));
 
 template <int BITS>
 struct UnpackedBlock {
-    static constexpr int64_t STEPS = 8, QUARTERS = 4;
+    static constexpr int64_t STEPS = 8, EIGHTHS = 8;
     static constexpr int64_t STEPS_TO_SUM = BITS == 4 ? 8 : 2;  // sixteen bits hold as many pairs of products: of 15, or of 128, and 127
 
-    Shorts codes[STEPS][QUARTERS];  // those of 8 bits without the 128 that they are more than what they stand for
+    Shorts codes[STEPS][EIGHTHS];  // those of 8 bits without the 128 that they are more than what they stand for
 
     explicit UnpackedBlock(const uint8_t* block) {
-        int16_t unpacked[STEPS * QUARTERS * 16];
+        int16_t unpacked[STEPS * EIGHTHS * 8];
         for (int64_t i = 0; i < CODE_BYTES<BITS>; ++i) {
             unpacked[i] = static_cast<int16_t>(BITS == 4 ? block[i] & 15 : block[i] - 128);
             if constexpr (BITS == 4) unpacked[i + CODE_BYTES<BITS>] = block[i] >> 4;
@@ -73,19 +74,19 @@ struct UnpackedBlock {
 
     // For each row of the tile the sum of its products with the group.
     void multiply(int32_t* dots, const RowGroup& x) const {
-        Shorts sums[QUARTERS] = {};
-        Ints pairs[QUARTERS] = {};
+        Shorts sums[EIGHTHS] = {};
+        Ints pairs[EIGHTHS] = {};
         for (int64_t step = 0; step < STEPS; ++step) {
             int16_t four[4];
             for (int64_t i = 0; i < 4; ++i) four[i] = x.codes[4 * step + i];
             int64_t pattern;
             std::memcpy(&pattern, four, sizeof(pattern));
-            for (int64_t q = 0; q < QUARTERS; ++q) sums[q] += codes[step][q] * (Shorts)(Longs{} + pattern);
+            for (int64_t e = 0; e < EIGHTHS; ++e) sums[e] += codes[step][e] * (Shorts)(Longs{} + pattern);
             if (step % STEPS_TO_SUM != STEPS_TO_SUM - 1) continue;
-            for (int64_t q = 0; q < QUARTERS; ++q) {
-                const Ints both = (Ints)sums[q];
-                pairs[q] += ((both << 16) >> 16) + (both >> 16);
-                sums[q] = Shorts{};
+            for (int64_t e = 0; e < EIGHTHS; ++e) {
+                const Ints both = (Ints)sums[e];
+                pairs[e] += ((both << 16) >> 16) + (both >> 16);
+                sums[e] = Shorts{};
             }
         }
         int32_t halves[2 * TILE];
