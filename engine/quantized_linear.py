@@ -115,7 +115,9 @@ def unpack(blocks_TGB: Tensor, out_features: int) -> QuantizedWeight:
         codes_TGC = torch.cat([codes_TGC & 15, codes_TGC >> 4], dim=-1)
     codes = codes_TGC.unflatten(-1, (GROUP_SIZE // STEP, TILE, STEP)).permute(0, 3, 1, 2, 4)  # type: ignore[no-untyped-call]
     codes_OI = codes.reshape(num_tiles * TILE, num_groups * GROUP_SIZE)[:out_features]
-    scales_OG, *minimums_OG = (part.transpose(1, 2).flatten(0, 1)[:out_features] for part in numbers_TGN.split(TILE, dim=-1))
+    scales_OG, *minimums_OG = (
+        part.transpose(1, 2).flatten(0, 1)[:out_features] for part in numbers_TGN.chunk(2 if bits == 4 else 1, dim=-1)
+    )
     return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG[0] if minimums_OG else -128 * scales_OG)
 
 
