@@ -21,10 +21,13 @@ class NgramProposer:
         self._source: int | None = None
         self.accuracy = FIRST_ACCURACY
 
+    @property
+    def has_guess(self) -> bool:
+        return self._source is not None
+
     def propose(self, num_tokens: int) -> list[int]:
-        """So many tokens, or none where the text's end has not been found before. Everything has to be read."""
-        if self._source is None:
-            return []
+        """So many tokens. Everything has to have been read, and there has to be a guess."""
+        assert self._source is not None
         ids = self._token_ids
         draft = ids[self._source : self._source + num_tokens]
         while len(draft) < num_tokens:  # the text ends within what it repeats, and so on

@@ -193,23 +193,25 @@ class Scheduler:
 
     def _speculate(self, speculation: Speculation, step: Step, budget: TokenBudget) -> None:
         """Gives drafts what the step has left of tokens and blocks; nobody is pushed out for them."""
-        num_rows = sum(step.num_tokens.values())
-        num_sequences = sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items())
-        num_left = min(budget.left, max(self.max_num_seqs, MIN_MAX_ROWS) - len(step.num_tokens))
-        for sequence, num_tokens in step.num_tokens.items():
-            proposer = sequence.ready_proposer
-            if num_tokens > 1 or proposer is None:
-                continue
+        ready = {
+            sequence: proposer
+            for sequence, num_tokens in step.num_tokens.items()
+            if num_tokens == 1 and (proposer := sequence.ready_proposer) is not None
+        }
+        lengths = speculation.share(
+            list(ready.values()),
+            min(budget.left, max(self.max_num_seqs, MIN_MAX_ROWS) - len(step.num_tokens)),
+            num_rows=sum(step.num_tokens.values()),
+            num_sequences=sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items()),
+        )
+        for (sequence, proposer), length in zip(ready.items(), lengths, strict=True):
             # A block for each of those that run, for what they will certainly say.
             num_blocks = len(sequence.block_table) + max(0, self.pool.num_free - len(self.running))
             room = num_blocks * self.block_size - len(sequence.token_ids)
-            limit = min(num_left, room, sequence.max_tokens - sequence.num_output_tokens - 1)
-            draft = speculation.draft(proposer, limit, num_rows=num_rows, num_sequences=num_sequences)
-            if draft:
-                self._extend_blocks(sequence, num_tokens + len(draft))
-                step.drafts[sequence] = draft
-                num_rows += len(draft)
-                num_left -= len(draft)
+            num_tokens = min(length, room, sequence.max_tokens - sequence.num_output_tokens - 1)
+            if num_tokens > 0:
+                self._extend_blocks(sequence, 1 + num_tokens)
+                step.drafts[sequence] = proposer.propose(num_tokens)
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)

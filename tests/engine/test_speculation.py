@@ -248,17 +248,31 @@ def test_drafts_end_as_soon_as_they_stop_being_right() -> None:
     assert core.stats().num_draft_tokens - before.num_draft_tokens < 0.15 * 300
 
 
+def proposers_of(*accuracies: float) -> list[NgramProposer]:
+    proposers = [NgramProposer([1, 2, 3] * 9, 1) for _ in accuracies]
+    for proposer, accuracy in zip(proposers, accuracies, strict=True):
+        proposer.read()
+        proposer.accuracy = accuracy
+    return proposers
+
+
 @pytest.mark.parametrize(("num_sequences", "is_worth_it"), [(1, True), (8, True), (12, False), (64, False)])
 def test_many_sequences_need_surer_guesses(num_sequences: int, is_worth_it: bool) -> None:
-    ids_so_far = [1, 2, 3] * 9
-    proposer = NgramProposer(ids_so_far, 1)
-    proposer.read()
-    proposer.accuracy = 0.5
-    draft = Speculation(12.0).draft(proposer, 99, num_rows=num_sequences, num_sequences=num_sequences)
-    assert bool(draft) is is_worth_it
-    proposer.accuracy = 1.0
-    assert len(Speculation(12.0).draft(proposer, 99, num_rows=num_sequences, num_sequences=num_sequences)) == MAX_DRAFT
-    assert len(Speculation(12.0).draft(proposer, 5, num_rows=num_sequences, num_sequences=num_sequences)) == 5
+    def length(accuracy: float, limit: int) -> int:
+        return Speculation(12.0).share(proposers_of(accuracy), limit, num_rows=num_sequences, num_sequences=num_sequences)[0]
+
+    assert (length(0.5, 99) > 0) is is_worth_it
+    assert length(1.0, 99) == MAX_DRAFT
+    assert length(1.0, 5) == 5
+
+
+def test_the_likeliest_tokens_are_tried_first_and_no_more_than_others_can_bear() -> None:
+    lengths = Speculation(12.0).share(proposers_of(0.8, 0.2, 0.9, 0.7, 0.8, 0.9), 99, num_rows=6, num_sequences=6)
+    assert sum(lengths) == MAX_DRAFT
+    assert lengths[2] + lengths[5] > lengths[0] + lengths[4] > lengths[3] >= lengths[1] == 0
+    assert abs(lengths[2] - lengths[5]) <= 1
+    assert abs(lengths[0] - lengths[4]) <= 1
+    assert sum(Speculation(12.0).share(proposers_of(*[1.0] * 60), 999, num_rows=60, num_sequences=60)) == 36
 
 
 def test_nothing_is_tried_where_a_logits_processor_may_remember_what_it_saw() -> None:
