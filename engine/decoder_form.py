@@ -99,9 +99,9 @@ def _read_layer(layer: Any) -> LayerForm:
     _require(isinstance(getattr(attention, "scaling", None), float), "its attention says no scaling")
     return LayerForm(
         query_key_value=_read_fused([attention.q_proj, attention.k_proj, attention.v_proj]),
-        output=_read_linear(attention.o_proj),
+        output=read_linear(attention.o_proj),
         gate_up=_read_fused([mlp.gate_proj, mlp.up_proj]),
-        down=_read_linear(mlp.down_proj),
+        down=read_linear(mlp.down_proj),
         input_norm=_weight_of(layer.input_layernorm),
         post_norm=_weight_of(layer.post_attention_layernorm),
         query_norm=_weight_of(attention.q_norm) if has_norms else None,
@@ -114,10 +114,11 @@ def _read_fused(parts: list[nn.Module]) -> LinearForm:
     wholes = {part.fused for part in parts if isinstance(part, FusedPart)}
     if len(wholes) != 1 or not all(isinstance(part, FusedPart) for part in parts):
         raise UnsuitableModel("its projections are not fused")
-    return _read_linear(wholes.pop().linear)
+    return read_linear(wholes.pop().linear)
 
 
-def _read_linear(linear: nn.Module) -> LinearForm:
+def read_linear(linear: nn.Module) -> LinearForm:
+    """Raises `UnsuitableModel` for one whose weight the kernels do not read."""
     if isinstance(linear, QuantizedLinear):
         return LinearForm(linear.bits, linear.in_features, linear.out_features, linear.blocks, linear.bias)
     if isinstance(linear, PackedLinear) and not packed_weight(linear).is_mkldnn:
