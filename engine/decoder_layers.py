@@ -33,7 +33,7 @@ def layer_kind(layer: nn.Module) -> str:
             settings = {
                 name: setting
                 for name, setting in vars(module).items()
-                if isinstance(setting, bool | int | float | str) and name != "layer_idx" and not name.startswith("_")
+                if isinstance(setting, bool | int | float | str) and name not in ("layer_idx", "training") and not name.startswith("_")
             }
             yield f"{path} {type(module).__qualname__} {sorted(settings.items())}"
 

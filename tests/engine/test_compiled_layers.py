@@ -9,6 +9,7 @@ import torch
 from penstock.engine.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.decoder_layers import decoder_layers
 from penstock.engine.native_library import find_compiler
+from penstock.engine.quantization import quantize_plain
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import tiny_model
 
@@ -18,9 +19,11 @@ PROMPTS = [[7, 8, 9], list(range(40)), [5]]
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 def test_compiled_layers_say_what_the_layers_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    model = tiny_model("llama")
+    # Of each layer, one linear layer has a number of inputs that cannot be in groups of 32; the others are quantized.
+    model = tiny_model("llama", intermediate_size=80).requires_grad_(False)
     model.config.save_pretrained(tmp_path)
-    loaded = replace(loaded_model(model), directory=tmp_path)
+    quantize_plain(model, "int8")
+    loaded = replace(loaded_model(model), directory=tmp_path, quantization="int8")
     core = core_over(loaded)
     expected = run(core, PROMPTS, max_tokens=6)
     compilation = LayerCompilation(loaded)
@@ -32,7 +35,7 @@ def test_compiled_layers_say_what_the_layers_said(tmp_path: Path, monkeypatch: p
     assert all(isinstance(layer.forward, CompiledLayer) for layer in layers)
     for before, after in zip(expected, run(core, PROMPTS, max_tokens=6), strict=True):
         assert after.token_ids == before.token_ids
-        torch.testing.assert_close(after.logits_TV, before.logits_TV, rtol=0, atol=1e-4)
+        torch.testing.assert_close(after.logits_TV, before.logits_TV, rtol=0, atol=1e-2)  # a rounding of inputs may fall the other way
     assert all(isinstance(layer.forward, CompiledLayer) for layer in layers), "a layer deviated"
     core.runner.shutdown()
 
