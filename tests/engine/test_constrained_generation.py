@@ -232,7 +232,7 @@ def test_a_batch_of_several_backends_with_joins_and_leaves_says_what_each_says_a
         options: dict[str, Any] = {"temperature": 1.0, "seed": number} if number % 5 == 0 else {}
         return make_request(str(number), LETTERS[: 1 + number % 7], grammar=grammar, max_tokens=40, **options)
 
-    core = make_core(letter_after, num_blocks=800, max_num_seqs=64, max_num_batched_tokens=300)
+    core = make_core(letter_after, num_blocks=800, max_num_seqs=64, max_num_batched_tokens=300, rows_for_weights=1000.0)
     choice = random.Random(0)
     said: dict[str, list[SequenceDelta]] = {}
     left: set[str] = set()
@@ -251,6 +251,7 @@ def test_a_batch_of_several_backends_with_joins_and_leaves_says_what_each_says_a
         core.check_integrity()
     runner_of(core).shutdown()
     assert most_rows == 64
+    assert core.stats().num_accepted_tokens > 0
     alone = make_core(letter_after)
     for number in range(96):
         theirs = generate(alone, request(number))
