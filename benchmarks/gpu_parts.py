@@ -33,6 +33,8 @@ GENERATE_LENS = (128, 128)  # of prompt and output
 PREFILLS = ((8, 2048),)  # prompts at a time, tokens of each
 BUDGETS = (2048, 8192)  # tokens of a step; the first is what a server has by default
 REPEATS = 3
+PEER_BLOCK_SIZE = 256  # tokens; transformers' own, as the next
+PEER_STEP_TOKENS = 8192
 SLOW_S = 12.0  # what takes longer is run once
 
 Record = dict[str, Any]
@@ -100,7 +102,9 @@ def generate_batch(options: argparse.Namespace) -> Iterator[Record]:
     model = random_model(shape, options.device)
     implementation = _paged_implementation()
     model.set_attn_implementation(implementation)
-    batching = ContinuousBatchingConfig(**options.peer_settings)
+    # By default its cache takes all memory, and dense masks are as wide as the cache: here it holds twice what is asked of it.
+    num_blocks = 2 * max(options.batches) * -(-sum(options.generate_lens) // PEER_BLOCK_SIZE)
+    batching = ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=PEER_STEP_TOKENS)
 
     def run(count: int, lens: tuple[int, int]) -> float:
         return _generate_batch_s(model, shape, count, lens, batching)
@@ -149,6 +153,7 @@ def _generate_batch_s(model: Any, shape: Shape, count: int, lens: tuple[int, int
     outputs = model.generate_batch(
         inputs=random_prompts(count, prompt_len, shape.vocab_size, seed=time.perf_counter_ns()),
         generation_config=config,
+        continuous_batching_config=batching,
         progress_bar=False,
     )
     answers = list(outputs.values())
@@ -176,7 +181,6 @@ def main(argv: list[str] | None = None) -> None:
     options.prefills = ((2, 40),) if is_tiny else PREFILLS
     options.budgets = (32,) if is_tiny else BUDGETS
     options.settings = {"kv_cache_memory": 2**22, "compile": "off"} if is_tiny else {}
-    options.peer_settings = {"num_blocks": 8, "max_batch_tokens": 128} if is_tiny else {}  # by default it takes all memory
     for record in PARTS[options.part](options):
         print(MARK + json.dumps({"model": options.model} | record), flush=True)
 
