@@ -2,8 +2,8 @@
 
 In its own precision is how a GGUF file's matrices of few bits are served best: nothing is rounded twice. Others are rounded on request.
 
-There is one copy of a weight, for any number of rows: codes of 4 bits are 2.2 times as fast as bfloat16 at 1 row, and still 1.4 times as fast
-at 512 (`benchmarks/linear.py`), so a second copy in bfloat16 for prompts would only take memory.
+There is one copy of a weight, for any number of rows: codes of 4 bits are 2.2 times as fast as bfloat16 at 1 row, and still 1.4 times as
+fast at 512 (`benchmarks/linear.py`), so a second copy in bfloat16 for prompts would only take memory.
 """
 
 import logging
@@ -22,8 +22,8 @@ from penstock.engine.quantized_linear import QuantizedLinear, can_quantize, quan
 from penstock.engine.quantized_weight import QuantizedWeight, quantized
 from penstock.engine.stored_weights import Places, can_replace, put_in
 
-# Which token comes next, and which expert computes it, suffers most from rounding: with a vocabulary of 4 bits the default model's perplexity
-# is 24.4 where it is 22.6 (`benchmarks/quality.py`).
+# Which token comes next, and which expert computes it, suffers most from rounding: with a vocabulary of 4 bits the default model's
+# perplexity is 24.4 where it is 22.6 (`benchmarks/quality.py`).
 VOCABULARY_BITS = 8
 ROUTERS = ("gate", "router", "shared_expert_gate")
 

@@ -56,3 +56,11 @@ def test_a_server_says_which_parsers_it_uses_and_why(model_dir: Path, flags: lis
     assert assembled.context.tool_parser is plugins.tool_parser
     assembled.context.workers.shutdown()
     assembled.context.compile_grammar.close()
+
+
+@pytest.mark.parametrize(("flags", "says"), [(["--quantization", "int8"], True), (["--quantization", "none"], False), ([], False)])
+def test_a_server_says_how_many_layers_are_in_few_bits(model_dir: Path, flags: list[str], says: bool) -> None:
+    assembled = assemble(parse_arguments([*FLAGS, "--model", str(model_dir), *flags]), Plugins.start([]))
+    assert ("layers in 8 bits" in assembled.summary) == says
+    assembled.context.workers.shutdown()
+    assembled.context.compile_grammar.close()

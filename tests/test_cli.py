@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 EVERY_FLAG = """
     --model m --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10 --trust-remote-code
-    --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
+    --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
@@ -63,6 +63,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineConfig(
         model="m",
         dtype="float32",
+        quantization="int8",
         device="cpu",
         max_model_len=10,
         max_num_seqs=7,
