@@ -12,8 +12,8 @@ MAX_NUM_SEQS_CPU = 64
 MAX_NUM_SEQS_CUDA = 256  # a decode step of 64 rows leaves a GPU idle
 MAX_NUM_BATCHED_TOKENS_CPU = 1024  # a step's length is what a prompt makes other streams wait, and larger matrices are no faster
 MAX_NUM_BATCHED_TOKENS_CUDA = 2048
-# What a decode step costs whatever its size, in rows: reading the weights, and starting whatever it runs. Measured on the CPU, where it is
-# about 8 with weights of 4 bits, 25 with 16, and half of that over 1,000 tokens. Too low a number costs less than too high a one.
+# What a decode step costs whatever its size, in rows: reading the weights, and starting whatever it runs. On a CPU with weights of 4 bits
+# it is 8 over contexts of 150 tokens and 5 over 1,000; with 16 bits, more. Too low a number costs less than too high a one.
 ROWS_FOR_WEIGHTS_CPU = 6.0
 ROWS_FOR_WEIGHTS_CUDA = 64.0
 
