@@ -20,6 +20,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.fused_linear import fuse_linears
+from penstock.engine.fused_norm import fuse_norms
 from penstock.engine.kv_layout import kv_layout
 from penstock.engine.model_loader import LoadedModel
 from penstock.engine.request import Request
@@ -64,6 +65,8 @@ def make_core(model: PreTrainedModel, shape: Shape, device: torch.device, **sett
     attention.register()
     model.set_attn_implementation(attention.IMPLEMENTATION)
     fuse_linears(model)
+    if device.type == "cuda":
+        fuse_norms(model)
     loaded = LoadedModel(
         directory=Path(),
         model=model,

@@ -22,6 +22,7 @@ from penstock.engine.kernels import references
 from penstock.engine.kernels.bitmask_apply import bitmask_apply
 from penstock.engine.kernels.kv_write import kv_write
 from penstock.engine.kernels.paged_decode import paged_decode
+from penstock.engine.kernels.rms_norm import rms_norm
 from penstock.engine.kernels.sample import sample
 from penstock.engine.kernels.tuning import choose_num_splits
 from penstock.engine.kernels.varlen_prefill import varlen_prefill
@@ -39,6 +40,8 @@ PREFILLS = [(1, 512, 0), (1, 4096, 0), (8, 512, 0), (1, 512, 15_872), (64, 7, 10
 WRITES = [1, 256, 8192]  # tokens
 BITMASKS = [1, 32, 256]  # rows
 SAMPLES = [1, 32, 256]  # rows
+NORMS = [1, 256, 8192]  # rows
+HIDDEN_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,18 @@ def sample_measurement(num_rows: int, device: torch.device) -> Measurement:
     return Measurement(f"sample          {num_rows:4} x {VOCAB_SIZE} logits, top-p", kernel, reference, logits_BV.numel() * 4 / 1e9, "GB/s")
 
 
+def norm_measurement(num_rows: int, device: torch.device) -> Measurement:
+    states = torch.randn(1, num_rows, HIDDEN_SIZE, device=device, dtype=DTYPE)
+    arguments = (states, torch.rand(HIDDEN_SIZE, device=device, dtype=DTYPE), 1e-6)
+    return Measurement(
+        f"rms_norm        {num_rows:4} x {HIDDEN_SIZE}",
+        lambda: rms_norm(*arguments),
+        lambda: references.rms_norm(*arguments),
+        2 * states.numel() * ITEMSIZE / 1e9,
+        "GB/s",
+    )
+
+
 def measurements(device: torch.device) -> Iterator[Measurement]:
     """One at a time: the caches of one go before those of the next come."""
     for shape in DECODES:
@@ -151,6 +166,8 @@ def measurements(device: torch.device) -> Iterator[Measurement]:
         yield write_measurement(num_tokens, device)
     for num_rows in BITMASKS:
         yield bitmask_measurement(num_rows, device)
+    for num_rows in NORMS:
+        yield norm_measurement(num_rows, device)
     for num_rows in SAMPLES:
         yield sample_measurement(num_rows, device)
 

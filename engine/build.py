@@ -16,6 +16,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.forward import compute_logits
 from penstock.engine.fused_linear import fuse_linears
+from penstock.engine.fused_norm import fuse_norms
 from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import num_cache_blocks, settle_memory
 from penstock.engine.model_config import answer_tokens
@@ -50,6 +51,8 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
         native_library()  # built now rather than in the first request
         pack_linears(loaded.model)
         settle_memory(loaded.model)
+    if loaded.device.type == "cuda":
+        fuse_norms(loaded.model)
     return loaded
 
 

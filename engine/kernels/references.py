@@ -148,3 +148,9 @@ def sampling_distribution(
     probs_BV = probs_BV.where(is_kept_BV, 0.0)
     greedy_BV = torch.nn.functional.one_hot(logits_BV.argmax(-1), logits_BV.shape[1]).float()
     return (probs_BV / probs_BV.sum(-1, keepdim=True)).where(~is_greedy_B1, greedy_BV)
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The arguments and the result of `kernels.rms_norm`."""
+    scale = (states.float().pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (states.float() * scale).to(states.dtype) * weight.to(states.dtype)

@@ -19,6 +19,7 @@ from tests.engine.kernels.interpreter import receive, send
 # Triton exists for Linux alone; elsewhere there is nothing to run.
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
+ROOT = Path(__file__).parents[3]
 DEVICES = ["interpreter", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
 
@@ -41,7 +42,7 @@ class Interpreter:
             [sys.executable, str(Path(__file__).with_name("interpreter.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         )
 
     def launch(self, function: Callable[..., Any], **arguments: Any) -> Launched:

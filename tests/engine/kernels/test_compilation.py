@@ -11,10 +11,18 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from penstock.engine.kernels import bitmask_apply_kernel, kv_write_kernel, paged_decode_kernel, sample_kernel, varlen_prefill_kernel
+from penstock.engine.kernels import (
+    bitmask_apply_kernel,
+    kv_write_kernel,
+    paged_decode_kernel,
+    rms_norm_kernel,
+    sample_kernel,
+    varlen_prefill_kernel,
+)
 from penstock.engine.kernels.bitmask_apply import bitmask_apply
 from penstock.engine.kernels.kv_write import kv_write
 from penstock.engine.kernels.paged_decode import paged_decode
+from penstock.engine.kernels.rms_norm import rms_norm
 from penstock.engine.kernels.sample import sample
 from penstock.engine.kernels.varlen_prefill import varlen_prefill
 
@@ -27,6 +35,7 @@ KERNELS = [
     (kv_write_kernel, "kv_write_kernel"),
     (bitmask_apply_kernel, "bitmask_apply_kernel"),
     (sample_kernel, "sample_kernel"),
+    (rms_norm_kernel, "rms_norm_kernel"),
 ]
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227}  # KiB that one program may have, by compute capability
 
@@ -106,8 +115,9 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     rows, cache = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     kv_write(rows, rows, cache, cache, torch.zeros(3, dtype=torch.int64))
     bitmask_apply(torch.zeros(3, 1000), torch.zeros(3, 32, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
+    rms_norm(torch.zeros(1, 3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
     sample(torch.zeros(3, 100_000), *torch.ones(3, 3).unbind(), torch.zeros(3, dtype=torch.int64))
-    assert num_compiled(kernels) == {"kv_write_kernel": 1, "bitmask_apply_kernel": 1, "sample_kernel": 1}
+    assert num_compiled(kernels) == {"kv_write_kernel": 1, "bitmask_apply_kernel": 1, "sample_kernel": 1, "rms_norm_kernel": 1}
 
 
 @pytest.mark.parametrize("capability", [89, 90])
