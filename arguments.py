@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from penstock import __version__
-from penstock.engine.config import CompileMode, Dtype, EngineConfig, SpeculationMode, QuantizationMode
+from penstock.engine.config import CompileMode, Dtype, EngineConfig, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
