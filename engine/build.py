@@ -52,7 +52,8 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
         pack_linears(loaded.model)
         settle_memory(loaded.model)
     if loaded.device.type == "cuda":
-        fuse_norms(loaded.model)
+        with torch.cuda.device(loaded.device):  # Triton launches on the current one
+            fuse_norms(loaded.model)
     return loaded
 
 
