@@ -235,7 +235,8 @@ def test_scoring_a_text_gives_what_generating_it_gave(server: Server) -> None:
     scored = server.complete(prompt="1, 2, 3," + generated.text, max_tokens=0, echo=True, logprobs=1).choices[0]
     count = len(generated.logprobs.tokens)
     assert scored.logprobs.tokens[-count:] == generated.logprobs.tokens
-    assert scored.logprobs.token_logprobs[-count:] == pytest.approx(generated.logprobs.token_logprobs, abs=1e-3)
+    # Layers of few bits round their inputs to 8 bits, and what was computed in another order may be rounded the other way.
+    assert scored.logprobs.token_logprobs[-count:] == pytest.approx(generated.logprobs.token_logprobs, abs=3e-2)
     assert scored.logprobs.token_logprobs[0] is None
 
 
