@@ -16,10 +16,12 @@ def parse_document(text: str, param: str) -> Any:
         document = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise UnsupportedGrammar(f"not valid JSON: {error}", param) from error
-    level = [document]
-    for _ in range(MAX_DEPTH + 1):
-        members = (parent.values() if isinstance(parent, dict) else parent for parent in level if isinstance(parent, _CONTAINERS))
-        level = [child for children in members for child in children if isinstance(child, _CONTAINERS)]
+    if text.count("{") + text.count("[") <= MAX_DEPTH:
+        return document
+    level = [[document]]
+    for _ in range(MAX_DEPTH + 2):
+        inner = [child for members in level for child in members if isinstance(child, _CONTAINERS)]
+        level = [child.values() if isinstance(child, dict) else child for child in inner]
         if not level:
             return document
     raise UnsupportedGrammar(f"nested deeper than {MAX_DEPTH}", param)

@@ -3,16 +3,17 @@
 It takes some microseconds for the smallest subschema, up to a millisecond for a regex, wherever they stand.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
-from penstock.plugins.grammars.schema_walk import Steps
+from penstock.plugins.grammars.schema_walk import Place
 
 PREFIX = "penstock-"
 _SIMPLE_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
-_SHARED = frozenset(
-    {"type", "enum", "pattern", "format", "items", "properties", "required", "additionalProperties", "anyOf"}.union(*_BOUNDS)
-)
+_ALL_BOUNDS = frozenset().union(*_BOUNDS)
+_SHARED = frozenset({"type", "enum", "pattern", "format", "items", "properties", "required", "additionalProperties", "anyOf", *_ALL_BOUNDS})
+_OF_SCHEMAS = frozenset({"anyOf", "items", "additionalProperties", "properties"})
 
 
 class Definitions:
@@ -23,22 +24,22 @@ class Definitions:
 
     def __init__(self, *, are_ground: bool) -> None:
         self.contents: dict[str, Any] = {}
-        self.origins: dict[str, Steps] = {}
+        self.origins: dict[str, Place] = {}
         self.pending: list[tuple[str, Any]] = []  # what is referred to and has not been read
         self._are_ground = are_ground
         self._names: dict[str, str] = {}
-        self._first: dict[str, tuple[dict[str, Any], Steps]] = {}
+        self._first: dict[str, tuple[dict[str, Any], Place]] = {}
         self._shared: dict[str, dict[str, Any]] = {}
         self._keys: dict[int, tuple[str, dict[str, Any]]] = {}  # with the schema, whose identity is another's once it is gone
 
-    def refer(self, pointer: str, target: Any, steps: Steps) -> str:
+    def refer(self, pointer: str, target: Any, place: Place) -> str:
         """A reference to what stands at `pointer` in the client's document."""
         if pointer not in self._names:
-            self._names[pointer] = name = self._new_name(steps)
+            self._names[pointer] = name = self._new_name(place)
             self.pending.append((name, target))
         return f"#/$defs/{self._names[pointer]}"
 
-    def share(self, schema: dict[str, Any], steps: Steps) -> dict[str, Any]:
+    def share(self, schema: dict[str, Any], place: Place) -> dict[str, Any]:
         """The schema or, from the second one like it on, a reference in its place, also in that of the first.
 
         It must surely have values: llguidance leaves out a member that has none, but not one behind a reference.
@@ -50,11 +51,11 @@ class Definitions:
         if content in self._shared:
             return self._shared[content]
         if content not in self._first:
-            self._first[content] = schema, steps
+            self._first[content] = schema, place
             self._keys[id(schema)] = f"={len(self._keys)}", schema
             return schema
-        first, place = self._first[content]
-        name = self._new_name(place)
+        first, first_place = self._first[content]
+        name = self._new_name(first_place)
         self.contents[name] = first.copy()
         first.clear()
         first["$ref"] = f"#/$defs/{name}"
@@ -67,24 +68,28 @@ class Definitions:
             return None
         parts = []
         for keyword, value in schema.items():
-            match keyword:
-                case "anyOf":
-                    part = self._all(value) if value and len(schema) == 1 else None
-                case "items" | "additionalProperties":
-                    part = self._part(value)
-                case "properties":
-                    members = self._all(list(value.values())) if isinstance(value, dict) else None
-                    part = None if members is None else f"{list(value)}{members}"
-                case _:
-                    part = repr(value)
+            if keyword not in _OF_SCHEMAS:
+                part: str | None = repr(value)
+            elif keyword == "properties":
+                members = self._all(value.values()) if isinstance(value, dict) else None
+                part = None if members is None else f"{list(value)}{members}"
+            elif keyword == "anyOf":
+                part = self._all(value) if value and len(schema) == 1 else None
+            else:
+                part = self._part(value)
             if part is None:
                 return None
             parts.append(f"{keyword}:{part}")
         return ";".join(parts) if _surely_has_values(schema) else None
 
-    def _all(self, schemas: list[Any]) -> str | None:
-        parts = [self._part(schema) for schema in schemas]
-        return None if None in parts else ",".join(filter(None, parts))
+    def _all(self, schemas: Iterable[Any]) -> str | None:
+        parts = []
+        for schema in schemas:
+            part = self._part(schema)
+            if part is None:
+                return None
+            parts.append(part)
+        return ",".join(parts)
 
     def _part(self, schema: Any) -> str | None:
         if isinstance(schema, bool) or not schema:
@@ -94,9 +99,9 @@ class Definitions:
             return known[0]
         return schema["$ref"] if not self._are_ground and isinstance(schema, dict) and [*schema] == ["$ref"] else None
 
-    def _new_name(self, steps: Steps) -> str:
+    def _new_name(self, place: Place) -> str:
         name = f"{PREFIX}{len(self.origins)}"
-        self.origins[name] = steps
+        self.origins[name] = place
         return name
 
 
@@ -113,7 +118,7 @@ def _surely_has_values(schema: dict[str, Any]) -> bool:
         return False
     if values is not None:
         return len(schema) == 2 and types == "string" and all(isinstance(value, str) for value in values)
-    for low, high in _BOUNDS:
+    for low, high in () if _ALL_BOUNDS.isdisjoint(schema) else _BOUNDS:
         bounds = [schema[keyword] for keyword in (low, high) if keyword in schema]
         if not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds) or bounds != sorted(bounds):
             return False

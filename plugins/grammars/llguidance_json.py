@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
@@ -29,7 +29,21 @@ from penstock.plugins.grammars.schema_negation import Inexpressible
 from penstock.plugins.grammars.schema_recursion import without_endless
 from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
 from penstock.plugins.grammars.schema_shape import resolve
-from penstock.plugins.grammars.schema_walk import Steps, path, pointer, reachable, subschemas, typed_steps, walk
+from penstock.plugins.grammars.schema_walk import (
+    ROOT,
+    SCHEMAS_BY_NAME,
+    SCHEMAS_IN_LISTS,
+    SINGLE_SCHEMAS,
+    Place,
+    Steps,
+    path,
+    pointer,
+    reachable,
+    schemas_within,
+    steps_of,
+    typed_steps,
+    walk,
+)
 
 DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
 
@@ -44,6 +58,7 @@ MAX_REWRITTEN = 200
 MAX_INLINED = 2000  # subschemas
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _NAMES = frozenset({"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
+_DESCENDED = (SCHEMAS_BY_NAME | SCHEMAS_IN_LISTS | SINGLE_SCHEMAS) - REWRITTEN
 _READ = ASSERTIONS | _NAMES | _DEFINITIONS  # the others say nothing, and llguidance copies them with every schema that they stand in
 _PLAIN = frozenset({"type", "required", "minLength", "maxLength", "minItems", "maxItems"})  # of which nothing has to be looked at
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
@@ -54,18 +69,18 @@ _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 class ExactSchema:
     """`content` is what to compile, `warnings` what of a lenient schema is left out. `is_inlined` says how references were taken.
 
-    `origins` are the places of definitions in `content` in the client's document.
+    `origins` tell the places of definitions in `content` in the client's document.
     """
 
     content: Any
     warnings: tuple[str, ...] = ()
     is_inlined: bool = False
-    origins: Mapping[str, Steps] = field(default_factory=dict)
+    origins: Mapping[str, Callable[[], Steps]] = field(default_factory=dict)
 
     def origin(self, steps: Steps) -> Steps:
         """Where what stands there in `content` came from."""
         if len(steps) > 1 and steps[0] == "$defs" and steps[1] in self.origins:
-            return self.origins[str(steps[1])] + steps[2:]
+            return self.origins[str(steps[1])]() + steps[2:]
         return steps
 
 
@@ -82,7 +97,8 @@ def read_schema(spec: GrammarSpec, *, is_inlined: bool | None = None) -> ExactSc
         is_inlined = document.can_be_circular
     reading = _Reading(document, spec.param, is_lenient=spec.is_lenient, is_inlined=is_inlined)
     content = reading.whole()
-    return ExactSchema(content, tuple(dict.fromkeys(reading.warnings)), is_inlined, reading.definitions.origins)
+    origins = {name: partial(reading.steps, place) for name, place in reading.definitions.origins.items()}
+    return ExactSchema(content, tuple(dict.fromkeys(reading.warnings)), is_inlined, origins)
 
 
 def schema_source(schema: Any, whitespace_pattern: str | None, param: str) -> str:
@@ -129,14 +145,13 @@ class _Reading:
         self.written: dict[str, str] = {}  # references as they are in what is compiled
         self.refers = False  # to anything in it
         self.warnings: list[str] = []
-        self.origins: dict[int, Steps] = {id(part): place for place, part in walk(root)} if is_inlined else {}
         self.num_rewritten = 0
         self.definitions = Definitions(are_ground=is_inlined)
         self.unknown = unknown_keywords(root)
         self.read = _READ - self.unknown - (_DEFINITIONS if self.has_places_only else frozenset())
         self.has_lone_references = has_lone_references(root)
         self.rewriting = Rewriting(root if self.has_one_base else None, self.unknown)
-        self.checks: dict[str, Callable[[dict[str, Any], str, Steps], None]] = {
+        self.checks: dict[str, Callable[[dict[str, Any], str, Place], None]] = {
             "$ref": self.reference,
             "$schema": self.dialect,
             "const": self.values,
@@ -148,7 +163,7 @@ class _Reading:
         }
 
     def whole(self) -> Any:
-        exact = self.exact(self.root, ())
+        exact = self.exact(self.root, ROOT)
         definitions = self.definitions
         while definitions.pending:
             name, target = definitions.pending.pop()
@@ -156,55 +171,80 @@ class _Reading:
         if definitions.contents:
             exact["$defs"] = {**exact.get("$defs", {}), **definitions.contents}
         if self.refers and (blamed := without_endless(exact)) is not None:
-            raise self.refusal("no text satisfies it: what it requires leads back to it", blamed)
+            raise self.refusal("no text satisfies it: what it requires leads back to it", ROOT, *blamed)
         return exact
 
-    def refusal(self, message: str, steps: Steps) -> UnsupportedGrammar:
-        return UnsupportedGrammar(message, self.param + path(steps))
+    @cached_property
+    def places(self) -> dict[int, Steps]:
+        """Of the client's schemas, by their identity: what is put together of them is told of where the client has it."""
+        return {id(part): steps for steps, part in walk(self.root)}
 
-    def exact(self, schema: Any, steps: Steps) -> Any:
+    def steps(self, place: Place) -> Steps:
+        return steps_of(place, self.places if self.is_inlined or self.is_looked_through else {})
+
+    def where(self, place: Place, *below: str | int) -> str:
+        return self.param + path(self.steps(place) + below)
+
+    def refusal(self, message: str, place: Place, *below: str | int) -> UnsupportedGrammar:
+        return UnsupportedGrammar(message, self.where(place, *below))
+
+    def exact(self, schema: Any, place: Place) -> Any:
         if not isinstance(schema, dict):
             return schema
-        if self.has_lone_references and isinstance(schema.get("$ref"), str):
-            steps = self.origins.get(id(schema), steps)
+        around = (place, schema)
+        if "$ref" in schema and self.has_lone_references and isinstance(schema["$ref"], str):
             schema = lone_reference(schema)
         read = self.read
         exact = {keyword: value for keyword, value in schema.items() if keyword in read}
         if _PLAIN.issuperset(exact):
-            return self.definitions.share(exact, steps) if self.has_places_only else exact
-        steps = self.origins.get(id(schema), steps)
-        for below, child in subschemas(exact):
-            if below[0] in REWRITTEN:
-                continue
-            inner = self.inline(child) if self.is_inlined and below[0] == "allOf" else self.exact(child, steps + below)
-            if inner is not child:
-                _replace(exact, schema, below, inner)
+            return self.definitions.share(exact, place) if self.has_places_only else exact
+        if len(exact) == 1 and "$ref" in exact and isinstance(exact["$ref"], str) and exact["$ref"] in self.written:
+            return {"$ref": self.written[exact["$ref"]]}
+        for keyword, value in exact.items():
+            if keyword in _DESCENDED:
+                exact[keyword] = self.below(keyword, value, around)
+        within = (around,)
         for keyword in [keyword for keyword in exact if keyword in self.checks]:
-            self.checks[keyword](exact, keyword, steps)
+            self.checks[keyword](exact, keyword, within)
         if isinstance(exact.get("allOf"), list):
             _join(exact)
         if ("pattern" in exact or "patternProperties" in exact) and (keyword := _with_look_around(exact)):
-            self.give_up(exact, schema, keyword, steps)
-        for keyword in [keyword for keyword in exact if keyword in REWRITTEN]:
-            if keyword in exact:
-                self.rewrite(exact, schema, keyword, steps)
-        return self.definitions.share(exact, steps) if self.has_places_only and steps else exact
+            self.give_up(exact, schema, keyword, within)
+        if not REWRITTEN.isdisjoint(exact):
+            for keyword in [keyword for keyword in exact if keyword in REWRITTEN]:
+                if keyword in exact:
+                    self.rewrite(exact, schema, keyword, within)
+        can_share = self.has_places_only and (place or (schema is not self.root and self.steps(within)))
+        return self.definitions.share(exact, within) if can_share else exact
+
+    def below(self, keyword: str, value: Any, around: tuple[Place, Any]) -> Any:
+        """A keyword's value, the schemas in it exact."""
+        if isinstance(value, dict):
+            if keyword in SCHEMAS_BY_NAME:
+                exact = self.exact
+                return {name: exact(child, (around, keyword, name)) if isinstance(child, dict) else child for name, child in value.items()}
+            return self.exact(value, (around, keyword)) if keyword in SINGLE_SCHEMAS else value
+        if isinstance(value, list) and keyword in SCHEMAS_IN_LISTS:
+            if self.is_inlined and keyword == "allOf":
+                return [self.inline(child) for child in value]
+            return [self.exact(child, (around, keyword, number)) for number, child in enumerate(value)]
+        return value
 
     def inline(self, schema: Any) -> Any:
         """A part of `allOf`; a reference there as what it leads to."""
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         can_go_on = self.has_one_base and reference not in self.inlined and self.num_inlined < MAX_INLINED
         if not isinstance(reference, str) or not reference.startswith("#/") or len(schema) > 1 or not can_go_on:
-            return self.exact(schema, ())
+            return self.exact(schema, ROOT)
         if reference not in self.targets:
             self.inlined.append(reference)
             _, target = resolve(self.root, unquote(reference), self.param)
-            self.targets[reference] = self.exact(target, ())
+            self.targets[reference] = self.exact(target, ROOT)
             self.inlined.pop()
         self.num_inlined += sum(1 for _ in walk(self.targets[reference]))
         return self.targets[reference]
 
-    def rewrite(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def rewrite(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, place: Place) -> None:
         """Says the keyword with others, where that is exact; else refuses it or, in a lenient schema, leaves it out."""
         if keyword != "format" and not self.is_looked_through:
             self.look_through()
@@ -216,57 +256,63 @@ class _Reading:
             additions = self.rewriting.additions(schema, keyword)
             if additions is None:
                 return
-            additions = [self.exact(addition, steps) for addition in additions]
+            steps = self.steps(place)
+            additions = [self.exact(addition, (ROOT, *steps) if steps else ROOT) for addition in additions]
         except (Inexpressible, TypeError, AttributeError):  # the last two where a value is not what the keyword takes
             del self.warnings[num_warnings:]
-            self.give_up(exact, schema, keyword, steps)
+            self.give_up(exact, schema, keyword, place)
             return
         replace_keyword(exact, keyword, additions)
 
     def look_through(self) -> None:
-        """Once, for what is rewritten: a type that nobody knows would be one that no value has there, and nobody would say so.
-
-        And what is put together of the client's schemas is found again where the client has it.
-        """
+        """Once, for what is rewritten: a type that nobody knows would be one that no value has there, and nobody would say so."""
         self.is_looked_through = True
-        for place, schema in walk(self.root):
-            self.origins[id(schema)] = place
-            if "type" in schema and has_unknown_type(schema) and (self.has_identifiers or pointer(place) in reachable(self.root)):
-                raise self.refusal("`type`: no type of JSON", (*place, "type"))
+        if not any(map(has_unknown_type, schemas_within(self.root))):
+            return
+        for steps, schema in walk(self.root):
+            if has_unknown_type(schema) and (self.has_identifiers or pointer(steps) in reachable(self.root)):
+                raise self.refusal("`type`: no type of JSON", ROOT, *steps, "type")
 
-    def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, place: Place) -> None:
         if not self.is_lenient:
-            raise self.refusal(unsupported(schema, keyword), (*steps, keyword))
-        self.warnings.append(f"`{keyword}` at {self.param}{path((*steps, keyword))}")
+            raise self.refusal(unsupported(schema, keyword), place, keyword)
+        self.warnings.append(f"`{keyword}` at {self.where(place, keyword)}")
         if keyword == "patternProperties":
             exact.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
         parts = schema[keyword]
-        additions = [{"anyOf": [self.exact(part, steps) for part in parts]}] if keyword == "oneOf" and isinstance(parts, list) else []
+        steps = self.steps(place)
+        at = (ROOT, *steps) if steps else ROOT
+        additions = [{"anyOf": [self.exact(part, at) for part in parts]}] if keyword == "oneOf" and isinstance(parts, list) else []
         replace_keyword(exact, keyword, additions)
 
-    def dialect(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def dialect(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         """One that nobody knows is 2020-12; llguidance would look for what it says."""
-        if steps or not isinstance(schema[keyword], str) or schema[keyword].removesuffix("#") not in DIALECTS:
+        if self.steps(place) or not isinstance(schema[keyword], str) or schema[keyword].removesuffix("#") not in DIALECTS:
             del schema[keyword]
 
-    def reference(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def reference(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         reference = schema[keyword]
         if not isinstance(reference, str):
-            raise self.refusal("a reference must be a string", (*steps, keyword))
+            raise self.refusal("a reference must be a string", place, keyword)
         self.refers = True
         if not reference.startswith("#"):
             if not self.has_identifiers or self.is_elsewhere(reference):
-                raise self.refusal("a reference to another document is not followed", (*steps, keyword))
+                raise self.refusal("a reference to another document is not followed", place, keyword)
             if self.has_places_only and (own := self.within(reference)) is not None:
                 reference = schema[keyword] = own
         if reference in self.written:
             schema[keyword] = self.written[reference]
         elif reference.startswith("#/") and self.has_one_base:
-            place, target = resolve(self.root, unquote(reference), self.param + path((*steps, keyword)))
-            if self.has_places_only or not REWRITTEN.isdisjoint(place):
-                written = self.definitions.refer(unquote(reference), target, typed_steps(self.root, place))
+            pointed = unquote(reference)
+            try:
+                steps, target = resolve(self.root, pointed, "")
+            except UnsupportedGrammar as error:
+                raise self.refusal(str(error), place, keyword) from error
+            if self.has_places_only or not REWRITTEN.isdisjoint(steps):
+                at = typed_steps(self.root, steps)
+                written = self.definitions.refer(pointed, target, (ROOT, *at) if at else ROOT)
             else:
-                written = quote(unquote(reference), safe="#/$~")
+                written = quote(pointed, safe="#/$~")
             schema[keyword] = self.written[reference] = written
 
     def within(self, reference: str) -> str | None:
@@ -290,24 +336,24 @@ class _Reading:
         base = own[0] if own else ""
         return base, frozenset(urldefrag(urljoin(base, name)).url for name in given)
 
-    def values(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def values(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         pending = [schema[keyword]]
         while pending:
             value = pending.pop()
             if isinstance(value, dict | list):
                 pending.extend(value.values() if isinstance(value, dict) else value)
             elif isinstance(value, int) and abs(value) > _LARGEST_EXACT:
-                raise self.refusal("a whole number beyond 2^53 cannot be asked for exactly", (*steps, keyword))
+                raise self.refusal("a whole number beyond 2^53 cannot be asked for exactly", place, keyword)
 
-    def pattern(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def pattern(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         """Rewritten where it would not mean the same, and read where it may be too large; others are left to llguidance."""
         pattern = schema[keyword]
-        if not isinstance(pattern, str) or self.leaves_out_large(schema, keyword, pattern, (*steps, keyword)):
+        if not isinstance(pattern, str) or self.leaves_out_large(schema, keyword, pattern, place, keyword):
             return
         if _has_operators(pattern):
-            schema[keyword] = f"^(?:{to_pattern(self.tree(pattern, (*steps, keyword)))})$"
+            schema[keyword] = f"^(?:{to_pattern(self.tree(pattern, place, keyword))})$"
 
-    def patterns(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def patterns(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         """Those that names have, in `patternProperties` or `propertyNames`."""
         value = schema[keyword]
         if not isinstance(value, dict):
@@ -315,39 +361,39 @@ class _Reading:
         found = [value["pattern"]] if keyword == "propertyNames" and "pattern" in value else value if keyword != "propertyNames" else ()
         for pattern in found:
             inner = "pattern" if keyword == "propertyNames" else pattern
-            if isinstance(pattern, str) and self.leaves_out_large(schema, keyword, pattern, (*steps, keyword, inner)):
+            if isinstance(pattern, str) and self.leaves_out_large(schema, keyword, pattern, place, keyword, inner):
                 return
 
-    def leaves_out_large(self, schema: dict[str, Any], keyword: str, pattern: str, steps: Steps) -> bool:
+    def leaves_out_large(self, schema: dict[str, Any], keyword: str, pattern: str, place: Place, *below: str) -> bool:
         """Whether the pattern is too large, for which the schema of a lenient document loses the keyword, and others are refused."""
         if math.prod(max(int(count), 1) for count in _COUNTS.findall(pattern)) <= MAX_PLACES and not _has_operators(pattern):
             return False
         try:
-            check_size(self.tree(pattern, steps))
+            check_size(self.tree(pattern, place, *below))
         except UnwritableRegex as error:
             if not self.is_lenient:
-                raise self.refusal(f"regex: {error}", steps) from error
+                raise self.refusal(f"regex: {error}", place, *below) from error
         else:
             return False
-        self.warnings.append(f"`{keyword}` at {self.param}{path(steps)}")
+        self.warnings.append(f"`{keyword}` at {self.where(place, *below)}")
         del schema[keyword]
         if keyword == "patternProperties":
             schema.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
         return True
 
-    def tree(self, pattern: str, steps: Steps) -> Node:
+    def tree(self, pattern: str, place: Place, *below: str) -> Node:
         try:
             return search(parse(pattern, ecma_dialect()))
         except (RegexError, MisplacedAnchor) as error:
-            raise self.refusal(f"regex: {error}", steps) from error
+            raise self.refusal(f"regex: {error}", place, *below) from error
 
-    def properties(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def properties(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         required = schema.get("required")
         num_required = len(required) if isinstance(required, list) else 0
         if isinstance(schema[keyword], dict) and len(schema[keyword]) - num_required > MAX_OPTIONAL_PROPERTIES:
-            raise self.refusal(f"more than {MAX_OPTIONAL_PROPERTIES} properties that are not required", (*steps, keyword))
+            raise self.refusal(f"more than {MAX_OPTIONAL_PROPERTIES} properties that are not required", place, keyword)
 
-    def bound(self, schema: dict[str, Any], keyword: str, steps: Steps) -> None:
+    def bound(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         """The nearest double within, where the bound itself is none. Whole numbers have 64 bits there."""
         bound = schema[keyword]
         if not isinstance(bound, int) or abs(bound) <= _LARGEST_EXACT:
@@ -358,7 +404,7 @@ class _Reading:
         elif bound > _LARGEST_BOUND and not is_lower:
             bound = _LARGEST_BOUND
         elif abs(bound) > _LARGEST_BOUND:
-            raise self.refusal("a bound beyond 64 bits", (*steps, keyword))
+            raise self.refusal("a bound beyond 64 bits", place, keyword)
         nearest = float(bound)
         if is_lower and int(nearest) < bound:
             nearest = math.nextafter(nearest, math.inf)
@@ -385,14 +431,3 @@ def _join(exact: dict[str, Any]) -> None:
     if len(parts) == 1 and len(exact) == 1 and isinstance(parts[0], dict) and [*parts[0]] == ["$ref"]:
         del exact["allOf"]
         exact["$ref"] = parts[0]["$ref"]
-
-
-def _replace(exact: dict[str, Any], original: dict[str, Any], below: Steps, inner: Any) -> None:
-    keyword = str(below[0])
-    if len(below) == 1:
-        exact[keyword] = inner
-        return
-    members: Any = exact[keyword]
-    if members is original[keyword]:
-        members = exact[keyword] = members.copy()
-    members[below[1]] = inner

@@ -4,9 +4,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from penstock.plugins.grammars.schema_keywords import ASSERTIONS
-from penstock.plugins.grammars.schema_walk import at_pointer, subschemas
+from penstock.plugins.grammars.schema_walk import SCHEMA_KEYWORDS, at_pointer, schemas_below
 
 _IN_PLACE = frozenset({"allOf", "anyOf", "oneOf"})
+_LEADING_ON = SCHEMA_KEYWORDS | {"$ref"}
 
 
 def can_be_circular(document: Any) -> bool:
@@ -27,17 +28,19 @@ class _Search:
         """`is_met`: what the schema says is joined with what others say."""
         if not isinstance(schema, dict):
             return False
-        has_beside = is_met or sum(keyword in ASSERTIONS for keyword in schema) > 1
+        if _LEADING_ON.isdisjoint(schema):
+            return False
+        has_beside = is_met or sum(map(ASSERTIONS.__contains__, schema)) > 1
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#") and self._follows(reference, is_met=has_beside):
             return True
-        for steps, child in subschemas(schema):
-            keyword = steps[0]
+        for keyword, children in schemas_below(schema):
             if keyword in ("$defs", "definitions"):
                 continue
             is_joined = keyword in _IN_PLACE and (has_beside or (keyword == "allOf" and len(schema["allOf"]) > 1))
-            if self.finds(child, is_met=is_joined):
-                return True
+            for child in children:
+                if isinstance(child, dict) and self.finds(child, is_met=is_joined):
+                    return True
         return False
 
     def _follows(self, reference: str, *, is_met: bool) -> bool:

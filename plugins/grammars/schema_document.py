@@ -31,9 +31,9 @@ def read_document(text: str, param: str) -> SchemaDocument:
     _check_text(schema, text, param)
     if isinstance(schema, dict) and OPTIONS in schema:
         raise UnsupportedGrammar(f"`{OPTIONS}` is refused: what it sets is not the schema's to say", f"{param}.{OPTIONS}")
-    is_escaped = "\\u" in text  # where a keyword may be spelled otherwise
-    has_anchors = is_escaped or '"$anchor"' in text or '"$dynamicAnchor"' in text
-    is_circular = (is_escaped or ('"allOf"' in text and '"$ref"' in text)) and can_be_circular(schema)
+    is_escaped = _is_escaped(text)
+    has_anchors = is_escaped or _holds(text, ('"$anchor"', '"$dynamicAnchor"'), "$")
+    is_circular = (is_escaped or ('"$ref"' in text and '"allOf"' in text)) and can_be_circular(schema)
     return SchemaDocument(schema, Identifiers.of(schema, text), has_anchors, is_circular)
 
 
@@ -46,7 +46,7 @@ class Identifiers(Enum):
 
     @classmethod
     def of(cls, schema: Any, text: str) -> "Identifiers":
-        if not any(keyword in text for keyword in ('"$id"', '"id"', "\\u")):
+        if not _holds(text, ('"$id"',), "$") and '"id"' not in text and not _is_escaped(text):
             return cls.NONE
         names = ("$id", "id")
         if isinstance(schema, dict) and sum(text.count(f'"{name}"') for name in names) == sum(name in schema for name in names):
@@ -55,9 +55,25 @@ class Identifiers(Enum):
         return cls.OF_PARTS if any(places) else cls.OF_ROOT if places else cls.NONE
 
 
+def _is_escaped(text: str) -> bool:
+    """Whether it may hold a keyword that is spelled with escapes."""
+    return _holds(text, ("\\u",), "\\")
+
+
+def _holds(text: str, words: tuple[str, ...], rare: str) -> bool:
+    """Whether any of the words is in a long text. All of them have the rare character at the same place."""
+    offset = words[0].index(rare)
+    place = text.find(rare)
+    while place >= 0:
+        if text.startswith(words, place - offset):
+            return True
+        place = text.find(rare, place + 1)
+    return False
+
+
 def _check_text(document: Any, text: str, param: str) -> None:
     """Raises `UnsupportedGrammar` for text that JSON in UTF-8 cannot hold."""
-    if text.isascii() and "\\ud" not in text and "\\uD" not in text:
+    if text.isascii() and not (_is_escaped(text) and ("\\ud" in text or "\\uD" in text)):
         return
     try:
         json.dumps(document, ensure_ascii=False).encode()

@@ -83,4 +83,6 @@ def _draft(root: Any) -> int:
 def has_unknown_type(schema: Mapping[str, Any]) -> bool:
     """Whether `type` names one that there is not."""
     given = schema.get("type", [])
+    if isinstance(given, str):
+        return given not in JSON_TYPES
     return any(name not in JSON_TYPES for name in (given if isinstance(given, list) else [given]))

@@ -6,6 +6,7 @@ from penstock.plugins.grammars.schema_walk import Steps, walk
 
 _DEFINITION = "#/$defs/"
 MAX_ROUNDS = 8  # of looking through all definitions; what takes more is left to be found while it is generated
+_DEMANDING = frozenset({"$ref", "allOf", "anyOf", "required", "minItems"})
 _OTHER_TYPES = frozenset({"null", "boolean", "integer", "number", "string"})  # whose values hold no others
 
 
@@ -47,6 +48,8 @@ class _Search:
         """Whether a value may satisfy it, where none does what is still taken for endless. Bounds and the like are not looked at."""
         if not isinstance(schema, dict):
             return schema is not False
+        if _DEMANDING.isdisjoint(schema) and schema.get("type") != []:
+            return True
         reference, parts, options = schema.get("$ref"), schema.get("allOf"), schema.get("anyOf")
         if isinstance(reference, str) and reference in self.endless:
             return False

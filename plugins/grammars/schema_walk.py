@@ -1,19 +1,24 @@
 """Where the subschemas of a JSON Schema stand, and how such a place is written."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 Steps = tuple[str | int, ...]  # from the document's root: names and positions
+# Of a subschema that is being read: that of the one around it, with that itself, then the steps from there. Written out where it is told.
+Place = tuple[Any, ...]
+ROOT: Place = ()
 
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-_OF_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE = (
-    *("items", "additionalItems", "contains", "unevaluatedItems"),
-    *("additionalProperties", "propertyNames", "unevaluatedProperties"),
-    *("not", "if", "then", "else"),
+SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+SCHEMAS_IN_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
+SINGLE_SCHEMAS = frozenset(
+    {
+        *("items", "additionalItems", "contains", "unevaluatedItems"),
+        *("additionalProperties", "propertyNames", "unevaluatedProperties"),
+        *("not", "if", "then", "else"),
+    }
 )
-_ALL = frozenset({*_OF_NAMES, *_OF_LISTS, *_SINGLE})
+SCHEMA_KEYWORDS = SCHEMAS_BY_NAME | SCHEMAS_IN_LISTS | SINGLE_SCHEMAS
 _SCHEMA_TYPES = (dict, bool)
 
 
@@ -22,17 +27,31 @@ def subschemas(schema: Any) -> Iterator[tuple[Steps, Any]]:
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
-        if keyword not in _ALL:
+        if keyword not in SCHEMA_KEYWORDS:
             continue
-        if isinstance(value, dict) and keyword in _OF_NAMES:
+        if isinstance(value, dict) and keyword in SCHEMAS_BY_NAME:
             for name, child in value.items():
                 if isinstance(child, _SCHEMA_TYPES):
                     yield (keyword, name), child
-        elif isinstance(value, list) and keyword in _OF_LISTS:
+        elif isinstance(value, list) and keyword in SCHEMAS_IN_LISTS:
             for place, child in enumerate(value):
                 yield (keyword, place), child
-        elif keyword in _SINGLE and isinstance(value, _SCHEMA_TYPES):
+        elif keyword in SINGLE_SCHEMAS and isinstance(value, _SCHEMA_TYPES):
             yield (keyword,), value
+
+
+def steps_of(place: Place, known: Mapping[int, Steps]) -> Steps:
+    """A place from the document's root. `known` are those of schemas, by identity."""
+    steps: Steps = ()
+    while place:
+        around, *below = place
+        steps = (*below, *steps)
+        if not around:
+            break
+        place, schema = around
+        if id(schema) in known:
+            return known[id(schema)] + steps
+    return steps
 
 
 def walk(schema: Any) -> Iterator[tuple[Steps, dict[str, Any]]]:
@@ -43,6 +62,32 @@ def walk(schema: Any) -> Iterator[tuple[Steps, dict[str, Any]]]:
         if isinstance(current, dict):
             yield steps, current
             pending += [(steps + below, child) for below, child in subschemas(current)]
+
+
+def schemas_below(schema: dict[str, Any]) -> Iterator[tuple[str, Iterable[Any]]]:
+    """The keywords that hold subschemas, each with those. There may be values among them that are none."""
+    for keyword, value in schema.items():
+        if keyword not in SCHEMA_KEYWORDS:
+            continue
+        if isinstance(value, dict):
+            if keyword in SCHEMAS_BY_NAME:
+                yield keyword, value.values()
+            elif keyword in SINGLE_SCHEMAS:
+                yield keyword, (value,)
+        elif isinstance(value, list) and keyword in SCHEMAS_IN_LISTS:
+            yield keyword, value
+
+
+def schemas_within(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every subschema that is an object, and the schema itself, in no order that is told."""
+    pending = [schema]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, dict):
+            yield current
+            if not SCHEMA_KEYWORDS.isdisjoint(current):
+                for _, children in schemas_below(current):
+                    pending.extend(children)
 
 
 def path(steps: Steps) -> str:
