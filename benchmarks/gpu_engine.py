@@ -1,6 +1,7 @@
 """The engine over a model of random weights, driven in this process without HTTP."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu_clock import Clock
@@ -30,6 +32,8 @@ from penstock.engine.tokenizer import Tokenizer
 MAX_LEN = 4096
 NUM_BYTES = 256
 WARMUP_STEPS = 8
+PROFILED_RUNS = 4
+NUM_KERNELS = 12
 
 
 def random_model(shape: Shape, device: torch.device) -> PreTrainedModel:
@@ -90,6 +94,28 @@ class DecodeTimes:
     step_s: float
     forward_s: float
     context_len: float
+    kernels: list[tuple[str, float, float]]
+    """Of one forward pass, those that take the most time: name, launches, seconds."""
+
+
+def costliest_kernels(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:
+    """What a run spends its time on, by torch's profiler: name, launches and seconds of each, per run; operators where there is no GPU."""
+    is_gpu = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        for _ in range(PROFILED_RUNS):
+            run()
+        if is_gpu:
+            torch.cuda.synchronize()
+    found = [
+        (
+            event.key,
+            event.count / PROFILED_RUNS,
+            (event.self_device_time_total if is_gpu else event.self_cpu_time_total) / 1e6 / PROFILED_RUNS,
+        )
+        for event in profiler.key_averages()
+    ]
+    return sorted(found, key=lambda kernel: -kernel[2])[:NUM_KERNELS]
 
 
 @dataclass(slots=True)
@@ -149,8 +175,9 @@ class Driver:
         runner = self.core.runner
         # Once and again over the same tokens: their keys and values are written where they are already.
         forward_s = runner.thread.submit(clock.median_s, lambda: runner.forward(batch), num_steps).result()
+        kernels = runner.thread.submit(costliest_kernels, lambda: runner.forward(batch), clock.device).result()
         context_len = float(batch.attention.context_lens_B.float().mean())
         self.core.update(step, batch, runner.launch(batch).collect())
         for name in names:
             self.core.abort(name)
-        return DecodeTimes(step_s, forward_s, context_len)
+        return DecodeTimes(step_s, forward_s, context_len, kernels)

@@ -82,6 +82,7 @@ def penstock(options: argparse.Namespace) -> Iterator[Record]:
             "step_s": times.step_s,
             "forward_s": times.forward_s,
         }
+        yield {"kind": "profile", "batch": batch, "kernels": times.kernels}
     for batch in options.batches:
         yield from _generate_records("penstock", batch, options, lambda count, lens: driver.generate_s(count, *lens))
     for budget in options.budgets:

@@ -12,6 +12,11 @@ def table(records: Sequence[Record]) -> Iterator[str]:
     for record in _of(records, "built"):
         yield f"{record['model']}: {record['engine']} was ready after {record['seconds']:.1f} s"
     yield from _decode(_of(records, "decode"))
+    for record in _of(records, "profile"):
+        yield ""
+        yield f"{record['model']}, a forward pass over {record['batch']}, by kernel: launches, ms"
+        for name, launches, seconds in record["kernels"]:
+            yield f"  {launches:7.0f} {seconds * 1e3:8.3f}  {name[:100]}"
     yield from _prefill(_of(records, "prefill"))
     yield from _generate(_of(records, "generate"))
     yield from _kernels(_of(records, "kernel"))

@@ -12,11 +12,10 @@ Record = dict[str, Any]
 
 def judged(records: Iterable[Record]) -> list[Record]:
     """One record for each thing measured, medians of its runs, with rates; with shares where the ceilings are known."""
-    groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        groups[tuple(sorted((key, item) for key, item in record.items() if not isinstance(item, float) and key != "is_warm"))].append(
-            record
-        )
+        what = {key: item for key, item in record.items() if not isinstance(item, float) and key != "is_warm"}
+        groups[repr(sorted(what.items()))].append(record)
     merged = [_merge(group) for group in groups.values()]
     ceilings = next((record for record in merged if record["kind"] == "ceilings"), None)
     theirs = {

@@ -73,6 +73,7 @@ def records() -> list[dict[str, Any]]:
         *(generate | {"engine": "penstock", "seconds": seconds, "is_warm": True} for seconds in (1.0, 2.0, 3.0)),
         generate | {"engine": "transformers", "seconds": 8.0, "is_warm": False},
         {"kind": "kernel", "model": "tiny", "name": "write", "kernel_s": 1e-3, "reference_s": 5e-3, "rate": 7.0, "unit": "GB/s"},
+        {"kind": "profile", "model": "tiny", "batch": 4, "kernels": [["matmul", 14.0, 3e-3]]},
         {"kind": "built", "model": "tiny", "engine": "penstock", "seconds": 3.0},
     ]
 
@@ -98,7 +99,7 @@ def test_without_ceilings_there_are_rates_and_no_shares() -> None:
 
 def test_the_table_has_a_line_for_everything() -> None:
     text = "\n".join(table(judged(records())))
-    for part in ("copy 1 GB/s", "ready after 3.0 s", "2,000", "200", "4.0x", "5.0x  7.0 GB/s"):
+    for part in ("copy 1 GB/s", "ready after 3.0 s", "2,000", "200", "4.0x", "5.0x  7.0 GB/s", "14    3.000  matmul"):
         assert part in text
 
 
@@ -124,12 +125,15 @@ def test_the_engine_is_measured_over_a_model_of_random_weights(capsys: pytest.Ca
     assert [(record["kind"], record.get("batch")) for record in found] == [
         ("built", None),
         ("decode", 1),
+        ("profile", 1),
         ("decode", 3),
+        ("profile", 3),
         ("generate", 1),
         ("generate", 3),
         ("prefill", None),
     ]
-    assert all(record["tokens_per_s"] > 0 for record in found[1:])
+    assert all(record["tokens_per_s"] > 0 for record in found if record["kind"] in ("decode", "generate", "prefill"))
+    assert all(launches > 0 and seconds >= 0 for _, launches, seconds in found[2]["kernels"])
     assert found[1]["context_len"] > 20
 
 
