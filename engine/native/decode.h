@@ -12,6 +12,7 @@
 
 #include "common.h"
 #include "decode_bfloat16.h"
+#include "parallel.h"
 
 namespace {
 
@@ -103,28 +104,24 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     const int64_t group = shape.num_heads / shape.num_kv_heads;
     const int64_t scratch_size = group * (shape.key_size + shape.value_size + shape.block_size + 2);
     const int64_t num_tasks = num_sequences * shape.num_kv_heads;
-#pragma omp parallel
-    {
-        std::vector<float> scratch(scratch_size);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < num_tasks; ++task) {
-            const int64_t sequence = task / shape.num_kv_heads;
-            T* sequence_out = out + sequence * shape.num_heads * shape.value_size;
-            const T* sequence_query = query + sequence * shape.num_heads * shape.key_size;
-            const int64_t* blocks = block_table + sequence * shape.blocks_per_sequence;
+    parallel_for(num_tasks, [&](int64_t task) {
+        const int64_t sequence = task / shape.num_kv_heads;
+        T* sequence_out = out + sequence * shape.num_heads * shape.value_size;
+        const T* sequence_query = query + sequence * shape.num_heads * shape.key_size;
+        const int64_t* blocks = block_table + sequence * shape.blocks_per_sequence;
 #ifdef __AVX512BF16__
-            if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
-                if (shape.block_size == BLOCK && group <= MAX_GROUP) {
-                    decode_group_bfloat16<SIZE>(sequence_out, sequence_query, key_cache, value_cache, blocks, context_lens[sequence],
-                                                task % shape.num_kv_heads, group, shape.num_kv_heads, options);
-                    continue;
-                }
+        if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
+            if (shape.block_size == BLOCK && group <= MAX_GROUP) {
+                decode_group_bfloat16<SIZE>(sequence_out, sequence_query, key_cache, value_cache, blocks, context_lens[sequence],
+                                            task % shape.num_kv_heads, group, shape.num_kv_heads, options);
+                return;
             }
-#endif
-            decode_group<T, SIZE>(sequence_out, sequence_query, key_cache, value_cache, blocks, context_lens[sequence],
-                                  task % shape.num_kv_heads, shape, options, scratch.data());
         }
-    }
+#endif
+        std::vector<float> scratch(scratch_size);
+        decode_group<T, SIZE>(sequence_out, sequence_query, key_cache, value_cache, blocks, context_lens[sequence], task % shape.num_kv_heads, shape,
+                              options, scratch.data());
+    });
 }
 
 template <typename T>

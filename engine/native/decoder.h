@@ -17,6 +17,7 @@
 #include "common.h"
 #include "decode.h"
 #include "panel_linear.h"
+#include "parallel.h"
 #include "prefill.h"
 #include "quantized_linear.h"
 #include "vector.h"
@@ -131,7 +132,7 @@ inline void activate(BFloat16* out, const BFloat16* gate_up, int64_t size) {
 
 template <typename Function>
 inline void for_rows(int64_t num_rows, const Function& function) {
-#pragma omp parallel for schedule(static) if (num_rows >= MIN_PARALLEL_ROWS)
+    if (num_rows >= MIN_PARALLEL_ROWS) return parallel_for(num_rows, function);
     for (int64_t t = 0; t < num_rows; ++t) function(t);
 }
 

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "common.h"
+#include "parallel.h"
 
 namespace {
 
@@ -41,8 +42,7 @@ int64_t most_probable(const T* logits, int64_t size) {
 
 template <typename T>
 void most_probable_of_rows(int64_t* token_ids, const T* logits, int64_t num_rows, int64_t vocab_size, int64_t stride) {
-#pragma omp parallel for schedule(static) if (num_rows > 4)
-    for (int64_t row = 0; row < num_rows; ++row) token_ids[row] = most_probable(logits + row * stride, vocab_size);
+    parallel_for(num_rows, [&](int64_t row) { token_ids[row] = most_probable(logits + row * stride, vocab_size); });
 }
 
 }  // namespace

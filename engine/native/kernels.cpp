@@ -9,6 +9,7 @@
 #include "decoder.h"
 #include "greedy.h"
 #include "panel_linear.h"
+#include "parallel.h"
 #include "prefill.h"
 #include "quantized_linear.h"
 #include "quantized_lookup.h"
@@ -25,10 +26,9 @@ void penstock_write_rows(char* cache, const char* rows, const int64_t* slot_mapp
 // Row i of words (`words_stride` words apart) is for row rows[i] of logits (`logits_stride` numbers apart).
 void penstock_apply_bitmask(float* logits, const uint32_t* words, const int64_t* rows, int64_t num_rows, int64_t vocab_size, int64_t num_words,
                             int64_t logits_stride, int64_t words_stride) {
-#pragma omp parallel for schedule(static) if (num_rows > 4)
-    for (int64_t i = 0; i < num_rows; ++i) {
+    parallel_for(num_rows, [&](int64_t i) {
         apply_bitmask_row(logits + rows[i] * logits_stride, words + i * words_stride, vocab_size, num_words);
-    }
+    });
 }
 
 // query and out: [num_sequences, num_heads, size], contiguous. block_table: [num_sequences, blocks_per_sequence].

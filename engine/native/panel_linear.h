@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "common.h"
+#include "parallel.h"
 #include "quantized_rows.h"
 #include "vector.h"
 
@@ -59,14 +60,12 @@ inline void multiply_rows(BFloat16* out, int64_t out_stride, const BFloat16* x, 
 inline void panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weight, const BFloat16* bias, int64_t num_rows, int64_t inputs,
                          int64_t outputs) {
     const int64_t num_panels = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel
-    for (int64_t first = 0; first < num_rows; first += ROW_CHUNK) {
-        const int64_t rows = std::min(ROW_CHUNK, num_rows - first);
-#pragma omp for schedule(static) nowait
-        for (int64_t p = 0; p < num_panels; ++p)
-            multiply_rows(out + first * outputs + p * PANEL, outputs, x + first * inputs, weight + p * inputs * PANEL,
-                          bias ? bias + p * PANEL : nullptr, inputs, std::min(PANEL, outputs - p * PANEL), rows);
-    }
+    const int64_t num_chunks = (num_rows + ROW_CHUNK - 1) / ROW_CHUNK;
+    parallel_for(num_chunks * num_panels, [&](int64_t task) {
+        const int64_t p = task % num_panels, first = task / num_panels * ROW_CHUNK;
+        multiply_rows(out + first * outputs + p * PANEL, outputs, x + first * inputs, weight + p * inputs * PANEL,
+                      bias ? bias + p * PANEL : nullptr, inputs, std::min(PANEL, outputs - p * PANEL), std::min(ROW_CHUNK, num_rows - first));
+    });
 }
 
 }  // namespace

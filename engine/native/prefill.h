@@ -16,6 +16,7 @@
 
 #include "common.h"
 #include "pack_bfloat16.h"
+#include "parallel.h"
 #include "vector.h"
 
 namespace {
@@ -260,14 +261,8 @@ void prefill(std::vector<Prefill<T>>& sequences) {
     }
     // The longest first, so that no thread is left with a long one at the end.
     std::stable_sort(attend_tasks.begin(), attend_tasks.end(), [](const Task& a, const Task& b) { return a.num_keys > b.num_keys; });
-    const int64_t num_pack_tasks = pack_tasks.size(), num_attend_tasks = attend_tasks.size();
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_pack_tasks; ++i) pack_tasks[i].sequence->pack(pack_tasks[i].head, pack_tasks[i].tile);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_attend_tasks; ++i) attend_tasks[i].sequence->attend(attend_tasks[i].head, attend_tasks[i].tile);
-    }
+    parallel_for(pack_tasks.size(), [&](int64_t i) { pack_tasks[i].sequence->pack(pack_tasks[i].head, pack_tasks[i].tile); });
+    parallel_for(attend_tasks.size(), [&](int64_t i) { attend_tasks[i].sequence->attend(attend_tasks[i].head, attend_tasks[i].tile); });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common.h"
+#include "parallel.h"
 #include "quantized_portable.h"
 #include "quantized_product.h"
 #include "quantized_rows.h"
@@ -36,29 +37,24 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
             quantize_row<BITS>(rows + row * num_groups, static_cast<const float*>(x) + row * num_groups * GROUP, num_groups);
         }
     };
-    if (num_rows <= ROWS_ALONE)
+    if (num_rows <= ROWS_ALONE) {
         for (int64_t row = 0; row < num_rows; ++row) quantize(row);
+    } else {
+        parallel_for(num_rows, quantize);
+    }
     // A task is a few tiles and as many rows as stay in a core's cache while the tiles of the weight pass by.
     const int64_t num_tiles = (outputs + TILE - 1) / TILE, width = tiles_for(num_rows), num_strips = (num_tiles + width - 1) / width;
     const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;
     const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
-#pragma omp parallel
-    {
-        if (num_rows > ROWS_ALONE) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < num_rows; ++row) quantize(row);
+    parallel_for(num_chunks * num_strips, [&](int64_t task) {
+        const int64_t chunk = task / num_strips, first_tile = task % num_strips * width;
+        const int64_t begin = num_rows * chunk / num_chunks, count = num_rows * (chunk + 1) / num_chunks - begin;
+        const int64_t num_parts = (count + MOST_ROWS - 1) / MOST_ROWS;
+        for (int64_t i = 0; i < num_parts; ++i) {
+            const int64_t first = count * i / num_parts, last = count * (i + 1) / num_parts;
+            product.template multiply_any<BITS>(begin + first, last - first, first_tile, std::min(width, num_tiles - first_tile));
         }
-#pragma omp for schedule(static) nowait
-        for (int64_t task = 0; task < num_chunks * num_strips; ++task) {
-            const int64_t chunk = task / num_strips, first_tile = task % num_strips * width;
-            const int64_t begin = num_rows * chunk / num_chunks, count = num_rows * (chunk + 1) / num_chunks - begin;
-            const int64_t num_parts = (count + MOST_ROWS - 1) / MOST_ROWS;
-            for (int64_t i = 0; i < num_parts; ++i) {
-                const int64_t first = count * i / num_parts, last = count * (i + 1) / num_parts;
-                product.template multiply_any<BITS>(begin + first, last - first, first_tile, std::min(width, num_tiles - first_tile));
-            }
-        }
-    }
+    });
 }
 
 }  // namespace

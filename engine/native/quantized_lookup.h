@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "parallel.h"
 #include "quantized_product.h"
 
 namespace {
@@ -35,8 +36,7 @@ void quantized_row(float* out, const uint8_t* blocks, int64_t row, int64_t num_g
 
 template <int BITS>
 void quantized_rows(float* out, const uint8_t* blocks, const int64_t* rows, int64_t num_rows, int64_t num_groups) {
-#pragma omp parallel for schedule(static) if (num_rows > 16)
-    for (int64_t i = 0; i < num_rows; ++i) quantized_row<BITS>(out + i * num_groups * GROUP, blocks, rows[i], num_groups);
+    parallel_for(num_rows, [&](int64_t i) { quantized_row<BITS>(out + i * num_groups * GROUP, blocks, rows[i], num_groups); });
 }
 
 }  // namespace
