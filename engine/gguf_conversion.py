@@ -95,7 +95,7 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
     header = _Header.read(gguf_file)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
-    from penstock.engine.gguf_matrices import other_weights, quantized_matrices
+    from penstock.engine.gguf_matrices import take_quantized_matrices
     from penstock.engine.quantized_file import write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
@@ -115,10 +115,10 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
         raise ConfigurationError(f"{name} holds a {header.architecture!r} model that cannot be read: {error}") from error
     _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
     setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now
-    matrices = quantized_matrices(model, header.tensors)
+    matrices = take_quantized_matrices(model, header.tensors)
     if matrices:
         write_quantized(directory, matrices)
-    model.save_pretrained(directory, state_dict=other_weights(model, matrices))
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -154,6 +154,16 @@ def test_stored_weights_of_more_bits_than_were_asked_for_are_rounded(
     assert quantized_layers(load(stored_dir, mode).model) == expected
 
 
+def test_an_embedding_that_does_more_than_look_up_is_inflated(tmp_path: Path) -> None:
+    """Gemma's scales its rows."""
+    save_stored(tmp_path, tiny_model("gemma3_text", tie_word_embeddings=True), {"model.embed_tokens.weight": 8})
+    plain, few_bits = load(tmp_path, "none").model, load(tmp_path, "auto").model
+    assert isinstance(few_bits.get_input_embeddings(), nn.Embedding)
+    assert isinstance(few_bits.get_output_embeddings(), QuantizedLinear)
+    assert torch.equal(few_bits.get_parameter("model.embed_tokens.weight"), plain.get_parameter("model.embed_tokens.weight"))
+    assert deviation(few_bits, plain) < 0.03
+
+
 def test_a_missing_weight_is_still_an_error(stored_dir: Path) -> None:
     names = [name for name in STORED if "q_proj" not in name]
     model = tiny_model("qwen2", tie_word_embeddings=True)
