@@ -1,6 +1,7 @@
 """Reads the JSON that a client sends inside a constraint, bounded in depth."""
 
 import json
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from penstock.engine.errors import UnsupportedGrammar
@@ -18,7 +19,7 @@ def parse_document(text: str, param: str) -> Any:
         raise UnsupportedGrammar(f"not valid JSON: {error}", param) from error
     if text.count("{") + text.count("[") <= MAX_DEPTH:
         return document
-    level = [[document]]
+    level: list[Iterable[Any]] = [[document]]
     for _ in range(MAX_DEPTH + 2):
         inner = [child for members in level for child in members if isinstance(child, _CONTAINERS)]
         level = [child.values() if isinstance(child, dict) else child for child in inner]

@@ -48,8 +48,9 @@ class Definitions:
         content = types if isinstance(types, str) and types in _SIMPLE_TYPES else self._content(schema)
         if not content:
             return schema
-        if content in self._shared:
-            return self._shared[content]
+        shared = self._shared.get(content)
+        if shared is not None:
+            return shared
         if content not in self._first:
             self._first[content] = schema, place
             self._keys[id(schema)] = f"={len(self._keys)}", schema

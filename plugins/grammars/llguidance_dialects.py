@@ -8,8 +8,9 @@ from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.gbnf import to_lark
 from penstock.plugins.grammars.gbnf_syntax import GbnfError
-from penstock.plugins.grammars.llguidance_json import read_schema, schema_source
+from penstock.plugins.grammars.llguidance_json import read_schema
 from penstock.plugins.grammars.llguidance_regex import OversizedRegex, UnwritableRegex
+from penstock.plugins.grammars.llguidance_source import schema_source
 
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)

@@ -1,8 +1,5 @@
 """JSON Schemas for llguidance: what it would take silently for something else is refused or made exact first."""
 
-import json
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -13,10 +10,18 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.llguidance_definitions import Definitions
 from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
-from penstock.plugins.grammars.llguidance_regex import MAX_PLACES, UnwritableRegex, check_size, to_pattern
-from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse, python_dialect
-from penstock.plugins.grammars.regular import MisplacedAnchor, Node, full_match, search
-from penstock.plugins.grammars.schema_document import OPTIONS, Identifiers, SchemaDocument, read_document, unwritable
+from penstock.plugins.grammars.llguidance_numbers import LARGEST_EXACT, nearest_bound
+from penstock.plugins.grammars.llguidance_regex import (
+    UnwritableRegex,
+    check_size,
+    has_look_around,
+    has_operators,
+    may_be_large,
+    to_pattern,
+)
+from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse
+from penstock.plugins.grammars.regular import MisplacedAnchor, Node, search
+from penstock.plugins.grammars.schema_document import Identifiers, SchemaDocument, read_document
 from penstock.plugins.grammars.schema_keywords import (
     ASSERTIONS,
     DIALECTS,
@@ -45,15 +50,7 @@ from penstock.plugins.grammars.schema_walk import (
     walk,
 )
 
-DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
-
 _ANY_OBJECT = {"type": "object"}
-_LARGEST_EXACT = 2**53  # numbers are doubles there
-_LARGEST_BOUND = 2**63 - 1024  # the largest double of 64 bits with a sign
-_CLASSES = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
-_SET_OPERATORS = re.compile(r"(?<!\\)\[|&&|--|~~")  # characters in the classes of JSON Schema's regexes, operators in Rust's
-_LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
-_COUNTS = re.compile(r"(\d{1,9}),?\}")
 MAX_REWRITTEN = 200
 MAX_INLINED = 2000  # subschemas
 _DEFINITIONS = frozenset({"$defs", "definitions"})
@@ -99,29 +96,6 @@ def read_schema(spec: GrammarSpec, *, is_inlined: bool | None = None) -> ExactSc
     content = reading.whole()
     origins = {name: partial(reading.steps, place) for name, place in reading.definitions.origins.items()}
     return ExactSchema(content, tuple(dict.fromkeys(reading.warnings)), is_inlined, origins)
-
-
-def schema_source(schema: Any, whitespace_pattern: str | None, param: str) -> str:
-    """JSON for `%json`: the schema's instances with white space as asked for between tokens, and raw UTF-8 in strings."""
-    options: dict[str, Any] = {"whitespace_pattern": DEFAULT_WHITESPACE}
-    if whitespace_pattern == "":
-        options = {"whitespace_flexible": False}
-    elif whitespace_pattern is not None:
-        options = {"whitespace_pattern": _whitespace(whitespace_pattern, param)}
-    if schema is True:
-        schema = {}
-    content = {**schema, OPTIONS: options} if isinstance(schema, Mapping) else schema
-    try:
-        return json.dumps(content, allow_nan=False)
-    except ValueError as error:
-        raise unwritable(schema, param) from error
-
-
-def _whitespace(pattern: str, param: str) -> str:
-    try:
-        return to_pattern(full_match(parse(pattern, python_dialect())))
-    except (RegexError, MisplacedAnchor) as error:
-        raise UnsupportedGrammar(f"the pattern for white space: {error}", param) from error
 
 
 class _Reading:
@@ -182,6 +156,11 @@ class _Reading:
     def steps(self, place: Place) -> Steps:
         return steps_of(place, self.places if self.is_inlined or self.is_looked_through else {})
 
+    def inside(self, place: Place) -> Place:
+        """Of a schema itself, as the one around another: the root is `ROOT`."""
+        around, schema = place[0]
+        return place if around or (schema is not self.root and self.steps(place)) else ROOT
+
     def where(self, place: Place, *below: str | int) -> str:
         return self.param + path(self.steps(place) + below)
 
@@ -191,7 +170,7 @@ class _Reading:
     def exact(self, schema: Any, place: Place) -> Any:
         if not isinstance(schema, dict):
             return schema
-        around = (place, schema)
+        original = schema
         if "$ref" in schema and self.has_lone_references and isinstance(schema["$ref"], str):
             schema = lone_reference(schema)
         read = self.read
@@ -200,6 +179,7 @@ class _Reading:
             return self.definitions.share(exact, place) if self.has_places_only else exact
         if len(exact) == 1 and "$ref" in exact and isinstance(exact["$ref"], str) and exact["$ref"] in self.written:
             return {"$ref": self.written[exact["$ref"]]}
+        around = (place, original)
         for keyword, value in exact.items():
             if keyword in _DESCENDED:
                 exact[keyword] = self.below(keyword, value, around)
@@ -214,8 +194,7 @@ class _Reading:
             for keyword in [keyword for keyword in exact if keyword in REWRITTEN]:
                 if keyword in exact:
                     self.rewrite(exact, schema, keyword, within)
-        can_share = self.has_places_only and (place or (schema is not self.root and self.steps(within)))
-        return self.definitions.share(exact, within) if can_share else exact
+        return self.definitions.share(exact, within) if self.has_places_only and self.inside(within) else exact
 
     def below(self, keyword: str, value: Any, around: tuple[Place, Any]) -> Any:
         """A keyword's value, the schemas in it exact."""
@@ -256,8 +235,8 @@ class _Reading:
             additions = self.rewriting.additions(schema, keyword)
             if additions is None:
                 return
-            steps = self.steps(place)
-            additions = [self.exact(addition, (ROOT, *steps) if steps else ROOT) for addition in additions]
+            at = self.inside(place)
+            additions = [self.exact(addition, at) for addition in additions]
         except (Inexpressible, TypeError, AttributeError):  # the last two where a value is not what the keyword takes
             del self.warnings[num_warnings:]
             self.give_up(exact, schema, keyword, place)
@@ -280,14 +259,13 @@ class _Reading:
         if keyword == "patternProperties":
             exact.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
         parts = schema[keyword]
-        steps = self.steps(place)
-        at = (ROOT, *steps) if steps else ROOT
+        at = self.inside(place)
         additions = [{"anyOf": [self.exact(part, at) for part in parts]}] if keyword == "oneOf" and isinstance(parts, list) else []
         replace_keyword(exact, keyword, additions)
 
     def dialect(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         """One that nobody knows is 2020-12; llguidance would look for what it says."""
-        if self.steps(place) or not isinstance(schema[keyword], str) or schema[keyword].removesuffix("#") not in DIALECTS:
+        if self.inside(place) or not isinstance(schema[keyword], str) or schema[keyword].removesuffix("#") not in DIALECTS:
             del schema[keyword]
 
     def reference(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
@@ -342,7 +320,7 @@ class _Reading:
             value = pending.pop()
             if isinstance(value, dict | list):
                 pending.extend(value.values() if isinstance(value, dict) else value)
-            elif isinstance(value, int) and abs(value) > _LARGEST_EXACT:
+            elif isinstance(value, int) and abs(value) > LARGEST_EXACT:
                 raise self.refusal("a whole number beyond 2^53 cannot be asked for exactly", place, keyword)
 
     def pattern(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
@@ -350,7 +328,7 @@ class _Reading:
         pattern = schema[keyword]
         if not isinstance(pattern, str) or self.leaves_out_large(schema, keyword, pattern, place, keyword):
             return
-        if _has_operators(pattern):
+        if has_operators(pattern):
             schema[keyword] = f"^(?:{to_pattern(self.tree(pattern, place, keyword))})$"
 
     def patterns(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
@@ -366,7 +344,7 @@ class _Reading:
 
     def leaves_out_large(self, schema: dict[str, Any], keyword: str, pattern: str, place: Place, *below: str) -> bool:
         """Whether the pattern is too large, for which the schema of a lenient document loses the keyword, and others are refused."""
-        if math.prod(max(int(count), 1) for count in _COUNTS.findall(pattern)) <= MAX_PLACES and not _has_operators(pattern):
+        if not may_be_large(pattern) and not has_operators(pattern):
             return False
         try:
             check_size(self.tree(pattern, place, *below))
@@ -394,35 +372,21 @@ class _Reading:
             raise self.refusal(f"more than {MAX_OPTIONAL_PROPERTIES} properties that are not required", place, keyword)
 
     def bound(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
-        """The nearest double within, where the bound itself is none. Whole numbers have 64 bits there."""
         bound = schema[keyword]
-        if not isinstance(bound, int) or abs(bound) <= _LARGEST_EXACT:
+        if not isinstance(bound, int) or abs(bound) <= LARGEST_EXACT:
             return
-        is_lower = keyword in _LOWER_BOUNDS
-        if bound < -_LARGEST_BOUND and is_lower:
-            bound = -_LARGEST_BOUND
-        elif bound > _LARGEST_BOUND and not is_lower:
-            bound = _LARGEST_BOUND
-        elif abs(bound) > _LARGEST_BOUND:
+        nearest = nearest_bound(bound, is_lower=keyword in _LOWER_BOUNDS)
+        if nearest is None:
             raise self.refusal("a bound beyond 64 bits", place, keyword)
-        nearest = float(bound)
-        if is_lower and int(nearest) < bound:
-            nearest = math.nextafter(nearest, math.inf)
-        elif not is_lower and int(nearest) > bound:
-            nearest = math.nextafter(nearest, -math.inf)
-        schema[keyword] = int(nearest)
-
-
-def _has_operators(pattern: str) -> bool:
-    return any(_SET_OPERATORS.search(found[1] or "") for found in _CLASSES.finditer(pattern))
+        schema[keyword] = nearest
 
 
 def _with_look_around(schema: dict[str, Any]) -> str | None:
     """The keyword, if any."""
     pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
-    if isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
+    if isinstance(pattern, str) and has_look_around(pattern):
         return "pattern"
-    return "patternProperties" if isinstance(patterns, dict) and any(map(_LOOK_AROUND.search, patterns)) else None
+    return "patternProperties" if isinstance(patterns, dict) and any(map(has_look_around, patterns)) else None
 
 
 def _join(exact: dict[str, Any]) -> None:

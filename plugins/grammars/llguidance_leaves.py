@@ -11,10 +11,11 @@ from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.llguidance_dialects import client_grammar
 from penstock.plugins.grammars.llguidance_errors import Complaint, read_complaint
-from penstock.plugins.grammars.llguidance_json import read_schema, schema_source
+from penstock.plugins.grammars.llguidance_json import read_schema
 from penstock.plugins.grammars.llguidance_lenient import refusal, relaxed
 from penstock.plugins.grammars.llguidance_limits import parser_limits
 from penstock.plugins.grammars.llguidance_regex import OversizedRegex, UnwritableRegex, to_terminal
+from penstock.plugins.grammars.llguidance_source import schema_source
 from penstock.plugins.grammars.regular import Node
 from penstock.plugins.grammars.schema_faults import find_fault
 from penstock.plugins.grammars.text_constraints import choice, regex

@@ -1,6 +1,7 @@
 """A tree as a regex that llguidance compiles, and as a terminal of a Lark grammar."""
 
 import json
+import math
 import re
 from itertools import groupby
 
@@ -10,6 +11,10 @@ from penstock.plugins.grammars.regular import Chars, Either, Literal, Node, Repe
 # Repeats within repeats cost llguidance seconds for one mask: `(x{1000}){1000}` is a million places.
 MAX_PLACES = 200_000
 MAX_RANGES = 200_000  # of characters, written out: a microsecond and some hundred bytes each
+_CLASSES = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_SET_OPERATORS = re.compile(r"(?<!\\)\[|&&|--|~~")  # characters in the classes of JSON Schema's regexes, operators in Rust's
+_LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
+_COUNTS = re.compile(r"(\d{1,9}),?\}")
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
@@ -19,6 +24,20 @@ class UnwritableRegex(Exception):
 
 class OversizedRegex(UnwritableRegex):
     """The tree asks for too much."""
+
+
+def has_operators(pattern: str) -> bool:
+    """Whether a regex of JSON Schema has a class that would mean something else there."""
+    return any(_SET_OPERATORS.search(found[1] or "") for found in _CLASSES.finditer(pattern))
+
+
+def has_look_around(pattern: str) -> bool:
+    return _LOOK_AROUND.search(pattern) is not None
+
+
+def may_be_large(pattern: str) -> bool:
+    """Whether its counts together come to more than `MAX_PLACES`."""
+    return math.prod(max(int(count), 1) for count in _COUNTS.findall(pattern)) > MAX_PLACES
 
 
 def check_size(node: Node) -> None:

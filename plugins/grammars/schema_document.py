@@ -10,7 +10,7 @@ from typing import Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_document import parse_document
 from penstock.plugins.grammars.schema_circle import can_be_circular
-from penstock.plugins.grammars.schema_walk import Steps, path, walk
+from penstock.plugins.grammars.schema_walk import Steps, path, schemas_within
 
 OPTIONS = "x-guidance"  # what llguidance itself would take from the schema's root
 
@@ -28,13 +28,15 @@ class SchemaDocument:
 @lru_cache(maxsize=1)  # one document is read strictly, leniently and with references inlined, one after the other; no reading changes it
 def read_document(text: str, param: str) -> SchemaDocument:
     schema = parse_document(text, param)
-    _check_text(schema, text, param)
+    is_escaped = _holds(text, ("\\u",), "\\")  # where a keyword may be spelled otherwise
+    if is_escaped or not text.isascii():
+        _check_text(schema, text, param)
     if isinstance(schema, dict) and OPTIONS in schema:
         raise UnsupportedGrammar(f"`{OPTIONS}` is refused: what it sets is not the schema's to say", f"{param}.{OPTIONS}")
-    is_escaped = _is_escaped(text)
     has_anchors = is_escaped or _holds(text, ('"$anchor"', '"$dynamicAnchor"'), "$")
     is_circular = (is_escaped or ('"$ref"' in text and '"allOf"' in text)) and can_be_circular(schema)
-    return SchemaDocument(schema, Identifiers.of(schema, text), has_anchors, is_circular)
+    identifiers = Identifiers.of(schema, text) if is_escaped or _holds(text, ('"$id"',), "$") or '"id"' in text else Identifiers.NONE
+    return SchemaDocument(schema, identifiers, has_anchors, is_circular)
 
 
 class Identifiers(Enum):
@@ -46,18 +48,11 @@ class Identifiers(Enum):
 
     @classmethod
     def of(cls, schema: Any, text: str) -> "Identifiers":
-        if not _holds(text, ('"$id"',), "$") and '"id"' not in text and not _is_escaped(text):
-            return cls.NONE
         names = ("$id", "id")
         if isinstance(schema, dict) and sum(text.count(f'"{name}"') for name in names) == sum(name in schema for name in names):
             return cls.OF_ROOT if any(isinstance(schema.get(name), str) for name in names) else cls.NONE
-        places = [steps for steps, part in walk(schema) if any(isinstance(part.get(keyword), str) for keyword in ("$id", "id"))]
-        return cls.OF_PARTS if any(places) else cls.OF_ROOT if places else cls.NONE
-
-
-def _is_escaped(text: str) -> bool:
-    """Whether it may hold a keyword that is spelled with escapes."""
-    return _holds(text, ("\\u",), "\\")
+        named = [part for part in schemas_within(schema) if isinstance(part.get("$id"), str) or isinstance(part.get("id"), str)]
+        return cls.OF_PARTS if any(part is not schema for part in named) else cls.OF_ROOT if named else cls.NONE
 
 
 def _holds(text: str, words: tuple[str, ...], rare: str) -> bool:
@@ -73,12 +68,20 @@ def _holds(text: str, words: tuple[str, ...], rare: str) -> bool:
 
 def _check_text(document: Any, text: str, param: str) -> None:
     """Raises `UnsupportedGrammar` for text that JSON in UTF-8 cannot hold."""
-    if text.isascii() and not (_is_escaped(text) and ("\\ud" in text or "\\uD" in text)):
+    if "\\ud" not in text and "\\uD" not in text and _is_writable(text):
         return
     try:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise unwritable(document, param) from error
+
+
+def _is_writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def unwritable(document: Any, param: str) -> UnsupportedGrammar:
