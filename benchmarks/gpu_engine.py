@@ -23,6 +23,7 @@ from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.fused_norm import fuse_norms
+from penstock.engine.fused_rotary import fuse_rotary
 from penstock.engine.kv_layout import kv_layout
 from penstock.engine.model_loader import LoadedModel
 from penstock.engine.request import Request
@@ -71,6 +72,7 @@ def make_core(model: PreTrainedModel, shape: Shape, device: torch.device, **sett
     fuse_linears(model)
     if device.type == "cuda":
         fuse_norms(model)
+        fuse_rotary(model)
     loaded = LoadedModel(
         directory=Path(),
         model=model,

@@ -23,6 +23,7 @@ from penstock.engine.kernels.bitmask_apply import bitmask_apply
 from penstock.engine.kernels.kv_write import kv_write
 from penstock.engine.kernels.paged_decode import paged_decode
 from penstock.engine.kernels.rms_norm import rms_norm
+from penstock.engine.kernels.rotate import rotate
 from penstock.engine.kernels.sample import sample
 from penstock.engine.kernels.tuning import choose_num_splits
 from penstock.engine.kernels.varlen_prefill import varlen_prefill
@@ -41,6 +42,7 @@ WRITES = [1, 256, 8192]  # tokens
 BITMASKS = [1, 32, 256]  # rows
 SAMPLES = [1, 32, 256]  # rows
 NORMS = [1, 256, 8192]  # rows
+ROTATIONS = [1, 256, 8192]  # tokens
 HIDDEN_SIZE = 4096
 
 
@@ -154,6 +156,19 @@ def norm_measurement(num_rows: int, device: torch.device) -> Measurement:
     )
 
 
+def rotation_measurement(num_tokens: int, device: torch.device) -> Measurement:
+    heads = torch.randn(1, num_tokens, NUM_HEADS + NUM_KV_HEADS, HEAD_SIZE, device=device, dtype=DTYPE).transpose(1, 2)
+    cosines, sines = torch.randn(2, 1, num_tokens, HEAD_SIZE, device=device, dtype=DTYPE).unbind()
+    arguments = (heads[:, :NUM_HEADS], heads[:, NUM_HEADS:], cosines, sines)
+    return Measurement(
+        f"rotate          {num_tokens:4} tokens",
+        lambda: rotate(*arguments),
+        lambda: references.rotate(*arguments),
+        2 * heads.numel() * ITEMSIZE / 1e9,
+        "GB/s",
+    )
+
+
 def measurements(device: torch.device) -> Iterator[Measurement]:
     """One at a time: the caches of one go before those of the next come."""
     for shape in DECODES:
@@ -168,6 +183,8 @@ def measurements(device: torch.device) -> Iterator[Measurement]:
         yield bitmask_measurement(num_rows, device)
     for num_rows in NORMS:
         yield norm_measurement(num_rows, device)
+    for num_tokens in ROTATIONS:
+        yield rotation_measurement(num_tokens, device)
     for num_rows in SAMPLES:
         yield sample_measurement(num_rows, device)
 

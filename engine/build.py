@@ -17,6 +17,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.forward import compute_logits
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.fused_norm import fuse_norms
+from penstock.engine.fused_rotary import fuse_rotary
 from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import num_cache_blocks, settle_memory
 from penstock.engine.model_config import answer_tokens
@@ -54,6 +55,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     if loaded.device.type == "cuda":
         with torch.cuda.device(loaded.device):  # Triton launches on the current one
             fuse_norms(loaded.model)
+            fuse_rotary(loaded.model)
     return loaded
 
 

@@ -154,3 +154,15 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """The arguments and the result of `kernels.rms_norm`."""
     scale = (states.float().pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
     return (states.float() * scale).to(states.dtype) * weight.to(states.dtype)
+
+
+def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD: Tensor) -> tuple[Tensor, Tensor]:
+    """The arguments and the result of `kernels.rotate`."""
+
+    def turn(states_1HTD: Tensor) -> Tensor:
+        states = states_1HTD.float()
+        first, second = states.chunk(2, dim=-1)
+        turned = states * cosines_1TD[:, None].float() + torch.cat([-second, first], dim=-1) * sines_1TD[:, None].float()
+        return turned.to(states_1HTD.dtype)
+
+    return turn(query_1HTD), turn(key_1HTD)

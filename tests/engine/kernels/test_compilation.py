@@ -16,6 +16,7 @@ from penstock.engine.kernels import (
     kv_write_kernel,
     paged_decode_kernel,
     rms_norm_kernel,
+    rotate_kernel,
     sample_kernel,
     varlen_prefill_kernel,
 )
@@ -23,6 +24,7 @@ from penstock.engine.kernels.bitmask_apply import bitmask_apply
 from penstock.engine.kernels.kv_write import kv_write
 from penstock.engine.kernels.paged_decode import paged_decode
 from penstock.engine.kernels.rms_norm import rms_norm
+from penstock.engine.kernels.rotate import rotate
 from penstock.engine.kernels.sample import sample
 from penstock.engine.kernels.varlen_prefill import varlen_prefill
 
@@ -36,6 +38,7 @@ KERNELS = [
     (bitmask_apply_kernel, "bitmask_apply_kernel"),
     (sample_kernel, "sample_kernel"),
     (rms_norm_kernel, "rms_norm_kernel"),
+    (rotate_kernel, "rotate_kernel"),
 ]
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227}  # KiB that one program may have, by compute capability
 
@@ -116,8 +119,15 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     kv_write(rows, rows, cache, cache, torch.zeros(3, dtype=torch.int64))
     bitmask_apply(torch.zeros(3, 1000), torch.zeros(3, 32, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
     rms_norm(torch.zeros(1, 3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
+    rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16))
     sample(torch.zeros(3, 100_000), *torch.ones(3, 3).unbind(), torch.zeros(3, dtype=torch.int64))
-    assert num_compiled(kernels) == {"kv_write_kernel": 1, "bitmask_apply_kernel": 1, "sample_kernel": 1, "rms_norm_kernel": 1}
+    assert num_compiled(kernels) == {
+        "kv_write_kernel": 1,
+        "bitmask_apply_kernel": 1,
+        "sample_kernel": 1,
+        "rms_norm_kernel": 1,
+        "rotate_kernel": 1,
+    }
 
 
 @pytest.mark.parametrize("capability", [89, 90])

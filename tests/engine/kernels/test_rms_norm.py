@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.kernels import references
 from penstock.engine.kernels.rms_norm import rms_norm
-from tests.engine.kernels.norms_of_models import with_fused_norms
+from tests.engine.kernels.fused_models import with_fused_norms
 
 Launch = Callable[..., Any]
 

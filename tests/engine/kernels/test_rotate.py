@@ -1,0 +1,43 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.kernels import references
+from penstock.engine.kernels.rotate import rotate
+from tests.engine.kernels.fused_models import with_fused_rotary
+
+Launch = Callable[..., Any]
+
+
+def make_arguments(num_heads: int, num_kv_heads: int, num_tokens: int, size: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Queries and keys as a fused projection gives them: views, with the heads of a token side by side."""
+    generator = torch.Generator().manual_seed(size)
+    fused = torch.randn(1, num_tokens, num_heads + num_kv_heads, size, generator=generator).to(dtype)
+    cosines, sines = torch.randn(2, 1, num_tokens, size, generator=generator).to(dtype).unbind()
+    query, key = fused.split([num_heads, num_kv_heads], dim=2)
+    return {"query_1HTD": query.transpose(1, 2), "key_1HTD": key.transpose(1, 2), "cosines_1TD": cosines, "sines_1TD": sines}
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_tokens", "size"), [(4, 2, 3, 64), (9, 3, 1, 64), (20, 1, 2, 96), (2, 2, 0, 16)])
+def test_any_heads_and_sizes_give_the_reference(launch: Launch, num_heads: int, num_kv_heads: int, num_tokens: int, size: int) -> None:
+    arguments = make_arguments(num_heads, num_kv_heads, num_tokens, size)
+    for result, expected in zip(launch(rotate, **arguments).result, references.rotate(**arguments), strict=True):
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_gives_the_reference_to_rounding(launch: Launch) -> None:
+    arguments = make_arguments(4, 2, 3, 128, torch.bfloat16)
+    for result, expected in zip(launch(rotate, **arguments).result, references.rotate(**arguments), strict=True):
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result, expected, atol=0, rtol=2 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_fused"), [("llama", 3), ("qwen3", 3), ("gemma2", 3), ("phi3", 3), ("cohere2", 0), ("glm4", 0), ("gpt2", 0)]
+)
+def test_models_that_mean_the_same_by_it_are_rotated_in_one_kernel(name: str, num_fused: int, interpreter: Any) -> None:
+    found, before, after = interpreter.launch(with_fused_rotary, name=name).result
+    assert found == num_fused
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
