@@ -85,8 +85,10 @@ class Definitions:
 
     def _all(self, schemas: Iterable[Any]) -> str | None:
         parts = []
+        keys = self._keys
         for schema in schemas:
-            part = self._part(schema)
+            known = keys.get(id(schema))
+            part = self._part(schema) if known is None else known[0]
             if part is None:
                 return None
             parts.append(part)
@@ -115,8 +117,10 @@ def _surely_has_values(schema: dict[str, Any]) -> bool:
         return False
     if types == []:
         return len(schema) == 1 or "enum" not in schema
-    if not all(isinstance(name, str) and name in _SIMPLE_TYPES for name in (types if isinstance(types, list) else [types])):
-        return False
+    names = types if isinstance(types, list) else [types]
+    for name in names:
+        if not isinstance(name, str) or name not in _SIMPLE_TYPES:
+            return False
     if values is not None:
         return len(schema) == 2 and types == "string" and all(isinstance(value, str) for value in values)
     for low, high in () if _ALL_BOUNDS.isdisjoint(schema) else _BOUNDS:
@@ -125,7 +129,11 @@ def _surely_has_values(schema: dict[str, Any]) -> bool:
             return False
         if bounds and low != "minimum" and bounds[0] < 0:
             return False
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(required, list) or any(properties.get(name, schema.get("additionalProperties", True)) is False for name in required):
+    required = schema.get("required", [])
+    if not isinstance(required, list):
         return False
+    if required:
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if any(properties.get(name, others) is False for name in required):
+            return False
     return schema.get("items", True) is not False or not schema.get("minItems")

@@ -24,7 +24,7 @@ def schema_source(schema: Any, whitespace_pattern: str | None, param: str) -> st
         schema = {}
     content = {**schema, OPTIONS: options} if isinstance(schema, Mapping) else schema
     try:
-        return json.dumps(content, allow_nan=False)
+        return json.dumps(content, allow_nan=False, check_circular=False)
     except ValueError as error:
         raise unwritable(schema, param) from error
 

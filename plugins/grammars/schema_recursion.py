@@ -8,6 +8,7 @@ _DEFINITION = "#/$defs/"
 MAX_ROUNDS = 8  # of looking through all definitions; what takes more is left to be found while it is generated
 _DEMANDING = frozenset({"$ref", "allOf", "anyOf", "required", "minItems"})
 _OTHER_TYPES = frozenset({"null", "boolean", "integer", "number", "string"})  # whose values hold no others
+_HOLDING_OTHERS = ("object", "array")
 
 
 def without_endless(content: dict[str, Any]) -> Steps | None:
@@ -61,8 +62,11 @@ class _Search:
         names = [types] if isinstance(types, str) else types
         if not isinstance(names, list) or not _OTHER_TYPES.isdisjoint(names):
             return True
-        demands = {"object": self.demanded_members, "array": self.demanded_items}
-        return any(name not in demands or all(self.has_end(child) for _, child in demands[name](schema)) for name in names)
+        return any(name not in _HOLDING_OTHERS or self._has_ends(schema, name) for name in names)
+
+    def _has_ends(self, schema: dict[str, Any], name: str) -> bool:
+        demanded = self.demanded_members(schema) if name == "object" else self.demanded_items(schema)
+        return all(self.has_end(child) for _, child in demanded)
 
     def demanded_members(self, schema: dict[str, Any]) -> list[tuple[Steps, Any]]:
         properties, required = schema.get("properties", {}), schema.get("required", [])

@@ -115,6 +115,7 @@ class Rewriting:
     def __init__(self, root: Any, unknown: frozenset[str]) -> None:
         self._unknown = unknown
         self._overlap = Overlap(root)
+        self._opposites: dict[int, tuple[Any, list[Any], bool]] = {}
         self._rewrites: dict[str, Callable[[Schema], list[Any] | None]] = {
             "not": self.negated,
             "if": self.conditional,
@@ -192,14 +193,21 @@ class Rewriting:
         """What of the rival's opposite can be met by `part`."""
         if self._overlap.share_the_empty_array_only(part, rival, types):
             return [{"minItems": 1}]
-        try:
-            opposite, is_whole = self._negation().of(rival), True
-        except Inexpressible:
-            opposite, is_whole = self._negation(is_partial=True).of(rival), False
+        opposite, is_whole = self._opposite(rival)
         met = [alternative for alternative in opposite if not self._overlap.are_disjoint(part, alternative, types)]
         if not met and not is_whole:
             raise Inexpressible
         return met
+
+    def _opposite(self, schema: Any) -> tuple[list[Any], bool]:
+        """With whether it is all of the opposite. Each alternative asks for that of every other."""
+        if id(schema) not in self._opposites:
+            try:
+                opposite, is_whole = self._negation().of(schema), True
+            except Inexpressible:
+                opposite, is_whole = self._negation(is_partial=True).of(schema), False
+            self._opposites[id(schema)] = schema, opposite, is_whole  # with the schema, whose identity is another's once it is gone
+        return self._opposites[id(schema)][1:]
 
     def dependent(self, schema: Schema) -> list[Any]:
         conditions: list[Any] = []

@@ -85,9 +85,10 @@ def schemas_within(schema: Any) -> Iterator[dict[str, Any]]:
         current = pending.pop()
         if isinstance(current, dict):
             yield current
-            if not SCHEMA_KEYWORDS.isdisjoint(current):
-                for _, children in schemas_below(current):
-                    pending.extend(children)
+            if SCHEMA_KEYWORDS.isdisjoint(current):
+                continue
+            for _, children in schemas_below(current):
+                pending += children
 
 
 def path(steps: Steps) -> str:
