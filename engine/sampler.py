@@ -116,7 +116,7 @@ class Sampler:
             work_BV[rows, ids] = -torch.inf
 
     def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:
-        if bitmask_BW.device.type == "cpu" and native_library() is not None:
+        if bitmask_BW.is_cuda or (bitmask_BW.device.type == "cpu" and native_library() is not None):
             apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW)  # passes over ones faster than they can be looked for
             return
         rows = (bitmask_BW != -1).any(-1).nonzero()[:, 0].tolist()
@@ -125,6 +125,10 @@ class Sampler:
 
     def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[bool]]:
         """A token for each row, and whether the row had any to give."""
+        if work_BV.is_cuda:
+            from penstock.engine.device_choice import choose_on_device  # needs triton
+
+            return choose_on_device(work_BV, states, self._shared_generator)
         token_ids = most_probable(work_BV)
         is_possible: list[bool] = work_BV.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
         drawn = [row for row, state in enumerate(states) if is_possible[row] and not state.params.is_greedy]
