@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from penstock.assembly import Assembled
     from penstock.plugins.manager import Plugins
 
+# How long OpenMP's idle threads keep a core busy, about 0.1 ms: by its own choice they would be in the way of the kernels' threads and of the
+# loop for most of a step. It is read when torch is loaded.
+SPIN_COUNT = "10000"
 CLEANUP_SECONDS = 5.0  # for handlers to send their last words once the engine has stopped
 
 log = logging.getLogger("penstock.server")
@@ -35,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parse_arguments(words)
         set_up_logging(arguments.log_level, access_log=arguments.access_log)
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         from penstock.plugins.manager import Plugins
 
         plugins = Plugins.start(
