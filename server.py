@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from penstock.assembly import Assembled
     from penstock.plugins.manager import Plugins
 
-# How long OpenMP's idle threads keep a core busy, about 0.1 ms: by its own choice they would be in the way of the kernels' threads and of the
-# loop for most of a step. It is read when torch is loaded.
+# How long OpenMP's idle threads keep a core busy, about 0.1 ms: by its own choice they would be in the way of the kernels' threads and of
+# the loop for most of a step. It is read when torch is loaded.
 SPIN_COUNT = "10000"
 CLEANUP_SECONDS = 5.0  # for handlers to send their last words once the engine has stopped
 
