@@ -99,7 +99,7 @@ def replace_keyword(schema: dict[str, Any], keyword: str, additions: list[Any]) 
         return
     for name in _TOGETHER.get(keyword, (keyword,)):
         schema.pop(name, None)
-    if not additions:
+    if not additions or not isinstance(schema.get("allOf", []), list):  # which is refused for that
         return
     if keyword == "format" and "pattern" not in schema and "allOf" not in schema:
         schema.update(additions[0])

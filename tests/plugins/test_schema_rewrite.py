@@ -344,3 +344,9 @@ def test_a_document_reads_the_same_however_often_it_was_read_before() -> None:
 
     first = [read(is_inlined) for is_inlined in (False, True)]
     assert [read(is_inlined) for is_inlined in (False, True)] == first
+
+
+@pytest.mark.parametrize("parts", [5, {"a": 1}, "b", None])
+def test_what_is_no_list_of_demands_is_refused_as_such(parts: Any) -> None:
+    with pytest.raises(UnsupportedGrammar, match="allOf"):
+        compiled({"type": "object", "properties": {"a": {"type": "string"}}, "minProperties": 1, "allOf": parts})
