@@ -63,8 +63,14 @@ def referred(root: Any, reference: str) -> Any:
         step = unquote(step).replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict):
             target = target.get(step)
-        elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-            target = target[int(step)]
+        elif isinstance(target, list) and (place := position(step, len(target))) is not None:
+            target = target[place]
         else:
             return None
     return target
+
+
+def position(step: str, length: int) -> int | None:
+    """Where in an array of that length a step of a JSON Pointer leads; None where nowhere. It may be as long as its author likes."""
+    is_number = step.isascii() and step.isdigit() and len(step) <= len(str(length))
+    return int(step) if is_number and int(step) < length else None

@@ -75,7 +75,7 @@ class Definitions:
                 members = self._all(value.values()) if isinstance(value, dict) else None
                 part = None if members is None else f"{list(value)}{members}"
             elif keyword == "anyOf":
-                part = self._all(value) if value and len(schema) == 1 else None
+                part = self._all(value) if value and isinstance(value, list) and len(schema) == 1 else None
             else:
                 part = self._part(value)
             if part is None:
@@ -130,7 +130,7 @@ def _surely_has_values(schema: dict[str, Any]) -> bool:
         if bounds and low != "minimum" and bounds[0] < 0:
             return False
     required = schema.get("required", [])
-    if not isinstance(required, list):
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         return False
     if required:
         properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)

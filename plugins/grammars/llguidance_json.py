@@ -300,11 +300,14 @@ class _Reading:
 
     def is_elsewhere(self, reference: str) -> bool:
         """Whether it surely leads out of the document. Where parts have bases of their own, relative ones are left to llguidance."""
-        if not self.has_one_base and not urlsplit(reference).scheme:
-            return False
-        base, names = self.names
-        target = urldefrag(urljoin(base, reference)).url
-        return target not in names and urlsplit(target).netloc != "json-schema.org"  # whose own schemas llguidance knows
+        try:
+            if not self.has_one_base and not urlsplit(reference).scheme:
+                return False
+            base, names = self.names
+            target = urldefrag(urljoin(base, reference)).url
+            return target not in names and urlsplit(target).netloc != "json-schema.org"  # whose own schemas llguidance knows
+        except ValueError:  # in it or in a name is a host that nobody can have
+            return True
 
     @cached_property
     def names(self) -> tuple[str, frozenset[str]]:

@@ -33,6 +33,8 @@ def read_document(text: str, param: str) -> SchemaDocument:
         _check_text(schema, text, param)
     if isinstance(schema, dict) and OPTIONS in schema:
         raise UnsupportedGrammar(f"`{OPTIONS}` is refused: what it sets is not the schema's to say", f"{param}.{OPTIONS}")
+    if isinstance(schema, dict) and not isinstance(schema.get("$defs", {}), dict):
+        raise UnsupportedGrammar("`$defs` must be an object", f"{param}.$defs")
     has_anchors = is_escaped or _holds(text, ('"$anchor"', '"$dynamicAnchor"'), "$")
     is_circular = (is_escaped or ('"$ref"' in text and '"allOf"' in text)) and can_be_circular(schema)
     identifiers = Identifiers.of(schema, text) if is_escaped or _holds(text, ('"$id"',), "$") or '"id"' in text else Identifiers.NONE

@@ -72,7 +72,7 @@ class _Search:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
             return []
-        return [(("properties", name), properties[name]) for name in required if name in properties]
+        return [(("properties", name), properties[name]) for name in required if isinstance(name, str) and name in properties]
 
     def demanded_items(self, schema: dict[str, Any]) -> list[tuple[Steps, Any]]:
         least = schema.get("minItems", 0)
@@ -88,7 +88,8 @@ class _Search:
             return steps
         if schema.get("$ref") in self.endless:
             return (*steps, "$ref")
-        parts: list[tuple[Steps, Any]] = [(("allOf", place), part) for place, part in enumerate(schema.get("allOf", []))]
+        joined = schema.get("allOf", [])
+        parts: list[tuple[Steps, Any]] = [(("allOf", place), part) for place, part in enumerate(joined if isinstance(joined, list) else ())]
         for below, child in [*parts, *self.demanded_members(schema), *self.demanded_items(schema)]:
             if not self.has_end(child):
                 return self.blamed(child, steps + below)

@@ -133,9 +133,10 @@ class Rewriting:
 
     def additions(self, schema: Schema, keyword: str) -> list[Any] | None:
         """What says the same as the keyword, all of it together; None where it can stay as it is. Raises `Inexpressible`."""
-        if _BESIDE.get(keyword, keyword) not in schema:
+        leading = _BESIDE.get(keyword, keyword)
+        if leading not in schema:
             return []  # which says nothing by itself
-        return self._rewrites[keyword](schema)
+        return self._rewrites[keyword](schema) if keyword == leading else None  # it goes with that one, which may come later
 
     def negated(self, schema: Schema) -> list[Any]:
         return _all_of(self._negation().of(schema["not"]))
@@ -357,7 +358,7 @@ def _all_of(alternatives: list[Any]) -> list[Any]:
 
 def _arrays(values: list[Any], least: int, most: int) -> list[list[Any]]:
     arrays: list[list[Any]] = []
-    for size in range(least, min(most, len(values)) + 1):
+    for size in range(max(least, 0), min(most, len(values)) + 1):
         for chosen in itertools.permutations(values, size):
             arrays.append([*chosen])
             if len(arrays) > MAX_ARRAYS:

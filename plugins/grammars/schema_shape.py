@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.joined_keywords import position
 from penstock.plugins.grammars.json_text import JSON_TYPES, dumps, json_type
 
 
@@ -16,8 +17,8 @@ def resolve(root: Any, reference: str, param: str) -> tuple[list[str], Any]:
     for step in steps:
         if isinstance(target, Mapping) and step in target:
             target = target[step]
-        elif isinstance(target, list) and step.isascii() and step.isdigit() and int(step) < len(target):
-            target = target[int(step)]
+        elif isinstance(target, list) and (place := position(step, len(target))) is not None:
+            target = target[place]
         else:
             raise UnsupportedGrammar(f"{dumps(reference)} leads nowhere in this schema", param)
     return steps, target

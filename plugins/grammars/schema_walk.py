@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from penstock.engine.joined_keywords import position
+
 Steps = tuple[str | int, ...]  # from the document's root: names and positions
 # Of a subschema that is being read: that of the one around it, with that itself, then the steps from there. Written out where it is told.
 Place = tuple[Any, ...]
@@ -139,8 +141,8 @@ def at_pointer(document: Any, target: str) -> Any:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(document, dict) and name in document:
             document = document[name]
-        elif isinstance(document, list) and name.isascii() and name.isdigit() and int(name) < len(document):
-            document = document[int(name)]
+        elif isinstance(document, list) and (place := position(name, len(document))) is not None:
+            document = document[place]
         else:
             return True
     return document

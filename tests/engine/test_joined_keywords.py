@@ -26,3 +26,4 @@ def test_references_are_followed_once_and_need_not_lead_anywhere() -> None:
     assert JoinedKeywords(root, num_patterns).most() == 1
     assert referred({"a": [{}, {"b": 1}]}, "#/a/1/b") == 1
     assert referred({"a": [{}]}, "#/a/7") is None
+    assert referred({"a": [{}]}, "#/a/" + "9" * 5000) is None

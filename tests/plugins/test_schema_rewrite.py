@@ -350,3 +350,12 @@ def test_a_document_reads_the_same_however_often_it_was_read_before() -> None:
 def test_what_is_no_list_of_demands_is_refused_as_such(parts: Any) -> None:
     with pytest.raises(UnsupportedGrammar, match="allOf"):
         compiled({"type": "object", "properties": {"a": {"type": "string"}}, "minProperties": 1, "allOf": parts})
+
+
+def test_keywords_that_go_together_may_stand_in_any_order() -> None:
+    told = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "additionalProperties": False}
+    condition = {"else": {"required": ["b"]}, "if": {"required": ["a"]}, "then": {"properties": {"b": False}}}
+    grammar = compiled(told | condition)
+    assert [accepts(grammar, value) for value in ({}, {"a": None}, {"b": None}, {"a": None, "b": None})] == [False, True, True, False]
+    grammar = compiled({"type": "array", "maxContains": 3, "minContains": 2, "contains": True})
+    assert [accepts(grammar, [0] * length) for length in range(5)] == [False, False, True, True, False]
