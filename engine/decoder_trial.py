@@ -16,7 +16,10 @@ from penstock.engine.native_decoder import NativeDecoder
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 23  # of one sequence; another has one token
-MAX_DEVIATION = 3e-2  # relative: what rounding to bfloat16 in other places amounts to, with room
+# Relative, a row's on average: what rounding in other places amounts to, with room. The default model's layers deviate by 0.8 percent, of
+# 4 bits by 1.7, and without their rotary positions by 22.
+MAX_DEVIATION = 3e-2
+ROUNDING = 2**-8  # of a sum that a layer's own code rounds to bfloat16 twice
 
 
 def install_native_decoder(loaded: LoadedModel, cache: KVCache) -> bool:
@@ -56,14 +59,14 @@ def check(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -> None:
     )
     generator = torch.Generator().manual_seed(0)
     ids_1T = torch.randint(loaded.vocab_size, (1, 1 + PROMPT_TOKENS), generator=generator)
-    positions_1T = torch.tensor([[0, *range(PROMPT_TOKENS)]])
+    positions_1T = _trial_positions(loaded.max_model_len)
     rows = torch.arange(1 + PROMPT_TOKENS)
     inputs, outputs, logits_TV = _own_pass(decoder.form.modules, loaded.model, ids_1T, positions_1T, metadata)
     _compare("embedding", decoder.embed(ids_1T), inputs[0])
-    for index, (x_TH, expected_TH) in enumerate(zip(inputs, outputs, strict=True)):
-        x_TH = x_TH.float()
+    for index, (before_TH, expected_TH) in enumerate(zip(inputs, outputs, strict=True)):
+        x_TH = before_TH.float().clone()
         normed_TH = decoder.run(x_TH, positions_1T, metadata, rows, decoder.layer(index))
-        _compare(f"layer {index}", x_TH, expected_TH)
+        _compare(f"layer {index}", x_TH, expected_TH, before_TH)
     _compare("head", decoder.head(normed_TH), logits_TV)
 
 
@@ -86,7 +89,23 @@ def _own_pass(
     return inputs, outputs, logits_1TV[0]
 
 
-def _compare(part: str, given: Tensor, expected: Tensor) -> None:
-    deviation = float((given.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+def _trial_positions(max_model_len: int) -> Tensor:
+    """[1, T]: the nearest and the farthest, as some models treat what lies far in another way. Attention goes by the cache alone."""
+    num_far = max(0, min(PROMPT_TOKENS // 2, max_model_len - PROMPT_TOKENS))
+    return torch.tensor([[max_model_len - 1, *range(PROMPT_TOKENS - num_far), *range(max_model_len - num_far, max_model_len)]])
+
+
+def _compare(part: str, given_TN: Tensor, expected_TN: Tensor, before_TN: Tensor | None = None) -> None:
+    """By what was added to `before_TN`, row by row.
+
+    A few numbers of a few rows can be a thousand times as large as all others. Beside these nothing that a layer does would count.
+    """
+    expected_TN = expected_TN.float()
+    errors_TN = (given_TN.float() - expected_TN).abs()
+    changes_TN = expected_TN
+    if before_TN is not None:
+        errors_TN = (errors_TN - expected_TN.abs() * ROUNDING).relu()
+        changes_TN = expected_TN - before_TN.float()
+    deviation = float((errors_TN.norm(dim=-1) / changes_TN.norm(dim=-1).clamp_min(1e-30)).mean())
     if not deviation < MAX_DEVIATION:
         raise UnsuitableModel(f"its {part} gives something else (by {deviation:.1e})")

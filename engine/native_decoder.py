@@ -59,8 +59,12 @@ class NativeDecoder:
         shapes = {tensor.shape[1:] for tensor in (*cache.keys, *cache.values)}
         if len(shapes) > 1 or head_size not in HEAD_SIZES or form.inverse_frequencies.numel() * 2 != head_size:
             raise UnsuitableModel("its heads are of another size")
+        query_width = form.layers[0].output.inputs
+        if form.layers[0].query_key_value.outputs != query_width + 2 * num_kv_heads * head_size or query_width % (num_kv_heads * head_size):
+            raise UnsuitableModel("its heads do not fit its projections")
         model: Any = loaded.model
         self._library = library
+        self._cache = cache  # of whose tensors the native code has the addresses
         self.embedding: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
         self.form = form
@@ -72,7 +76,7 @@ class NativeDecoder:
             layers=self._layers,
             num_layers=len(form.layers),
             hidden_size=self._hidden_size,
-            num_heads=form.layers[0].output.inputs // head_size,
+            num_heads=query_width // head_size,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             block_size=cache.block_size,

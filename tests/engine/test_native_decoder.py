@@ -1,7 +1,10 @@
 """A whole forward pass in native code: which models it takes, and that it says what their own code says."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine import decoder_trial
 from penstock.engine.decoder_trial import install_native_decoder
@@ -101,6 +104,49 @@ def test_a_part_that_computes_something_else_under_its_name_is_found_out(part: s
     caplog.set_level("INFO", logger=decoder_trial.__name__)
     assert not install_native_decoder(loaded, cache_for(loaded))
     assert "gives something else" in caplog.text
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "is_taken"), [("llama", True), ("smollm3", False)])
+def test_large_numbers_hide_nothing_of_what_a_layer_does(name: str, is_taken: bool) -> None:
+    loaded = bfloat16_model(name)
+    loaded.model.get_input_embeddings().weight.mul_(300)
+    assert install_native_decoder(loaded, cache_for(loaded)) is is_taken
+
+
+@needs_kernels
+@pytest.mark.parametrize(("beta", "is_taken"), [(0.0, True), (0.5, False)])
+def test_a_model_that_treats_far_positions_in_another_way_runs_as_it_is(beta: float, is_taken: bool) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": beta}
+    settings: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("ministral3", **settings, **heads, max_position_embeddings=128, rope_parameters=rope)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+    loaded = loaded_model(model.bfloat16().eval())
+    assert install_native_decoder(loaded, cache_for(loaded)) is is_taken
+
+
+def test_norms_without_a_weight_run_as_they_are() -> None:
+    loaded = bfloat16_model("llama")
+    loaded.model.get_submodule("model.layers.1.input_layernorm").weight = None  # type: ignore[assignment]
+    assert not install_native_decoder(loaded, cache_for(loaded))
+
+
+def test_sizes_that_do_not_fill_vectors_run_as_they_are() -> None:
+    loaded = loaded_model(tiny_model("llama", head_dim=64, hidden_size=64, intermediate_size=40).bfloat16())
+    assert not install_native_decoder(loaded, cache_for(loaded))
+
+
+def test_layers_of_different_sizes_run_as_they_are() -> None:
+    model, other = (tiny_model("llama", head_dim=64, hidden_size=64, intermediate_size=size).bfloat16() for size in (64, 256))
+    model.set_submodule("model.layers.1.mlp", other.get_submodule("model.layers.1.mlp"))
+    loaded = loaded_model(model)
+    assert not install_native_decoder(loaded, cache_for(loaded))
 
 
 @needs_kernels
