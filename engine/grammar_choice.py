@@ -17,6 +17,9 @@ _WARM_UP_SCHEMA = """{"type": "object", "properties":
  {"a": {"type": "integer", "minimum": 1}, "b": {"type": "string", "pattern": "^\\\\w$"}, "c": {"type": "string", "format": "date"}}}"""
 
 
+MAX_REFUSAL = 1000  # characters of a message, and as many of a path
+
+
 class VocabularySource(Protocol):
     """A tokenizer, as far as grammars need it."""
 
@@ -25,7 +28,10 @@ class VocabularySource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a constraint is not compiled. `path` goes on from the constraint's own, where `is_relative`."""
+    """Why a constraint is not compiled. `path` goes on from the constraint's own, where `is_relative`.
+
+    What is long is cut off: names in a schema may be as long as the whole, and refusals are kept.
+    """
 
     message: str
     path: str
@@ -34,7 +40,7 @@ class Refusal:
     @classmethod
     def of(cls, error: UnsupportedGrammar, param: str) -> "Refusal":
         path = error.param or param
-        return cls(error.message, path.removeprefix(param), path.startswith(param))
+        return cls(_shortened(error.message), _shortened(path.removeprefix(param)), path.startswith(param))
 
     def error(self, param: str) -> UnsupportedGrammar:
         """A fresh exception: one that is raised again collects tracebacks."""
@@ -111,6 +117,10 @@ class GrammarChoice:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return self._tokenizer.vocabulary(self._vocab_size, self._stop_token_ids)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_REFUSAL else f"{text[: MAX_REFUSAL - 3]}..."
 
 
 def is_lenient(spec: GrammarSpec) -> bool:

@@ -86,9 +86,9 @@ def num_characters(spec: GrammarSpec) -> int:
 
 def is_small(spec: GrammarSpec) -> bool:
     """Whether looking at all of it takes less than a millisecond."""
-    return len(spec.text) < SMALL_TEXT and (
-        spec.structure is None or len(list(islice(parts_of(spec.structure, ""), SMALL_PARTS))) < SMALL_PARTS
-    )
+    parts = [] if spec.structure is None else list(islice(parts_of(spec.structure, ""), SMALL_PARTS))
+    num_characters = len(spec.text) + sum(len(part.spec.text) if isinstance(part, Value) else _num_literal(part) for part in parts)
+    return len(parts) < SMALL_PARTS and num_characters < SMALL_TEXT
 
 
 def check_size(spec: GrammarSpec) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.errors import GenerationFailed, QueueFull
+from penstock.engine.errors import EngineUnavailable, GenerationFailed, QueueFull
 from penstock.engine.lock_handover import HANDOVER
 
 MAX_PENDING = 512
@@ -74,8 +74,8 @@ class GrammarQueue:
         return sum(map(len, self._waiting.values()))
 
     def withdraw(self, job: Job) -> bool:
-        """Forgets a job that has not been started; False where it has."""
-        if job.is_started:
+        """Forgets a job that has not been started; False where it has, and where the queue has been closed."""
+        if job.is_started or job.done.done():
             return False
         self._waiting[job.client].remove(job)
         self._leave(job)
@@ -150,11 +150,12 @@ class GrammarQueue:
         assert not self._num_of_client
 
     def close(self) -> None:
-        """Starts nothing more; returns at once."""
-        for jobs in self._waiting.values():
-            for job in jobs:
-                job.done.cancel()
+        """Starts nothing of what waits, and says so to those who wait for it; returns at once."""
+        waiting = [job for jobs in self._waiting.values() for job in jobs]
         self._waiting.clear()
+        for job in waiting:
+            job.done.set_exception(EngineUnavailable("the server is shutting down"))
+            self._leave(job)
 
 
 def _lower_priority(thread_id: int, niceness: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from penstock.engine import grammar_queue
-from penstock.engine.errors import QueueFull, UnsupportedGrammar
+from penstock.engine.errors import EngineUnavailable, QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammar_cache import GrammarCompiler
 from penstock.engine.structure import Literal, Repeat, Sequence, Value
@@ -222,6 +222,22 @@ def test_more_constraints_than_can_wait_are_turned_away(monkeypatch: pytest.Monk
     asyncio.run(run())
     grammars.check_integrity()
     grammars.close()
+
+
+def test_whoever_waits_when_it_is_closed_is_told_so() -> None:
+    backend = Backend()
+    grammars = compiler(backend)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(grammars.compile(regex(text))) for text in ("a", "b", "b", "c")]
+        await asyncio.sleep(0)
+        grammars.close()
+        backend.gate.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [Grammar] + [EngineUnavailable] * 3
+
+    asyncio.run(run())
+    grammars.check_integrity()
 
 
 def value(spec: GrammarSpec) -> GrammarSpec:

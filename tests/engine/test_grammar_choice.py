@@ -5,7 +5,7 @@ import pytest
 
 from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.engine.grammar_choice import GrammarChoice, Refusal, exact, is_lenient
+from penstock.engine.grammar_choice import MAX_REFUSAL, GrammarChoice, Refusal, exact, is_lenient
 from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}", "guided_json")
@@ -97,6 +97,11 @@ def test_a_refusal_keeps_its_place_for_a_request_with_another_field() -> None:
     elsewhere = Refusal.of(UnsupportedGrammar("no", "tools[0].function"), "tool_choice")
     assert elsewhere.error("another").param == "tools[0].function"
     assert Refusal.of(UnsupportedGrammar("no", None), "guided_json").error("b").param == "b"
+
+
+def test_a_refusal_keeps_little_of_a_long_name() -> None:
+    refusal = Refusal.of(UnsupportedGrammar("no " + "a" * 10**6, "guided_json." + "a" * 10**6), "guided_json")
+    assert len(refusal.message) == len(refusal.path) == MAX_REFUSAL
 
 
 @pytest.mark.parametrize("wrap", [lambda p: p, lambda p: Sequence((Literal("a"), p)), lambda p: Either((p,)), lambda p: Repeat(p, 1, 2)])

@@ -159,3 +159,5 @@ def test_small_constraints_are_told_without_looking_at_all_of_large_ones() -> No
     assert not is_small(schema({"a": "b" * limits.SMALL_TEXT}))
     assert is_small(structure(Sequence((Literal("a"),) * (limits.SMALL_PARTS - 2))))
     assert not is_small(structure(Sequence((Literal("a"),) * limits.SMALL_PARTS)))
+    assert not is_small(structure(Value(schema({"a": "b" * limits.SMALL_TEXT}))))
+    assert not is_small(structure(Literal("a" * limits.SMALL_TEXT)))
