@@ -52,7 +52,7 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_paged_prefill.restype = None
     library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
     library.penstock_apply_bitmask.restype = None
-    library.penstock_most_probable.argtypes = [pointer] * 2 + [integer] * 4
+    library.penstock_most_probable.argtypes = [pointer] * 2 + [integer] * 4 + [pointer] + [integer] * 2
     library.penstock_most_probable.restype = None
     library.penstock_quantized_rows.argtypes = [pointer] * 3 + [integer] * 3
     library.penstock_quantized_rows.restype = None

@@ -59,8 +59,8 @@ class Sampler:
         `bitmask_BW` is int32 [B, ceil(V / 32)], all ones where a row is unconstrained; None where all are. Not a number, or no token
         left, fails that row alone.
         """
-        if bitmask_BW is None and all(state.takes_most_probable for state in states):
-            greedy = greedy_tokens(logits_BV, self.vocab_size)
+        if all(state.takes_most_probable for state in states):
+            greedy = greedy_tokens(logits_BV, self.vocab_size, bitmask_BW)
             if greedy is not None:
                 return SamplerOutput(greedy, [None] * len(greedy))
         output = SamplerOutput([], [])
