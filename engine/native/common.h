@@ -29,6 +29,20 @@ inline void store(BFloat16* to, float x) {
     to->bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
 
+// By hand: not every compiler has a type for half precision.
+inline float half_to_float(uint16_t half) {
+    // The exponent counts from another number, which a product makes up for; infinity and NaN have exponents of their own.
+    const uint32_t wide = static_cast<uint32_t>(half & 0x7fff) << 13, sign = static_cast<uint32_t>(half & 0x8000) << 16;
+    float result;
+    std::memcpy(&result, &wide, sizeof(result));
+    result *= 0x1p112f;
+    uint32_t bits;
+    std::memcpy(&bits, &result, sizeof(bits));
+    bits = (wide >= 31u << 23 ? wide | 0x7f800000u : bits) | sign;
+    std::memcpy(&result, &bits, sizeof(result));
+    return result;
+}
+
 // The same from one type to another.
 inline void convert(float* to, float x) { *to = x; }
 inline void convert(float* to, BFloat16 x) { *to = to_float(x); }

@@ -11,7 +11,6 @@
 
 #include "common.h"
 #include "parallel.h"
-#include "quantized_rows.h"
 #include "vector.h"
 
 namespace {

@@ -5,15 +5,16 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common.h"
 #include "parallel.h"
 #include "quantized_product.h"
 
 namespace {
 
 inline float half_at(const uint8_t* from) {
-    _Float16 half;
+    uint16_t half;
     std::memcpy(&half, from, sizeof(half));
-    return static_cast<float>(half);
+    return half_to_float(half);
 }
 
 // out [num_groups * GROUP] is row `row` of the weight that the blocks hold.

@@ -18,19 +18,6 @@
 
 namespace {
 
-inline float half_to_float(uint16_t half) {
-    // The exponent counts from another number, which a product makes up for; infinity and NaN have exponents of their own.
-    const uint32_t wide = static_cast<uint32_t>(half & 0x7fff) << 13, sign = static_cast<uint32_t>(half & 0x8000) << 16;
-    float result;
-    std::memcpy(&result, &wide, sizeof(result));
-    result *= 0x1p112f;
-    uint32_t bits;
-    std::memcpy(&bits, &result, sizeof(bits));
-    bits = (wide >= 31u << 23 ? wide | 0x7f800000u : bits) | sign;
-    std::memcpy(&result, &bits, sizeof(result));
-    return result;
-}
-
 inline void halves_to_floats(float* to, const uint8_t* from) {
 #ifdef __F16C__
     for (int64_t o = 0; o < TILE; o += 8) _mm256_storeu_ps(to + o, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * o))));

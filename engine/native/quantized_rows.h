@@ -4,12 +4,10 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "common.h"
-
-#ifdef __AVX512VNNI__
-#include <immintrin.h>
-#endif
+#include "vector.h"
 
 namespace {
 
@@ -36,12 +34,6 @@ inline void set_sum(RowGroup* to, int32_t sum) {
 }
 
 #ifdef __AVX512VNNI__
-
-inline __m512 load_floats(const float* x) { return _mm512_loadu_ps(x); }
-
-inline __m512 load_floats(const BFloat16* x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
-}
 
 // The largest magnitude among 32 numbers. Compared as integers, so that NaN is greater than all numbers.
 inline float highest_of_group(const float* x) {

@@ -19,6 +19,14 @@ typedef int32_t IntVector __attribute__((vector_size(64), aligned(4), may_alias)
 constexpr float LOG2_E = 1.44269504f;
 constexpr float HIDDEN = -1e30f;  // finite, so that a tile with nothing to see makes no NaN; what it adds is wiped out by the first real score
 
+#ifdef __AVX512F__
+inline __m512 load_floats(const float* x) { return _mm512_loadu_ps(x); }
+
+inline __m512 load_floats(const BFloat16* x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
+}
+#endif
+
 // 2^f for f within half of 0, to about 1e-7 relative.
 inline Vector power_within_half(Vector f) {
     Vector p = 1.5403530e-4f * f + 1.3333558e-3f;

@@ -1,6 +1,7 @@
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -175,3 +176,9 @@ def test_the_compiler_named_in_the_environment_is_taken(tmp_path: Path, monkeypa
 def test_the_kernels_themselves_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SOURCE", KERNELS)
     assert native_library() is not None
+
+
+@pytest.mark.parametrize("source", sorted(KERNELS.parent.glob("*.[ch]*")), ids=lambda path: path.name)
+def test_the_kernels_use_no_types_that_common_compilers_lack(source: Path) -> None:
+    """g++ knows these in C++ from its versions 12 and 13 on, and clang++ on x86 from 15."""
+    assert not re.search(r"\b(_Float16|__fp16|__bf16)\b", source.read_text())

@@ -20,7 +20,7 @@ def test_rows_are_those_of_the_weight(bits: int, num_rows: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_token_ids_of_any_shape_become_rows_of_the_type_asked_for(bits: int) -> None:
-    weight = quantized(torch.randn(20, 96), bits)
+    weight = quantized(torch.randn(20, 96) * torch.logspace(-7, 4, 20)[:, None], bits)
     linear = QuantizedLinear(weight, None)
     embedding = QuantizedEmbedding(linear.blocks, torch.bfloat16)
     assert embedding.blocks is linear.blocks
