@@ -248,8 +248,9 @@ class _Reading:
         self.is_looked_through = True
         if not any(map(has_unknown_type, schemas_within(self.root))):
             return
+        counting = None if self.has_identifiers else reachable(self.root)
         for steps, schema in walk(self.root):
-            if has_unknown_type(schema) and (self.has_identifiers or pointer(steps) in reachable(self.root)):
+            if has_unknown_type(schema) and (counting is None or pointer(steps) in counting):
                 raise self.refusal("`type`: no type of JSON", ROOT, *steps, "type")
 
     def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, place: Place) -> None:
@@ -313,8 +314,7 @@ class _Reading:
     def names(self) -> tuple[str, frozenset[str]]:
         """The document's own, and those of all that is named in it."""
         given = [part[keyword] for _, part in walk(self.root) for keyword in ("$id", "id") if isinstance(part.get(keyword), str)]
-        own = [self.root[keyword] for keyword in ("$id", "id") if isinstance(self.root.get(keyword), str)]
-        base = own[0] if own else ""
+        base = next((self.root[keyword] for keyword in ("$id", "id") if isinstance(self.root.get(keyword), str)), "")
         return base, frozenset(urldefrag(urljoin(base, name)).url for name in given)
 
     def values(self, schema: dict[str, Any], keyword: str, place: Place) -> None:

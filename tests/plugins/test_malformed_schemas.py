@@ -10,8 +10,10 @@ import pytest
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.grammar_limits import check_limits
+from penstock.plugins.grammars import llguidance_json
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core import OutlinesCoreBackend
+from penstock.plugins.grammars.schema_walk import reachable
 from tests.plugins.grammar_walks import VOCABULARY
 
 LLGUIDANCE = LlguidanceBackend(VOCABULARY)
@@ -72,3 +74,20 @@ def test_nothing_that_stands_in_a_schema_is_more_than_refused(backend: Llguidanc
     for number in range(1000):
         with suppress(UnsupportedGrammar):
             compile_with(backend, schema(3), is_lenient=number % 2 == 0)
+
+
+def test_many_unknown_types_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_searches = 0
+
+    def counted(document: Any) -> frozenset[str]:
+        nonlocal num_searches
+        num_searches += 1
+        return reachable(document)
+
+    monkeypatch.setattr(llguidance_json, "reachable", counted)
+    unknown = {"type": "x"}
+    compile_with(LLGUIDANCE, {"not": NULL, "$defs": {"a": unknown, "b": unknown}})
+    assert num_searches == 1
+    with pytest.raises(UnsupportedGrammar, match="no type") as caught:
+        compile_with(LLGUIDANCE, {"not": NULL, "$defs": {"a": unknown, "b": unknown}, "anyOf": [{"$ref": "#/$defs/b"}]})
+    assert caught.value.param == "p.$defs.b.type"
