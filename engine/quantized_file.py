@@ -65,7 +65,7 @@ def encoded(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The parts of a weight as they are stored."""
     codes_OI = weight.codes_OI
     parts = {"codes": codes_OI if weight.bits == 8 else codes_OI[:, ::2] | codes_OI[:, 1::2] << 4, "scales": weight.scales_OG}
-    if not torch.equal(weight.minimums_OG, _signing_minimums(weight.bits, weight.scales_OG)):
+    if weight.bits == 4 and not torch.equal(weight.minimums_OG, _signing_minimums(weight.bits, weight.scales_OG)):
         parts["minimums"] = weight.minimums_OG
     return {part: tensor.contiguous() for part, tensor in parts.items()}
 
@@ -73,12 +73,16 @@ def encoded(weight: QuantizedWeight) -> dict[str, Tensor]:
 def decoded(parts: Mapping[str, Tensor]) -> QuantizedWeight:
     """The weight that `encoded` took apart. Raises `ValueError` where the parts do not fit each other."""
     codes, scales_OG = parts["codes"], parts["scales"]
+    if codes.ndim != 2 or scales_OG.ndim != 2 or codes.dtype != torch.uint8 or scales_OG.dtype != torch.float16:
+        raise ValueError("codes are a matrix of uint8, and scales one of float16")
     in_features = scales_OG.shape[1] * GROUP_SIZE
     bits = 8 if codes.shape[1] == in_features else 4
     if codes.shape != (scales_OG.shape[0], in_features * bits // 8):
         raise ValueError(f"codes of shape {tuple(codes.shape)} do not go with scales of shape {tuple(scales_OG.shape)}")
     codes_OI = codes if bits == 8 else torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
-    minimums_OG = parts["minimums"] if "minimums" in parts else _signing_minimums(bits, scales_OG)
+    minimums_OG = parts.get("minimums", _signing_minimums(bits, scales_OG))
+    if minimums_OG.shape != scales_OG.shape or minimums_OG.dtype != torch.float16 or (bits == 8 and "minimums" in parts):
+        raise ValueError("minimums are for codes of 4 bits, and of float16 like scales")
     return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG)
 
 
@@ -87,5 +91,5 @@ def _signing_minimums(bits: int, scales_OG: Tensor) -> Tensor:
 
 
 def _empty(stored: Any) -> Tensor:
-    dtype = torch.uint8 if stored.get_dtype() == "U8" else torch.float16
+    dtype = {"U8": torch.uint8, "F16": torch.float16}.get(stored.get_dtype(), torch.float32)
     return torch.empty(stored.get_shape(), dtype=dtype, device="meta")

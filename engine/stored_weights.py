@@ -59,7 +59,8 @@ def forget_config(model: PreTrainedModel) -> None:
 
 def leave_out(model: PreTrainedModel, names: Collection[str]) -> Places:
     """Takes these weights, and what is tied to them, out of their layers. Raises `ConfigurationError` where the model has none such."""
-    if unknown := set(names) - dict(model.named_parameters()).keys():
+    layers = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    if unknown := set(names) - (layers & dict(model.named_parameters()).keys()):
         raise ConfigurationError(f"{', '.join(sorted(unknown)[:3])}: there are quantized weights that the model has no place for")
     tied = model.all_tied_weights_keys
     places = {name: [name, *(target for target, source in tied.items() if source == name)] for name in names}
@@ -74,10 +75,15 @@ def leave_out(model: PreTrainedModel, names: Collection[str]) -> Places:
 def put_in(
     model: PreTrainedModel, places: Places, weights: Iterable[tuple[str, QuantizedWeight]], choose: Choice, dtype: torch.dtype
 ) -> None:
-    """Gives each layer that `leave_out` has left without a weight its own; `dtype` is that of what is inflated."""
+    """Gives each layer that `leave_out` has left without a weight its own; `dtype` is that of what is inflated.
+
+    Raises `ConfigurationError` for a weight of another shape than its layer.
+    """
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     for name, stored in weights:
         layers = [(path, model.get_submodule(path)) for path in places[name]]
+        if any(_shape(layer) != stored.codes_OI.shape for _, layer in layers):
+            raise ConfigurationError(f"{name}: there is a quantized weight of shape {tuple(stored.codes_OI.shape)} for a layer of another")
         is_vocabulary = any(isinstance(layer, nn.Embedding) or layer is output for _, layer in layers)
         weight = choose(stored, is_vocabulary)
         quantized = [(path, layer) for path, layer in layers if weight is not None and can_replace(model, path)]
@@ -88,6 +94,12 @@ def put_in(
             parameter = nn.Parameter(stored.dequantized().to(dtype), requires_grad=False)
             for layer in plain:
                 layer.weight = parameter
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    if isinstance(layer, nn.Embedding):
+        return layer.num_embeddings, layer.embedding_dim
+    return layer.out_features, layer.in_features
 
 
 def _put_in_quantized(model: nn.Module, layers: Collection[tuple[str, nn.Module]], weight: QuantizedWeight, dtype: torch.dtype) -> None:

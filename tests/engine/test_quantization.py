@@ -1,4 +1,5 @@
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.engine.model_loader import LoadedModel, load_model
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.quantization import quantize_plain, quantized_layers, resolve_quantization
 from penstock.engine.quantized_embedding import QuantizedEmbedding
-from penstock.engine.quantized_file import write_quantized
+from penstock.engine.quantized_file import read_quantized, write_quantized
 from penstock.engine.quantized_linear import QuantizedLinear, unpack
 from penstock.engine.quantized_weight import QuantizedWeight, quantized
 from tests.engines import core_over, loaded_model, run
@@ -172,10 +173,20 @@ def test_a_missing_weight_is_still_an_error(stored_dir: Path) -> None:
         load(stored_dir, "auto")
 
 
-def test_a_stored_weight_that_the_model_has_no_place_for_is_an_error(stored_dir: Path) -> None:
-    write_quantized(stored_dir, {"model.layers.9.odd.weight": quantized(torch.zeros(2, 32), 8)})
-    with pytest.raises(ConfigurationError, match=r"model\.layers\.9\.odd"):
+@pytest.mark.parametrize("name", ["model.layers.9.odd.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_a_stored_weight_that_the_model_has_no_place_for_is_an_error(stored_dir: Path, name: str) -> None:
+    write_quantized(stored_dir, {name: quantized(torch.zeros(2, 32), 8)})
+    with pytest.raises(ConfigurationError, match=re.escape(name)):
         load(stored_dir, "auto")
+
+
+@pytest.mark.parametrize("mode", ["auto", "none"])
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_stored_weight_of_another_shape_than_its_layer_is_an_error(stored_dir: Path, mode: QuantizationMode, rows: int) -> None:
+    stored = dict(read_quantized(stored_dir, torch.device("cpu")))
+    write_quantized(stored_dir, stored | {"model.embed_tokens.weight": quantized(torch.zeros(rows, 64), 8)})
+    with pytest.raises(ConfigurationError, match="shape"):
+        load(stored_dir, mode)
 
 
 @pytest.mark.parametrize("mode", ["auto", "none", "int4", "int8"])

@@ -60,9 +60,25 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         quantized_names(tmp_path)
 
 
-def test_parts_that_do_not_go_together_are_an_error(tmp_path: Path) -> None:
-    codes, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 3, dtype=torch.float16)
-    for tensors in ({"a.codes": codes, "a.scales": scales}, {"a.codes": codes}):
-        save_file(tensors, tmp_path / FILE_NAME)
-        with pytest.raises(ConfigurationError, match=FILE_NAME):
-            list(read_quantized(tmp_path, CPU))
+CODES, SCALES = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2, dtype=torch.float16)
+HALF_CODES, WIDE_SCALES = CODES[:, :32].clone(), torch.ones(4, 3, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("device", [CPU, META])
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"codes": CODES},
+        {"codes": CODES, "scales": WIDE_SCALES},
+        {"codes": CODES, "scales": SCALES.float()},
+        {"codes": CODES.half(), "scales": SCALES},
+        {"codes": CODES.flatten(), "scales": SCALES.flatten()},
+        {"codes": CODES, "scales": SCALES, "minimums": SCALES},
+        {"codes": HALF_CODES, "scales": SCALES, "minimums": WIDE_SCALES},
+        {"codes": HALF_CODES, "scales": SCALES, "minimums": SCALES.float()},
+    ],
+)
+def test_parts_that_do_not_go_together_are_an_error(tmp_path: Path, tensors: dict[str, Tensor], device: torch.device) -> None:
+    save_file({f"a.{part}": tensor.clone() for part, tensor in tensors.items()}, tmp_path / FILE_NAME)
+    with pytest.raises(ConfigurationError, match=FILE_NAME):
+        list(read_quantized(tmp_path, device))
