@@ -20,7 +20,7 @@ def warning_header(grammar: CompiledGrammar | None) -> dict[str, str]:
     """Names what of the constraint is not enforced. Keywords and paths come from the client: nothing of them can break out of a header."""
     if grammar is None or not grammar.warnings:
         return {}
-    text = "; ".join(grammar.warnings).encode("ascii", "backslashreplace").decode()
+    text = "; ".join(grammar.warnings)[: MAX_HEADER + 1].encode("ascii", "backslashreplace").decode()
     text = "".join(character if character.isprintable() else " " for character in text)
     return {WARNING_HEADER: text if len(text) <= MAX_HEADER else f"{text[: MAX_HEADER - 3]}..."}
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.plugins.grammars.left_out import MAX_WARNINGS, left_out
 from penstock.plugins.grammars.llguidance_regex import UnwritableRegex, check_size
 from penstock.plugins.grammars.number_range import number
 from penstock.plugins.grammars.regex_syntax import RegexError, ecma_dialect, parse
@@ -35,8 +36,8 @@ class LenientSchema:
         return kept
 
     def _warn(self, keyword: str, path: str) -> None:
-        warning = f"{keyword} at {path}.{keyword}"
-        if warning not in self._warnings:
+        warning = left_out(keyword, f"{path}.{keyword}")
+        if len(self._warnings) < MAX_WARNINGS and warning not in self._warnings:
             self._warnings.append(warning)
 
     def _is_kept(self, keyword: str, schema: Mapping[str, Any], root: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
+from penstock.plugins.grammars.left_out import MAX_WARNINGS
 from penstock.plugins.grammars.llguidance_dialects import client_grammar
 from penstock.plugins.grammars.llguidance_errors import Complaint, read_complaint
 from penstock.plugins.grammars.llguidance_leaves import SCHEMA_PREFIX, Leaf, explain, make_leaf
@@ -80,7 +81,7 @@ class LlguidanceBackend:
             start = self._start(grammar, has_schemas_only)
         if start.is_error():
             raise self._refusal(spec, leaves, read_complaint(start.get_error()))
-        warnings = tuple(dict.fromkeys(leaves.warnings))
+        warnings = tuple(dict.fromkeys(leaves.warnings))[:MAX_WARNINGS]
         bytes_per_character = _BYTES_PER_CHARACTER_OF_REGEX if spec.kind is GrammarKind.REGEX else _BYTES_PER_CHARACTER
         num_bytes = _BASE_BYTES + _LEXER_BYTES + len(grammar) * bytes_per_character
         return LlguidanceGrammar(

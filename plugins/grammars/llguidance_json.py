@@ -8,6 +8,7 @@ from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.plugins.grammars.left_out import MAX_WARNINGS, left_out
 from penstock.plugins.grammars.llguidance_definitions import Definitions
 from penstock.plugins.grammars.llguidance_limits import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.llguidance_numbers import LARGEST_EXACT, nearest_bound
@@ -32,7 +33,7 @@ from penstock.plugins.grammars.schema_keywords import (
 )
 from penstock.plugins.grammars.schema_negation import Inexpressible
 from penstock.plugins.grammars.schema_recursion import without_endless
-from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, replace_keyword, unsupported
+from penstock.plugins.grammars.schema_rewrite import REWRITTEN, Rewriting, join_lone_reference, replace_keyword, unsupported
 from penstock.plugins.grammars.schema_shape import resolve
 from penstock.plugins.grammars.schema_walk import (
     ROOT,
@@ -187,7 +188,7 @@ class _Reading:
         for keyword in [keyword for keyword in exact if keyword in self.checks]:
             self.checks[keyword](exact, keyword, within)
         if isinstance(exact.get("allOf"), list):
-            _join(exact)
+            join_lone_reference(exact)
         if ("pattern" in exact or "patternProperties" in exact) and (keyword := _with_look_around(exact)):
             self.give_up(exact, schema, keyword, within)
         if not REWRITTEN.isdisjoint(exact):
@@ -256,13 +257,17 @@ class _Reading:
     def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, place: Place) -> None:
         if not self.is_lenient:
             raise self.refusal(unsupported(schema, keyword), place, keyword)
-        self.warnings.append(f"`{keyword}` at {self.where(place, keyword)}")
+        self.warn(keyword, place, keyword)
         if keyword == "patternProperties":
             exact.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
         parts = schema[keyword]
         at = self.inside(place)
         additions = [{"anyOf": [self.exact(part, at) for part in parts]}] if keyword == "oneOf" and isinstance(parts, list) else []
         replace_keyword(exact, keyword, additions)
+
+    def warn(self, keyword: str, place: Place, *below: str) -> None:
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(left_out(keyword, self.where(place, *below)))
 
     def dialect(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
         """One that nobody knows is 2020-12; llguidance would look for what it says."""
@@ -356,7 +361,7 @@ class _Reading:
                 raise self.refusal(f"regex: {error}", place, *below) from error
         else:
             return False
-        self.warnings.append(f"`{keyword}` at {self.where(place, *below)}")
+        self.warn(keyword, place, *below)
         del schema[keyword]
         if keyword == "patternProperties":
             schema.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
@@ -390,11 +395,3 @@ def _with_look_around(schema: dict[str, Any]) -> str | None:
     if isinstance(pattern, str) and has_look_around(pattern):
         return "pattern"
     return "patternProperties" if isinstance(patterns, dict) and any(map(has_look_around, patterns)) else None
-
-
-def _join(exact: dict[str, Any]) -> None:
-    """A reference in `allOf` beside which nothing is said, as where descriptions are, stands alone."""
-    parts = [part for part in exact["allOf"] if part is not True and part != {}]
-    if len(parts) == 1 and len(exact) == 1 and isinstance(parts[0], dict) and [*parts[0]] == ["$ref"]:
-        del exact["allOf"]
-        exact["$ref"] = parts[0]["$ref"]

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarSpec
 from penstock.plugins.grammars.json_document import parse_document
+from penstock.plugins.grammars.left_out import MAX_WARNINGS, left_out
 from penstock.plugins.grammars.llguidance_json import ExactSchema
 from penstock.plugins.grammars.schema_faults import Fault, as_written, find_fault
 from penstock.plugins.grammars.schema_walk import Steps, at, path, walk
@@ -32,7 +33,7 @@ _MISTAKES = ("Expected", "must be", "Unsatisfiable")
 
 def refusal(fault: Fault, schema: ExactSchema, spec: GrammarSpec) -> UnsupportedGrammar:
     """Names the keyword and its path, as the client has them."""
-    fault = _as_client_has_it(fault, schema, spec)
+    fault = _as_client_has_it(fault, schema, parse_document(spec.text, spec.param))
     if fault.keyword is None:
         return UnsupportedGrammar(f"the schema: {fault.message}", spec.param + path(fault.steps))
     message = fault.message if fault.message.startswith(f"`{fault.keyword}`") else f"`{fault.keyword}`: {fault.message}"
@@ -51,19 +52,20 @@ def relaxed(schema: ExactSchema, error_of: Callable[[Any], str | None], spec: Gr
     for _ in range(MAX_ROUNDS):
         fault = find_fault(content, error_of)
         if fault is None:
-            return content, tuple(_warning(fault, schema, spec) for fault in dropped)
+            document = parse_document(spec.text, spec.param)
+            return content, tuple(_warning(fault, schema, document, spec.param) for fault in dropped[:MAX_WARNINGS])
         dropped.append(_drop(content, fault, schema, spec))
     raise UnsupportedGrammar(f"more than {MAX_ROUNDS} keywords cannot be enforced", spec.param)
 
 
-def _warning(fault: Fault, schema: ExactSchema, spec: GrammarSpec) -> str:
-    written = _as_client_has_it(fault, schema, spec)
+def _warning(fault: Fault, schema: ExactSchema, document: Any, param: str) -> str:
+    written = _as_client_has_it(fault, schema, document)
     keyword = written.keyword or fault.keyword
-    return f"`{keyword}` at {spec.param}{path((*written.steps, str(keyword)))}"
+    return left_out(str(keyword), param + path((*written.steps, str(keyword))))
 
 
-def _as_client_has_it(fault: Fault, schema: ExactSchema, spec: GrammarSpec) -> Fault:
-    return as_written(Fault(schema.origin(fault.steps), fault.keyword, fault.message), parse_document(spec.text, spec.param))
+def _as_client_has_it(fault: Fault, schema: ExactSchema, document: Any) -> Fault:
+    return as_written(Fault(schema.origin(fault.steps), fault.keyword, fault.message), document)
 
 
 def _without_never_enforced(schema: Any) -> list[tuple[Steps, str]]:

@@ -109,6 +109,14 @@ def replace_keyword(schema: dict[str, Any], keyword: str, additions: list[Any]) 
     schema["allOf"] = [*schema.get("allOf", []), *additions]
 
 
+def join_lone_reference(exact: dict[str, Any]) -> None:
+    """A reference in `allOf` beside which nothing is said, as where descriptions are, stands alone."""
+    parts = [part for part in exact["allOf"] if part is not True and part != {}]
+    if len(parts) == 1 and len(exact) == 1 and isinstance(parts[0], dict) and [*parts[0]] == ["$ref"]:
+        del exact["allOf"]
+        exact["$ref"] = parts[0]["$ref"]
+
+
 class Rewriting:
     """Of one document. `unknown` are the keywords that its draft does not know."""
 

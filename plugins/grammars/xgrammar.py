@@ -13,6 +13,7 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
 from penstock.plugins.grammars import text_constraints
 from penstock.plugins.grammars.json_document import parse_document
+from penstock.plugins.grammars.left_out import MAX_WARNINGS
 from penstock.plugins.grammars.regular import Node
 from penstock.plugins.grammars.xgrammar_ebnf import UnwritableGrammar, to_ebnf
 from penstock.plugins.grammars.xgrammar_gbnf import check_gbnf
@@ -52,7 +53,7 @@ class XgrammarBackend:
             raise UnsupportedGrammar(f"the constraint cannot be compiled: {error}", spec.param) from error
         except CompilationFailed as failure:
             raise UnsupportedGrammar(f"xgrammar: {failure}", spec.param) from failure
-        return self._loaded(compiled, tokenizer_info, tuple(translation.warnings))
+        return self._loaded(compiled, tokenizer_info, tuple(translation.warnings)[:MAX_WARNINGS])
 
     def _loaded(self, compiled: str, tokenizer_info: str, warnings: tuple[str, ...]) -> "XgrammarGrammar":
         from xgrammar import CompiledGrammar, TokenizerInfo

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.tokenizer import Tokenizer
+from penstock.plugins.grammars.left_out import MAX_CHARACTERS, MAX_WARNINGS
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar
 from tests.plugins.grammar_walks import PERSON, SPECIAL, STOPS, VOCABULARY, allowed, patterns, subjects, tokenized
@@ -329,3 +330,11 @@ def test_every_added_token_and_stop_token_is_masked_inside_a_string(tokenizer: T
         for special in {*vocabulary.added_token_ids.values(), *vocabulary.stop_token_ids}:
             assert not int(row[special // 32]) >> special % 32 & 1
             assert not matcher.advance(special)
+
+
+@pytest.mark.parametrize("part", [{"type": "null", "$dynamicRef": "#a"}, {"oneOf": [{"minimum": 1}, {"maximum": 2}]}])
+def test_what_is_said_of_a_lenient_schema_stays_short_however_long_its_names_are(part: Any) -> None:
+    schema = {"properties": {"a" * 10_000: {"anyOf": [part] * 300}}, "additionalProperties": {"allOf": [part] * 2}}
+    warnings = schema_grammar(schema, is_lenient=True).warnings
+    assert 0 < len(warnings) <= MAX_WARNINGS
+    assert max(map(len, warnings)) == MAX_CHARACTERS
