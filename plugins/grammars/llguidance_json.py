@@ -43,7 +43,6 @@ from penstock.plugins.grammars.schema_walk import (
     Place,
     Steps,
     path,
-    pointer,
     reachable,
     schemas_within,
     steps_of,
@@ -251,7 +250,7 @@ class _Reading:
             return
         counting = None if self.has_identifiers else reachable(self.root)
         for steps, schema in walk(self.root):
-            if has_unknown_type(schema) and (counting is None or pointer(steps) in counting):
+            if has_unknown_type(schema) and (counting is None or id(schema) in counting):
                 raise self.refusal("`type`: no type of JSON", ROOT, *steps, "type")
 
     def give_up(self, exact: dict[str, Any], schema: dict[str, Any], keyword: str, place: Place) -> None:

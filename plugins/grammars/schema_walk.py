@@ -118,20 +118,21 @@ def typed_steps(document: Any, steps: list[str]) -> Steps:
     return tuple(typed)
 
 
-def reachable(document: Any) -> frozenset[str]:
-    """Pointers to the subschemas that count: definitions only where something that counts refers to them."""
-    pending: list[tuple[str, Any]] = [("", document)]
-    found: set[str] = set()
+def reachable(document: Any) -> frozenset[int]:
+    """The identities of the subschemas that count: definitions only where something that counts refers to them."""
+    pending: list[Any] = [document]
+    found: set[int] = set()
     while pending:
-        place, schema = pending.pop()
-        if place in found:
+        schema = pending.pop()
+        if not isinstance(schema, dict) or id(schema) in found:
             continue
-        found.add(place)
-        pending.extend((place + pointer(below), child) for below, child in subschemas(schema) if below[0] not in ("$defs", "definitions"))
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        found.add(id(schema))
+        for keyword, children in schemas_below(schema):
+            if keyword not in ("$defs", "definitions"):
+                pending += children
+        reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
-            target = unquote(reference[1:])
-            pending.append((target, at_pointer(document, target)))
+            pending.append(at_pointer(document, unquote(reference[1:])))
     return frozenset(found)
 
 
