@@ -1,6 +1,7 @@
 """From what the operator asked for to a running engine's parts."""
 
 import functools
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from penstock.engine.packed_linear import pack_linears
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM_THREADS; what is asked later may be what `load` has set
 
@@ -67,12 +70,16 @@ def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilati
     if config.compile == "off":
         return None
     compilation = LayerCompilation(loaded, block_size=config.block_size, trust_remote_code=config.trust_remote_code)
-    if config.compile == "on" and not (compilation.is_possible and (compilation.is_cached or compilation.compile())):
+    if compilation.is_possible and compilation.is_cached:
+        try:
+            compilation.install()
+            return None
+        except RuntimeError as error:  # a file that was cut short
+            logger.warning("The decoder layers are compiled again: %s", error)
+    if config.compile != "on":
+        return compilation if compilation.is_possible else None
+    if not (compilation.is_possible and compilation.compile()):
         raise ConfigurationError("--compile on: the decoder layers cannot be compiled here; it takes a CPU model and a C++ compiler")
-    if not compilation.is_possible:
-        return None
-    if not compilation.is_cached:
-        return compilation
     compilation.install()
     return None
 

@@ -110,8 +110,13 @@ class LayerCompilation:
             self._process.kill()
 
     def install(self) -> None:
-        """From here on the layers run as compiled code. Raises `RuntimeError` where the code does not load."""
-        runners = {kind: _load(self._package(kind)) for kind in self._kinds}
+        """From here on the layers run as compiled code. Raises `RuntimeError` where it does not load, and is no longer cached then."""
+        try:
+            runners = {kind: _load(self._package(kind)) for kind in self._kinds}
+        except RuntimeError:
+            for kind in self._kinds:
+                self._package(kind).unlink(missing_ok=True)
+            raise
         for layer in self._layers:
             layer.forward = CompiledLayer(runners[layer_kind(layer)], layer)
 

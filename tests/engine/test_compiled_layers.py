@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.engine.build import compiled_layers
 from penstock.engine.compiled_layers import CompiledLayer, LayerCompilation
+from penstock.engine.config import EngineConfig
 from penstock.engine.decoder_layers import decoder_layers
 from penstock.engine.native_library import find_compiler
 from penstock.engine.quantization import quantize_plain
@@ -52,3 +54,18 @@ def test_code_that_does_not_load_leaves_the_layers_as_they_are(tmp_path: Path, m
         core.runner.thread.submit(compilation.install).result()
     assert len(run(core, PROMPTS, max_tokens=2)) == len(PROMPTS)
     core.runner.shutdown()
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+def test_an_engine_starts_beside_broken_code_and_compiles_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    loaded = loaded_model(tiny_model("llama"))
+    cached = LayerCompilation(loaded)
+    packages = [cached._package(kind) for kind in cached._kinds]
+    for package in packages:
+        package.parent.mkdir(parents=True, exist_ok=True)
+        package.write_bytes(b"no package")
+    compilation = compiled_layers(loaded, EngineConfig())
+    assert compilation is not None
+    assert not any(package.exists() for package in packages)
+    assert not compilation.is_cached
