@@ -111,7 +111,7 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
             dtype=header.dtype,
         )
-    except (OSError, ValueError, KeyError, TypeError, NotImplementedError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError) as error:
         raise ConfigurationError(f"{name} holds a {header.architecture!r} model that cannot be read: {error}") from error
     _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
     setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now
@@ -150,18 +150,16 @@ class _Header:
 
         try:
             reader = GGUFReader(gguf_file)
+            names = ("general.architecture", "tokenizer.ggml.pre", "split.count")
+            fields: list[Any] = [None if field is None else field.contents() for field in map(reader.get_field, names)]
         except (ValueError, KeyError, IndexError, OSError) as error:
             raise ConfigurationError(f"{gguf_file} is not a GGUF file that can be read: {error}") from error
-
-        def field(name: str) -> Any:
-            found = reader.get_field(name)
-            return None if found is None else found.contents()
-
-        if (field("split.count") or 1) > 1:
+        architecture, pre_tokenizer, num_parts = fields
+        if num_parts not in (None, 0, 1):
             raise ConfigurationError(f"{gguf_file.name} is one part of a split GGUF: merge the parts with llama.cpp's `gguf-split --merge`")
         kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
         if kinds == {GGMLQuantizationType.F32}:
             dtype = torch.float32
         else:
             dtype = torch.float16 if kinds <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32} else torch.bfloat16
-        return cls(str(field("general.architecture")), str(field("tokenizer.ggml.pre")), dtype, reader.tensors)
+        return cls(str(architecture), str(pre_tokenizer), dtype, reader.tensors)

@@ -189,6 +189,14 @@ def test_an_architecture_that_transformers_cannot_read_is_named(tmp_path: Path) 
         convert_gguf(path, tmp_path)
 
 
+def test_an_architecture_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, architecture="rwkv6")
+    path.write_bytes(path.read_bytes().replace(b"rwkv6", b"\xffwkv6", 1))
+    with pytest.raises(ConfigurationError, match=r"odd\.gguf is not a GGUF file"):
+        convert_gguf(path, tmp_path)
+
+
 def test_one_of_several_builders_builds_and_none_sees_half_a_directory(tmp_path: Path) -> None:
     directory = tmp_path / "cache" / "models" / "one"
     builds: list[Path] = []
