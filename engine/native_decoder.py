@@ -94,7 +94,7 @@ class NativeDecoder:
         logits_to_keep: Tensor | int = 0,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        kept = torch.arange(input_ids.shape[1]) if isinstance(logits_to_keep, int) else logits_to_keep
+        kept = torch.arange(input_ids.shape[1])[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_KH = self.run(self.embed(input_ids), position_ids, attention_metadata, kept)
         return SimpleNamespace(logits=self.head(hidden_KH)[None])
 

@@ -25,6 +25,8 @@ def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: i
     """bfloat16 [..., inputs] to [..., out_features], by a weight that `panels` gave. A row's result does not depend on the other rows."""
     library = native_library()
     assert library is not None
+    assert x.dtype == weight.dtype
+    assert x.shape[-1] == 2 * weight.shape[1]
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], out_features)
     library.penstock_panel_linear(

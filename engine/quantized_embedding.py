@@ -19,7 +19,7 @@ class QuantizedEmbedding(nn.Module):
         self.register_buffer("blocks", blocks_TGB, persistent=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        ids_N = token_ids.flatten()
+        ids_N = token_ids.flatten().long().contiguous()
         library = native_library() if token_ids.device.type == "cpu" else None
         if library is None:
             rows_NI = unpacked_rows(self.blocks, ids_N).dequantized()

@@ -32,3 +32,9 @@ def test_other_types_and_sizes_are_told() -> None:
     assert not can_panel(torch.zeros(16, 2))
     assert not can_panel(torch.zeros(17, 2, dtype=torch.bfloat16))
     assert not can_panel(torch.zeros(16, 3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("x", [torch.zeros(1, 64), torch.zeros(1, 32, dtype=torch.bfloat16)])
+def test_inputs_that_are_not_the_weights_are_not_read(x: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        panel_linear(x, panels(torch.zeros(16, 64, dtype=torch.bfloat16)), None, 16)

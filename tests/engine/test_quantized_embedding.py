@@ -28,3 +28,10 @@ def test_token_ids_of_any_shape_become_rows_of_the_type_asked_for(bits: int) -> 
         token_ids = torch.randint(20, shape)
         assert torch.equal(embedding(token_ids), weight.dequantized().bfloat16()[token_ids])
     assert embedding.to("meta")(torch.zeros(1, 4, dtype=torch.long, device="meta")).shape == (1, 4, 96)
+
+
+def test_token_ids_may_be_of_any_integer_type_and_lie_apart() -> None:
+    embedding = QuantizedEmbedding(pack(quantized(torch.randn(20, 32), 8)), torch.float32)
+    token_ids = torch.arange(20)
+    assert torch.equal(embedding(token_ids[::2]), embedding(token_ids)[::2])
+    assert torch.equal(embedding(token_ids.int()), embedding(token_ids))
