@@ -35,7 +35,7 @@ class MaskFiller:
     def begin(
         self, samplers: list[SamplerRow], drafts: Mapping[Sequence, list[int]], vocab_size: int, *, pin_memory: bool
     ) -> StepMasks | None:
-        """Begins to fill the masks of a step's samplers; None where no grammar has a say."""
+        """The masks of a step's samplers, to be filled once the step begins; None where no grammar has a say."""
         constrained = [(row, sampler.sequence) for row, sampler in enumerate(samplers) if _begins_constrained(sampler)]
         if not constrained:
             return None
@@ -54,7 +54,7 @@ class MaskFiller:
                 bitmask_BW[row].copy_(sequence.mask.rows_DW[0])
             fills[rows] = sequence.mask
             self._under_way.append((sequence, sequence.mask))
-        return StepMasks(bitmask_BW, fills, self._submit(fresh), self._grace)
+        return StepMasks(bitmask_BW, fills, self._submit(fresh), self._worker, self._grace)
 
     def end(self) -> None:
         """The step is over, whether or not all its masks are there."""
@@ -91,16 +91,14 @@ class MaskFiller:
         self._worker_apart.close()
 
     def _submit(self, fresh: list[MaskFill]) -> MaskTask | None:
-        """Gives all to the workers, and the task that the step has to wait for."""
+        """Gives those of slow grammars to their worker, and the task that the step has to wait for."""
         for fill in fresh:
             if fill.is_apart:
                 self._worker_apart.submit(MaskTask([fill]))
         awaited = [fill for fill in fresh if not fill.is_apart]
         if not awaited:
             return None
-        task = MaskTask(awaited)
-        self._worker.submit(task)
-        return task
+        return MaskTask(awaited)
 
 
 def _begins_constrained(sampler: SamplerRow) -> bool:

@@ -8,12 +8,13 @@ from penstock.engine.mask_fill import MaskFill
 
 
 class MaskTask:
-    """Masks to be filled one after the other. `is_over` is set when none is left."""
+    """Masks to be filled one after the other. `is_begun` once a worker has been given it; `is_over` is set when none is left."""
 
-    __slots__ = ("_fills", "is_over")
+    __slots__ = ("_fills", "is_begun", "is_over")
 
     def __init__(self, fills: list[MaskFill]) -> None:
         self._fills = fills
+        self.is_begun = False
         self.is_over = threading.Event()
 
     def run(self) -> None:

@@ -126,6 +126,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
+        if batch.masks is not None:
+            batch.masks.begin()
         self.cache.copy_blocks(batch.copies)
         logits_KV = self.forward(batch)
         samples, rows = sample_rows(batch, logits_KV, self.sampler)
