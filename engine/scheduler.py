@@ -196,7 +196,7 @@ class Scheduler:
         ready = {
             sequence: proposer
             for sequence, num_tokens in step.num_tokens.items()
-            if num_tokens == 1 and (proposer := sequence.ready_proposer) is not None
+            if num_tokens == sequence.num_uncomputed_tokens == 1 and (proposer := sequence.ready_proposer) is not None
         }
         lengths = speculation.share(
             list(ready.values()),

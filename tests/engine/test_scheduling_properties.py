@@ -72,6 +72,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
             if half_step > 30:
                 return
             continue
+        assert all(step.num_tokens[sequence] == sequence.num_uncomputed_tokens for sequence in step.drafts), "what is known comes first"
         batch = core.build(step)
         output = core.runner.launch(batch).collect()
         interrupt(half_step + 1)
