@@ -12,6 +12,7 @@ NO_FALLBACK = "no-fallback"
 COMPACT = "disable-any-whitespace"
 CLOSED = "no-additional-properties"
 OPTIONS = (NO_FALLBACK, COMPACT, CLOSED)
+MAX_CHARACTERS = 1000
 
 
 class NamedBackend(NamedTuple):
@@ -49,6 +50,8 @@ def chosen_backend(body: GenerationFields, known: Iterable[str]) -> str | None:
 
 
 def _parsed(text: str, param: str) -> NamedBackend:
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(f"`{param}` may have {MAX_CHARACTERS} characters", param)
     name, _, rest = text.partition(":")
     options = tuple(option.strip().replace("_", "-") for option in rest.split(",") if option.strip())
     for option in options:

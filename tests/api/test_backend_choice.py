@@ -33,7 +33,9 @@ def test_a_backend_is_named_in_either_place_in_our_words_or_vllms(written: str |
     assert chosen(guided_decoding_backend=written, structured_outputs={"backend": written}) == name
 
 
-@pytest.mark.parametrize("written", ["xgrammar", "lm-format-enforcer", "guidance:fast", "guidance:no-fallback-at-all", ":"])
+@pytest.mark.parametrize(
+    "written", ["xgrammar", "lm-format-enforcer", "guidance:fast", "guidance:no-fallback-at-all", ":", "auto:" + "no-fallback," * 100]
+)
 def test_any_other_name_or_option_is_refused(written: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chosen(structured_outputs={"backend": written})
