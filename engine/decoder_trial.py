@@ -1,6 +1,7 @@
 """Tries out whether native code computes what a model's own code computes, layer by layer, before it is relied on."""
 
 import logging
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,9 +17,10 @@ from penstock.engine.native_decoder import NativeDecoder
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 23  # of one sequence; another has one token
-# Relative, a row's on average: what rounding in other places amounts to, with room. The default model's layers deviate by 0.8 percent, of
-# 4 bits by 1.7, and without their rotary positions by 22.
+# Relative, of the median row: what rounding in other places amounts to, with room. The default model's layers deviate by up to 0.7 percent,
+# of 4 bits by up to 1.6, and without their rotary positions by 23 on average.
 MAX_DEVIATION = 3e-2
+MAX_FAR_DEVIATION = 0.1  # at the end of the context, where rounded cosines matter most to large scores
 ROUNDING = 2**-8  # of a sum that a layer's own code rounds to bfloat16 twice
 
 
@@ -59,15 +61,26 @@ def check(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -> None:
     )
     generator = torch.Generator().manual_seed(0)
     ids_1T = torch.randint(loaded.vocab_size, (1, 1 + PROMPT_TOKENS), generator=generator)
-    positions_1T = _trial_positions(loaded.max_model_len)
+    far = max(loaded.max_model_len - PROMPT_TOKENS, 0)  # some models treat what lies far in another way
+    for first, limit in ((0, MAX_DEVIATION), (far, MAX_FAR_DEVIATION)):
+        positions_1T = torch.tensor([[first, *range(first, first + PROMPT_TOKENS)]])  # where keys lie is a matter of the cache alone
+        for part, deviation in _deviations(positions_1T, decoder, loaded, ids_1T, metadata):
+            if not deviation < limit:
+                raise UnsuitableModel(f"its {part} gives something else (by {deviation:.1e} from position {first} on)")
+
+
+def _deviations(
+    positions_1T: Tensor, decoder: NativeDecoder, loaded: LoadedModel, ids_1T: Tensor, metadata: AttentionMetadata
+) -> Iterator[tuple[str, float]]:
+    """For each part of the model by how much it gives something else."""
     rows = torch.arange(1 + PROMPT_TOKENS)
     inputs, outputs, logits_TV = _own_pass(decoder.form.modules, loaded.model, ids_1T, positions_1T, metadata)
-    _compare("embedding", decoder.embed(ids_1T), inputs[0])
+    yield "embedding", _deviation(decoder.embed(ids_1T), inputs[0])
     for index, (before_TH, expected_TH) in enumerate(zip(inputs, outputs, strict=True)):
         x_TH = before_TH.float().clone()
         normed_TH = decoder.run(x_TH, positions_1T, metadata, rows, decoder.layer(index))
-        _compare(f"layer {index}", x_TH, expected_TH, before_TH)
-    _compare("head", decoder.head(normed_TH), logits_TV)
+        yield f"layer {index}", _deviation(x_TH, expected_TH, before_TH)
+    yield "head", _deviation(decoder.head(normed_TH), logits_TV)
 
 
 def _own_pass(
@@ -89,16 +102,11 @@ def _own_pass(
     return inputs, outputs, logits_1TV[0]
 
 
-def _trial_positions(max_model_len: int) -> Tensor:
-    """[1, T]: the nearest and the farthest, as some models treat what lies far in another way. Attention goes by the cache alone."""
-    num_far = max(0, min(PROMPT_TOKENS // 2, max_model_len - PROMPT_TOKENS))
-    return torch.tensor([[max_model_len - 1, *range(PROMPT_TOKENS - num_far), *range(max_model_len - num_far, max_model_len)]])
+def _deviation(given_TN: Tensor, expected_TN: Tensor, before_TN: Tensor | None = None) -> float:
+    """Relative to what was added to `before_TN`, row by row.
 
-
-def _compare(part: str, given_TN: Tensor, expected_TN: Tensor, before_TN: Tensor | None = None) -> None:
-    """By what was added to `before_TN`, row by row.
-
-    A few numbers of a few rows can be a thousand times as large as all others. Beside these nothing that a layer does would count.
+    A few numbers of a few rows can be a thousand times as large as all others. Beside these nothing that a layer does would count. And
+    where scores are large, rounding them has a few rows look elsewhere.
     """
     expected_TN = expected_TN.float()
     errors_TN = (given_TN.float() - expected_TN).abs()
@@ -106,6 +114,4 @@ def _compare(part: str, given_TN: Tensor, expected_TN: Tensor, before_TN: Tensor
     if before_TN is not None:
         errors_TN = (errors_TN - expected_TN.abs() * ROUNDING).relu()
         changes_TN = expected_TN - before_TN.float()
-    deviation = float((errors_TN.norm(dim=-1) / changes_TN.norm(dim=-1).clamp_min(1e-30)).mean())
-    if not deviation < MAX_DEVIATION:
-        raise UnsuitableModel(f"its {part} gives something else (by {deviation:.1e})")
+    return float((errors_TN.norm(dim=-1) / changes_TN.norm(dim=-1).clamp_min(1e-30)).median())
