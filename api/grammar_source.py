@@ -5,6 +5,7 @@ import re
 from penstock.api.common_protocol import GrammarDefinition
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.grammar_limits import MAX_GRAMMAR
 
 KINDS = {"lark": GrammarKind.LARK, "gbnf": GrammarKind.GBNF, "ebnf": GrammarKind.GBNF}
 # Both dialects begin each rule on a line of its own. Lark's names may have a modifier, a priority, attributes or parameters.
@@ -20,6 +21,8 @@ def grammar_of(source: str | GrammarDefinition, param: str) -> GrammarSpec:
 
 def detected_kind(text: str, param: str) -> GrammarKind:
     """GBNF where every rule is defined by `::=` and one is `root`, Lark where each is by `:` and one is `start`."""
+    if len(text) > MAX_GRAMMAR:  # which would be refused later, and here is the event loop
+        raise InvalidRequest(f"a grammar of more than {MAX_GRAMMAR} characters is refused", param)
     operators: set[str] = set()
     names: set[str] = set()
     for rule in RULE.finditer(text):

@@ -8,6 +8,7 @@ from penstock.api.constraints import grammar_spec
 from penstock.api.decoding import decode
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.grammar_limits import MAX_GRAMMAR
 
 SCHEMA = {"type": "object", "properties": {"z": {}, "a": {"const": "ü"}}}
 GBNF = 'root ::= "a" word\nword ::= [b-c]+  # a: b'
@@ -158,6 +159,7 @@ def test_no_constraint_is_none(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"json": None, "json_object": False, "whitespace_pattern": ""}}, "structured_outputs"),
         ({"regex": "a", "ebnf": GBNF}, "ebnf"),
         ({"guided_json": "{", "structural_tag": TAG}, "structural_tag"),
+        ({"guided_grammar": GBNF + "#" * MAX_GRAMMAR}, "guided_grammar"),
         ({"guided_grammar": LARK + "\nroot ::= a"}, "guided_grammar"),
         ({"guided_grammar": "word: /a/"}, "guided_grammar"),
         ({"guided_grammar": ""}, "guided_grammar"),
