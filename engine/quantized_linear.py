@@ -27,8 +27,10 @@ _library.define("quantized_linear(Tensor x, Tensor blocks, Tensor? bias, SymInt 
 @torch.library.impl(_library, "quantized_linear", "CPU")
 def _quantized_linear(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     library = native_library()
-    if library is None or x.dtype not in (torch.bfloat16, torch.float32):
+    if library is None:
         return torch_linear(x, blocks_TGB, bias, out_features)
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return _quantized_linear(x.float(), blocks_TGB, None if bias is None else bias.float(), out_features).to(x.dtype)
     assert blocks_TGB.is_contiguous()
     assert x.shape[-1] == blocks_TGB.shape[1] * GROUP_SIZE
     assert bias is None or bias.dtype == x.dtype

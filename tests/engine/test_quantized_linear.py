@@ -83,7 +83,7 @@ def test_what_bytes_represent_is_computed_without_error(bits: int) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_bias_is_added_and_types_and_shapes_are_kept(bits: int, dtype: torch.dtype) -> None:
     weight, bias = random_weight(50, 64, bits), torch.randn(50, dtype=dtype)
@@ -95,8 +95,16 @@ def test_a_bias_is_added_and_types_and_shapes_are_kept(bits: int, dtype: torch.d
         assert result.dtype == dtype
         assert result.shape == (*shape, 50)
         bound = rounding_bound(x.float().flatten(0, -2) if shape else x.float()[None], weight).reshape(expected.shape)
-        rounding = 2**-8 if dtype == torch.bfloat16 else 2**-23
+        rounding = torch.finfo(dtype).eps / 2
         assert ((result.float() - expected).abs() <= bound + rounding * expected.abs() + 1e-4).all()
+
+
+@needs_kernel
+def test_half_precision_takes_the_kernel_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("penstock.engine.quantized_linear.torch_linear")
+    layer = QuantizedLinear(random_weight(50, 64, 4), None)
+    x = torch.randn(7, 64).half()
+    assert torch.equal(layer(x), layer(x.float()).half())
 
 
 @needs_kernel
