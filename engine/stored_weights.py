@@ -92,8 +92,11 @@ def put_in(
         plain = [layer for path, layer in layers if (path, layer) not in quantized]
         if plain:
             parameter = nn.Parameter(stored.dequantized().to(dtype), requires_grad=False)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             for layer in plain:
                 layer.weight = parameter
+                if layer._buffers:  # such as the factor of an embedding that scales its rows
+                    model._init_weights(layer)  # type: ignore[no-untyped-call]
 
 
 def _shape(layer: Any) -> tuple[int, int]:

@@ -162,6 +162,7 @@ def test_an_embedding_that_does_more_than_look_up_is_inflated(tmp_path: Path) ->
     assert isinstance(few_bits.get_input_embeddings(), nn.Embedding)
     assert isinstance(few_bits.get_output_embeddings(), QuantizedLinear)
     assert torch.equal(few_bits.get_parameter("model.embed_tokens.weight"), plain.get_parameter("model.embed_tokens.weight"))
+    assert plain.get_buffer("model.embed_tokens.embed_scale") == few_bits.get_buffer("model.embed_tokens.embed_scale") == 8.0
     assert deviation(few_bits, plain) < 0.03
 
 
