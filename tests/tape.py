@@ -13,9 +13,9 @@ aten = torch.ops.aten
 WAITING = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.nonzero.default, aten.masked_select.default}
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -49,7 +49,8 @@ def test_large_constraints_are_told_from_small_ones_wherever_they_stand(wrap: An
 
 
 def test_what_is_too_long_for_a_constraint_is_refused_unwritten() -> None:
-    for value in ("a" * MAX_TEXT, [0] * MAX_TEXT, [{"a": [[]]}] * (MAX_TEXT // 8)):
+    values: list[Any] = ["a" * MAX_TEXT, [0] * MAX_TEXT, [{"a": [[]]}] * (MAX_TEXT // 8)]
+    for value in values:
         with pytest.raises(InvalidRequest, match="more than 1048576 characters") as caught:
             check_text(value, "guided_json")
         assert caught.value.param == "guided_json"

@@ -85,7 +85,7 @@ def test_a_sequence_says_the_same_in_whatever_company(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in OF_THIS_FORM])
 def test_models_of_another_form_run_as_they_are(name: str) -> None:
-    settings = {} if name == "gpt2" else {"head_dim": 64, "hidden_size": 64}
+    settings: dict[str, Any] = {} if name == "gpt2" else {"head_dim": 64, "hidden_size": 64}
     loaded = loaded_model(tiny_model(name, **settings).bfloat16())
     assert not install_native_decoder(loaded, cache_for(loaded))
     assert "forward" not in vars(loaded.model)
@@ -110,7 +110,7 @@ def test_a_part_that_computes_something_else_under_its_name_is_found_out(part: s
 @pytest.mark.parametrize(("name", "is_taken"), [("llama", True), ("smollm3", False)])
 def test_large_numbers_hide_nothing_of_what_a_layer_does(name: str, is_taken: bool) -> None:
     loaded = bfloat16_model(name)
-    loaded.model.get_input_embeddings().weight.mul_(300)
+    loaded.model.get_input_embeddings().get_parameter("weight").mul_(300)
     assert install_native_decoder(loaded, cache_for(loaded)) is is_taken
 
 

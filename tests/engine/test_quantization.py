@@ -45,11 +45,11 @@ def inflated(model: PreTrainedModel) -> PreTrainedModel:
         replacement: nn.Module
         if isinstance(module, QuantizedLinear):
             replacement = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-            replacement.bias = module.bias
+            replacement.register_parameter("bias", module.bias)
             replacement.weight = nn.Parameter(unpack(module.blocks, module.out_features).dequantized())
         elif isinstance(module, QuantizedEmbedding):
             rows = model.config.vocab_size
-            replacement = nn.Embedding.from_pretrained(unpack(module.blocks, rows).dequantized())
+            replacement = nn.Embedding.from_pretrained(unpack(module.blocks, rows).dequantized())  # type: ignore[no-untyped-call]
         else:
             continue
         model.set_submodule(path, replacement)
@@ -81,7 +81,7 @@ def test_more_bits_are_nearer_to_the_model_as_it_was() -> None:
 def test_an_embedding_shares_the_rows_of_the_output_layer_that_it_is_tied_to() -> None:
     model = tiny_model("llama", tie_word_embeddings=True).requires_grad_(False)
     quantize_plain(model, "int4")
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     assert isinstance(embedding, QuantizedEmbedding)
     assert isinstance(output, QuantizedLinear)
     assert embedding.blocks is output.blocks
@@ -145,7 +145,7 @@ def test_stored_weights_are_served_as_they_are_or_inflated(stored_dir: Path) -> 
 def test_biases_beside_stored_weights_are_those_of_the_file(stored_dir: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.bias"
     for mode in ("auto", "none", "int4"):
-        assert torch.equal(load(stored_dir, mode).model.get_parameter(name), tiny_model("qwen2").get_parameter(name))  # type: ignore[arg-type]
+        assert torch.equal(load(stored_dir, mode).model.get_parameter(name), tiny_model("qwen2").get_parameter(name))
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("int8", {4: 3, 8: 19}), ("int4", {4: 21, 8: 1})])
@@ -160,7 +160,7 @@ def test_an_embedding_that_does_more_than_look_up_is_inflated(tmp_path: Path) ->
     save_stored(tmp_path, tiny_model("gemma3_text", tie_word_embeddings=True), {"model.embed_tokens.weight": 8})
     plain, few_bits = load(tmp_path, "none").model, load(tmp_path, "auto").model
     assert isinstance(few_bits.get_input_embeddings(), nn.Embedding)
-    assert isinstance(few_bits.get_output_embeddings(), QuantizedLinear)
+    assert isinstance(few_bits.get_output_embeddings(), QuantizedLinear)  # type: ignore[no-untyped-call]
     assert torch.equal(few_bits.get_parameter("model.embed_tokens.weight"), plain.get_parameter("model.embed_tokens.weight"))
     assert plain.get_buffer("model.embed_tokens.embed_scale") == few_bits.get_buffer("model.embed_tokens.embed_scale") == 8.0
     assert deviation(few_bits, plain) < 0.03
@@ -204,14 +204,13 @@ def test_a_skeleton_has_the_layers_of_the_loaded_model(stored_dir: Path, mode: Q
 
 def test_compiled_code_is_told_apart_by_the_bits_of_its_layers(stored_dir: Path) -> None:
     kinds = [
-        layer_kind(decoder_layers(build_skeleton(stored_dir, torch.float32, mode, 16, False), 3)[2])  # type: ignore[arg-type]
-        for mode in ("none", "int4", "int8")
+        layer_kind(decoder_layers(build_skeleton(stored_dir, torch.float32, mode, 16, False), 3)[2]) for mode in ("none", "int4", "int8")
     ]
     assert len(set(kinds)) == 3
 
 
 def test_a_model_without_a_layer_to_round_is_refused(tmp_path: Path) -> None:
-    settings = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "head_dim": 12}
+    settings: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "head_dim": 12}
     tiny_model("llama", **settings).save_pretrained(tmp_path)
     assert quantized_layers(load(tmp_path, "auto").model) == {}
     with pytest.raises(ConfigurationError, match=r"--quantization int4: this model has no layers"):
@@ -222,7 +221,7 @@ def test_a_gpu_refuses_few_bits_by_name_and_inflates_by_default() -> None:
     gpu = torch.device("cuda")
     for mode in ("int4", "int8"):
         with pytest.raises(ConfigurationError, match=f"--quantization {mode} is for models on the CPU"):
-            resolve_quantization(mode, gpu)  # type: ignore[arg-type]
+            resolve_quantization(mode, gpu)
     assert resolve_quantization("auto", gpu) == resolve_quantization("none", gpu) == "none"
 
 

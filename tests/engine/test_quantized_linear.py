@@ -53,7 +53,8 @@ def rounding_bound(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """How far off a result may be because each group of the input has 127 steps to its largest value, and sums are of floats."""
     half_steps_MG = x.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1) / 127 / 2  # type: ignore[no-untyped-call]
     sizes_GO = weight.dequantized().unflatten(1, (-1, GROUP_SIZE)).abs().sum(-1).T  # type: ignore[no-untyped-call]
-    return half_steps_MG @ sizes_GO * 1.001 + 1e-5 * (x.abs() @ weight.dequantized().abs().T)
+    bound: Tensor = half_steps_MG @ sizes_GO * 1.001 + 1e-5 * (x.abs() @ weight.dequantized().abs().T)
+    return bound
 
 
 @needs_kernel

@@ -40,4 +40,4 @@ def test_a_negative_zero_is_a_zero() -> None:
 
 def test_rows_beyond_a_chunk_are_looked_at() -> None:
     rows = torch.arange(CHUNK_ROWS + 2).float()[:, None].expand(-1, 32)
-    assert len(fingerprints(rows).unique()) == CHUNK_ROWS + 2
+    assert len(fingerprints(rows).unique()) == CHUNK_ROWS + 2  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.request import Request
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, TextUntil, Value
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
@@ -279,7 +279,7 @@ class Here:
 
 def test_three_backends_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fills its own rows of the one mask, and no row says anything else than alone."""
-    backends = [XgrammarBackend(FAKE), LlguidanceBackend(FAKE), OutlinesCoreBackend(FAKE)]
+    backends: list[GrammarBackend] = [XgrammarBackend(FAKE), LlguidanceBackend(FAKE), OutlinesCoreBackend(FAKE)]
     monkeypatch.setattr(backends[0], "process", Here())
     schema = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"enum": ["字", [1, {"a": null}], 22]}')
     regex = GrammarSpec(GrammarKind.REGEX, "(ab|c){2,5}é?")

@@ -1,6 +1,7 @@
 """What becomes of tiny models whose parts are fused, as calls that can be sent to the interpreter's process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from penstock.engine.fused_rotary import fuse_rotary
 from tests.tiny_models import tiny_model
 
 # Rotates half of each head.
-PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+PARTIAL: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 
 
 def with_fused_norms(name: str) -> tuple[int, Tensor, Tensor]:

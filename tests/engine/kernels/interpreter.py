@@ -11,13 +11,13 @@ import pickle
 import sys
 import traceback
 from importlib import import_module
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import torch
 
 
-def send(message: Any, stream: BinaryIO) -> None:
+def send(message: Any, stream: IO[bytes]) -> None:
     """By torch's own pickling: Python's knows no tensors of 8 bits."""
     buffer = io.BytesIO()
     torch.save(message, buffer)
@@ -25,11 +25,11 @@ def send(message: Any, stream: BinaryIO) -> None:
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> Any:
+def receive(stream: IO[bytes]) -> Any:
     return torch.load(io.BytesIO(pickle.load(stream)), weights_only=False)
 
 
-def serve(calls: BinaryIO, answers: BinaryIO) -> None:
+def serve(calls: IO[bytes], answers: IO[bytes]) -> None:
     """Answers (module, function, arguments by name) with (result, arguments as the call left them, None) or (None, None, traceback)."""
     while True:
         try:

@@ -120,7 +120,8 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     bitmask_apply(torch.zeros(3, 1000), torch.zeros(3, 32, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
     rms_norm(torch.zeros(1, 3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
     rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16))
-    sample(torch.zeros(3, 100_000), *torch.ones(3, 3).unbind(), torch.zeros(3, dtype=torch.int64))
+    temperatures, top_ps, min_ps = torch.ones(3, 3).unbind()
+    sample(torch.zeros(3, 100_000), temperatures, top_ps, min_ps, torch.zeros(3, dtype=torch.int64))
     assert num_compiled(kernels) == {
         "kv_write_kernel": 1,
         "bitmask_apply_kernel": 1,

@@ -16,7 +16,7 @@ def make_arguments(num_heads: int, num_kv_heads: int, num_tokens: int, size: int
     generator = torch.Generator().manual_seed(size)
     fused = torch.randn(1, num_tokens, num_heads + num_kv_heads, size, generator=generator).to(dtype)
     cosines, sines = torch.randn(2, 1, num_tokens, size, generator=generator).to(dtype).unbind()
-    query, key = fused.split([num_heads, num_kv_heads], dim=2)
+    query, key = fused.split([num_heads, num_kv_heads], dim=2)  # type: ignore[no-untyped-call]
     return {"query_1HTD": query.transpose(1, 2), "key_1HTD": key.transpose(1, 2), "cosines_1TD": cosines, "sines_1TD": sines}
 
 

@@ -19,7 +19,7 @@ def make_arguments(
 ) -> dict[str, Any]:
     """The same parameters for all rows, and a seed of its own for each."""
     num_rows = len(logits_BV)
-    arguments = {
+    arguments: dict[str, Any] = {
         "logits_BV": logits_BV,
         "temperatures_B": torch.full((num_rows,), temperature),
         "top_ps_B": torch.full((num_rows,), top_p),
@@ -36,9 +36,8 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB_SIZE, spread: float = 2
 
 
 def distribution(arguments: dict[str, Any]) -> Tensor:
-    return references.sampling_distribution(
-        *(arguments[name] for name in ("logits_BV", "temperatures_B", "top_ps_B", "min_ps_B")), arguments.get("top_ks_B")
-    )
+    names = ("logits_BV", "temperatures_B", "top_ps_B", "min_ps_B", "top_ks_B")
+    return references.sampling_distribution(**{name: arguments[name] for name in names if name in arguments})
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.5}, {"top_p": 0.6, "min_p": 0.1, "top_k": 8}])
