@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.api.metric_families import MetricFamilies
 from penstock.engine.grammar_stats import BOUNDS, CompileSeconds, GrammarStats
 
 PREFIX = "penstock:grammar_"
@@ -20,6 +21,7 @@ class GrammarCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read()
+        families = MetricFamilies(PREFIX, self._model_name)
         attempts = CounterMetricFamily(
             PREFIX + "compilations",
             "Constraints that a backend was asked to compile, by how that ended.",
@@ -34,25 +36,15 @@ class GrammarCollector(Collector):
         for backend, times in stats.seconds.items():
             seconds.add_metric([self._model_name, backend], _buckets(times), times.total)
         yield seconds
-        yield self._counter("cache_queries", "Constraints looked up in the cache.", stats.num_cache_queries)
-        yield self._counter("cache_hits", "Constraints found in the cache, refused ones among them.", stats.num_cache_hits)
-        yield self._gauge("cache_entries", "Compiled constraints in the cache.", stats.num_cache_entries)
-        yield self._gauge("cache_bytes", "Memory that they take.", stats.num_cache_bytes)
-        yield self._gauge("num_compiling", "Constraints being compiled.", stats.num_running)
-        yield self._gauge("num_waiting", "Constraints waiting to be compiled.", stats.num_waiting)
+        yield families.counter("cache_queries", "Constraints looked up in the cache.", stats.num_cache_queries)
+        yield families.counter("cache_hits", "Constraints found in the cache, refused ones among them.", stats.num_cache_hits)
+        yield families.gauge("cache_entries", "Compiled constraints in the cache.", stats.num_cache_entries)
+        yield families.gauge("cache_bytes", "Memory that they take.", stats.num_cache_bytes)
+        yield families.gauge("num_compiling", "Constraints being compiled.", stats.num_running)
+        yield families.gauge("num_waiting", "Constraints waiting to be compiled.", stats.num_waiting)
 
     def describe(self) -> list[Metric]:
         return []  # as the engine's
-
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
 
 
 def _buckets(times: CompileSeconds) -> list[tuple[str, float]]:

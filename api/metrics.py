@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from penstock.api.metric_families import MetricFamilies
 from penstock.engine.outputs import PromptInfo, SequenceDelta
 from penstock.engine.stats import EngineStats
 
@@ -29,19 +30,20 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read()
-        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all of them.", stats.kv_cache_usage)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_cache_queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_cache_hits)
-        yield self._counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
-        yield self._counter("forced_tokens", "Generated tokens that a grammar left no choice in: not sampled.", stats.num_forced_tokens)
-        yield self._counter("spec_decode_num_drafts", "Times that tokens were tried ahead.", stats.num_drafts)
-        yield self._counter("spec_decode_num_draft_tokens", "Tokens that were tried ahead.", stats.num_draft_tokens)
-        yield self._counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that turned out right.", stats.num_accepted_tokens)
+        families = MetricFamilies(PREFIX, self._model_name)
+        yield families.gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
+        yield families.gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting)
+        yield families.gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all of them.", stats.kv_cache_usage)
+        yield families.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_cache_queries)
+        yield families.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_cache_hits)
+        yield families.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
+        yield families.counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
+        yield families.counter("forced_tokens", "Generated tokens that a grammar left no choice in: not sampled.", stats.num_forced_tokens)
+        yield families.counter("spec_decode_num_drafts", "Times that tokens were tried ahead.", stats.num_drafts)
+        yield families.counter("spec_decode_num_draft_tokens", "Tokens that were tried ahead.", stats.num_draft_tokens)
+        yield families.counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that turned out right.", stats.num_accepted_tokens)
         yield self._accepted_by_place(stats)
-        yield self._counter("num_preemptions", "Sequences preempted for want of KV cache.", stats.num_preemptions)
+        yield families.counter("num_preemptions", "Sequences preempted for want of KV cache.", stats.num_preemptions)
 
     def describe(self) -> list[Metric]:
         return []  # the registry must not ask the engine before it runs
@@ -51,16 +53,6 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(PREFIX + "spec_decode_num_accepted_tokens_per_pos", help_text, labels=["model_name", "position"])
         for position, count in enumerate(stats.accepted_by_place):
             family.add_metric([self._model_name, str(position)], count)
-        return family
-
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
         return family
 
 
