@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,17 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu_clock import Clock
 from benchmarks.gpu_shapes import Shape
-from penstock.engine import attention
 from penstock.engine.answer import Answer
-from penstock.engine.build import build_core
+from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.fused_linear import fuse_linears
-from penstock.engine.fused_norm import fuse_norms
-from penstock.engine.fused_rotary import fuse_rotary
-from penstock.engine.kv_layout import kv_layout
-from penstock.engine.model_loader import LoadedModel
+from penstock.engine.model_loader import in_memory
 from penstock.engine.request import Request
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.tokenizer import Tokenizer
@@ -67,23 +61,8 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
 
 def make_core(model: PreTrainedModel, shape: Shape, device: torch.device, **settings: Any) -> EngineCore:
     """The engine as a user's, over a model that is in memory already. Its graphs are captured."""
-    attention.register()
-    model.set_attn_implementation(attention.IMPLEMENTATION)
-    fuse_linears(model)
-    if device.type == "cuda":
-        fuse_norms(model)
-        fuse_rotary(model)
-    loaded = LoadedModel(
-        directory=Path(),
-        model=model,
-        config=model.config,
-        generation_config=model.generation_config,
-        kv_layout=kv_layout(model.config),
-        eos_token_ids=frozenset(),
-        max_model_len=MAX_LEN,
-        dtype=model.dtype,
-        device=device,
-    )
+    loaded = in_memory(model, MAX_LEN)
+    fuse(loaded)
     core = build_core(loaded, wide_tokenizer(shape.vocab_size), EngineConfig(device=device.type, seed=0, speculation="none", **settings))
     core.runner.optimize()
     return core

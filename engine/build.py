@@ -50,16 +50,21 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
         quantization=config.quantization,
         trust_remote_code=config.trust_remote_code,
     )
-    fuse_linears(loaded.model)
+    fuse(loaded)
     if loaded.device.type == "cpu":
         native_library()  # built now rather than in the first request
         pack_linears(loaded.model)
         settle_memory(loaded.model)
+    return loaded
+
+
+def fuse(loaded: LoadedModel) -> None:
+    """Has one operation compute what several in the model's own code do."""
+    fuse_linears(loaded.model)
     if loaded.device.type == "cuda":
         with torch.cuda.device(loaded.device):  # Triton launches on the current one
             fuse_norms(loaded.model)
             fuse_rotary(loaded.model)
-    return loaded
 
 
 def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilation | None:

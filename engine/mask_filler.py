@@ -96,9 +96,7 @@ class MaskFiller:
             if fill.is_apart:
                 self._worker_apart.submit(MaskTask([fill]))
         awaited = [fill for fill in fresh if not fill.is_apart]
-        if not awaited:
-            return None
-        return MaskTask(awaited)
+        return MaskTask(awaited) if awaited else None
 
 
 def _begins_constrained(sampler: SamplerRow) -> bool:

@@ -14,7 +14,7 @@ from penstock.engine import attention
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.context_length import max_model_len
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_layout import LayerKV
+from penstock.engine.kv_layout import LayerKV, kv_layout
 from penstock.engine.model_config import eos_token_ids, read_config
 from penstock.engine.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
 from penstock.engine.quantized_file import quantized_names
@@ -109,6 +109,23 @@ def load_model(
         dtype=torch_dtype,
         device=torch_device,
         quantization=mode,
+    )
+
+
+def in_memory(model: PreTrainedModel, max_model_len: int) -> LoadedModel:
+    """What `load_model` makes of a directory, of a model that is on its device and in its type already. The model itself is changed."""
+    attention.register()
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    return LoadedModel(
+        directory=Path(),
+        model=model.train(False).requires_grad_(False),
+        config=model.config,
+        generation_config=model.generation_config,
+        kv_layout=kv_layout(model.config),
+        eos_token_ids=frozenset(),
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        device=model.device,
     )
 
 

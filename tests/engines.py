@@ -3,24 +3,20 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.engine import attention
 from penstock.engine.answer import Answer
-from penstock.engine.build import build_core
+from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.kv_cache import block_bytes
-from penstock.engine.kv_layout import kv_layout
-from penstock.engine.model_loader import LoadedModel
+from penstock.engine.model_loader import LoadedModel, in_memory
 from penstock.engine.outputs import SequenceDelta, TokenLogprobs
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.tokenizer import Tokenizer
@@ -29,22 +25,10 @@ from tests.fakes import byte_tokenizer, drive, make_request, tokens
 
 def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
     """What `load` makes of a model directory, of a model that is in memory. The model itself is changed."""
-    attention.register()
-    model.set_attn_implementation(attention.IMPLEMENTATION)
-    model.requires_grad_(False)
-    fuse_linears(model)
+    loaded = in_memory(model, max_model_len)
+    fuse(loaded)
     pack_linears(model)
-    return LoadedModel(
-        directory=Path(),
-        model=model,
-        config=model.config,
-        generation_config=model.generation_config,
-        kv_layout=kv_layout(model.config),
-        eos_token_ids=frozenset(),
-        max_model_len=max_model_len,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    return loaded
 
 
 def core_over(
