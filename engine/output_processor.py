@@ -1,0 +1,204 @@
+"""What becomes of a step's results: tokens are appended, read as text and events, and held to what ends an answer."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from penstock.engine.events import Reasoning, Text
+from penstock.engine.grammar_gate import GrammarGate
+from penstock.engine.mask_fill import TOO_SLOW, MaskFill
+from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.parsing import Phase
+from penstock.engine.sampler import NO_TOKEN_LEFT, SamplerOutput
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Sequence, Status
+from penstock.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputProcessor:
+    """Turns what was sampled for one sequence into what it says, noted in a delta. Whoever fails, fails alone.
+
+    `retire` is called with each sequence that has ended, once its delta is whole.
+    """
+
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+    retire: Callable[[Sequence], None]
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_forced_tokens: int = 0
+
+    def take_samples(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, rows: list[int], draft: list[int]) -> None:
+        """Takes the next token, and those after it for as long as each was sampled after tokens that have indeed been said.
+
+        A draft is right with the probability that the model gives it, and what is sampled in its place has the others' probabilities:
+        the distribution is the same as without it (Leviathan et al., arXiv:2211.17192, where the draft is certain of itself).
+        """
+        num_known = len(sequence.token_ids)
+        is_constrained = sequence.is_constrained
+        for num_right, row in enumerate(rows):
+            if num_right:
+                self.scheduler.keep_computed(sequence, len(sequence.token_ids))
+            self._take_sample(sequence, delta, samples, row)
+            if sequence.status is not Status.RUNNING or sequence.token_ids[num_known:] != draft[: num_right + 1]:
+                break
+            if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
+                break  # the rows after this one were sampled by other rules
+
+    def settle(self, sequence: Sequence, draft: list[int], said: list[int]) -> None:
+        """Counts how far the draft was what the sequence said, and keeps what was computed for it."""
+        assert self.scheduler.speculation is not None
+        pairs = enumerate(zip(said, draft, strict=False))
+        num_right = next((place for place, (token_id, drafted) in pairs if token_id != drafted), min(len(said), len(draft)))
+        self.scheduler.speculation.count(len(draft), num_right)
+        if sequence.status is Status.RUNNING:
+            num_known = len(sequence.token_ids) - len(said)
+            self.scheduler.keep_computed(sequence, min(num_known + num_right, len(sequence.token_ids) - 1))  # the last one is sampled from
+
+    def _take_sample(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, row: int) -> None:
+        sequence.mask = None
+        if row in samples.failures:
+            self.fail(sequence, delta, samples.failures[row])
+        else:
+            self._read_or_fail(sequence, delta, lambda: self._accept(sequence, delta, samples.token_ids[row], samples.logprobs[row]))
+
+    def take_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
+        if mask.error is not None:
+            self.fail(sequence, delta, mask.error)
+        else:
+            sequence.mask = None
+            self._read_or_fail(sequence, delta, lambda: self._accept_mask(sequence, delta, mask))
+
+    def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
+        """Has what comes next accepted, unless there was to be nothing but the prompt."""
+        try:
+            if sequence.num_output_tokens == 0:
+                delta.prompt = self._prompt_info(sequence)
+            if sequence.max_tokens == 0:
+                self._finish(sequence, delta, FinishReason.LENGTH)
+            else:
+                accept()
+        except Exception as error:  # a plug-in's parser or grammar: whatever it raises ends its own sequence
+            logger.exception("An answer could not be read")
+            self.fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
+
+    def _accept_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
+        """Ends where only the end can follow, or appends what the grammar leaves no choice in, as if it had been sampled."""
+        assert sequence.gate is not None
+        if mask.is_finished:
+            return self._finish(sequence, delta, FinishReason.STOP)
+        for token_id in mask.forced:
+            if not sequence.gate.advance(sequence.answer, token_id):
+                return self.fail(sequence, delta, "the grammar does not allow the token that it forced")
+            self.num_forced_tokens += 1
+            self._append(sequence, token_id, delta)
+            if delta.finish_reason is not None:
+                return
+
+    def _accept(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Appends a sampled token, or what the engine puts in its place, and notes in `delta` what came of it."""
+        is_stopping = self._ends(sequence, token_id)
+        room = sequence.max_tokens - sequence.num_output_tokens
+        if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping, room=room):
+            for forced in sequence.thinking.end_token_ids:
+                if delta.finish_reason is None:
+                    certain = TokenLogprobs(forced, 0.0, 1)  # nothing else could have come here
+                    self._append(sequence, forced, delta, None if sequence.request.params.logprobs is None else certain)
+            sequence.sampling.block_stop = True
+            return
+        if sequence.gate is not None and not is_stopping and not sequence.gate.advance(sequence.answer, token_id):
+            return self.fail(sequence, delta, "the grammar does not allow the token that was sampled")
+        if is_stopping:
+            delta.token_ids.append(token_id)
+            if logprobs is not None:
+                delta.logprobs.append(logprobs)
+            self.num_generation_tokens += 1
+            named = token_id in sequence.request.params.stop_token_ids
+            if named and sequence.request.params.include_stop_str_in_output:
+                delta.events += sequence.answer.feed(token_id)
+            if sequence.gate is not None and not sequence.gate.is_open(sequence.answer):
+                return self._finish(sequence, delta, FinishReason.LENGTH)  # the marker that would have ended the reasoning has no room
+            return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
+        was_reasoning = sequence.answer.phase is Phase.REASONING
+        self._append(sequence, token_id, delta, logprobs)
+        if was_reasoning and sequence.gate is not None and sequence.answer.phase is Phase.CONTENT and delta.finish_reason is None:
+            self._begin_grammar(sequence, sequence.gate, delta)
+
+    def _begin_grammar(self, sequence: Sequence, gate: GrammarGate, delta: SequenceDelta) -> None:
+        """Holds to the grammar what followed the end of the reasoning in the same token: a tag that ended it, or text after the marker.
+
+        White space there belongs to the marker, as far as a constrained answer goes, and what the grammar does not begin with to the
+        reasoning. The next token is no end.
+        """
+        rest = sequence.answer.new_content
+        if rest.isspace():
+            delta.events = [event for event in delta.events if not isinstance(event, Text)]
+        elif rest and not gate.advance_rest(self.tokenizer.encode(rest, add_special_tokens=False)):
+            if "".join(event.text for event in delta.events if isinstance(event, Text)) != rest:
+                # A parser holds it, and would read what follows as a part of it.
+                return self.fail(sequence, delta, "the text in the token that ended the reasoning does not fit the grammar")
+            delta.events = [Reasoning(event.text) if isinstance(event, Text) else event for event in delta.events]
+        if self._is_grammar_finished(sequence):
+            self._finish(sequence, delta, FinishReason.STOP)
+        elif not gate.has_begun:
+            sequence.sampling.block_stop = True
+
+    def _ends(self, sequence: Sequence, token_id: int) -> bool:
+        params = sequence.request.params
+        if token_id in params.stop_token_ids:
+            return True
+        return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
+
+    def _is_grammar_finished(self, sequence: Sequence) -> bool:
+        """Whether nothing can follow, as far as that is quickly said: a slow grammar must not be asked here, on the loop."""
+        return sequence.gate is not None and not sequence.num_masks_apart and sequence.gate.is_finished(sequence.answer)
+
+    def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
+        sequence.append(token_id)
+        self.num_generation_tokens += 1
+        delta.token_ids.append(token_id)
+        num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        events = sequence.answer.feed(token_id)
+        delta.events += events if sequence.gate is None else sequence.gate.shown(sequence.answer, events)
+        if logprobs is not None:
+            is_reasoning = sequence.answer.num_reasoning_tokens > num_reasoning_tokens
+            delta.logprobs.append(replace(logprobs, is_reasoning=True) if is_reasoning else logprobs)
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        if sequence.answer.stop_match is not None:
+            self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
+        elif self._is_grammar_finished(sequence):
+            self._finish(sequence, delta, FinishReason.STOP)
+        elif sequence.num_output_tokens >= sequence.max_tokens:
+            self._finish(sequence, delta, FinishReason.LENGTH)
+
+    def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        delta.events += sequence.answer.finish()
+        if reason is FinishReason.LENGTH and sequence.answer.stop_match is not None:
+            # What a parser had held back completed a stop string after all.
+            reason, stop_reason = FinishReason.STOP, sequence.answer.stop_match
+        delta.finish_reason = reason
+        delta.stop_reason = stop_reason
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        self.retire(sequence)
+
+    def fail(self, sequence: Sequence, delta: SequenceDelta, reason: str) -> None:
+        delta.finish_reason = FinishReason.ERROR
+        delta.error = reason
+        delta.is_client_error = reason in (NO_TOKEN_LEFT, TOO_SLOW)
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        self.retire(sequence)
+
+    def _prompt_info(self, sequence: Sequence) -> PromptInfo:
+        if sequence.index == 0:
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+        logprobs = sequence.prompt_logprobs
+        return PromptInfo(
+            sequence.num_prompt_tokens,
+            sequence.num_cached_tokens,
+            None if logprobs is None else tuple(logprobs),
+            sequence.queue_seconds or 0.0,
+        )
