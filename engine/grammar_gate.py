@@ -16,6 +16,7 @@ class GrammarGate:
     Where the model may open its reasoning itself, its first token is either what the grammar allows or `start_token_id`, the marker.
     The backend knows the model's `stop_token_ids`; the request's own are allowed where those are, and nowhere else.
     `may_force` says that what the grammar forces needs no sampling: nothing else in the request has a say in it.
+    `may_look_ahead` is whether it may be asked about tokens that are only guessed.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class GrammarGate:
         self._client_stop_ids = sorted(client_stop_ids - stop_token_ids)
         self._start_token_id = start_token_id
         self._may_force = may_force
+        self.may_look_ahead = True
         self._taken: list[int] = []  # for each token that was let pass, how many the matcher took for it
         self._num_accepted = 0
 

@@ -94,7 +94,7 @@ class MaskFill:
         try:
             self._ask()
             self.seconds = time.monotonic() - self._begun_at
-            if self._draft and self._num_filled:
+            if self._draft and self._num_filled and self._gate.may_look_ahead:
                 self._ask_ahead(self._begun_at + DRAFT_TIME)
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
             logger.exception("A grammar failed")
@@ -113,14 +113,21 @@ class MaskFill:
             self._num_filled = 1
 
     def _ask_ahead(self, deadline: float) -> None:
-        """Lets the grammar take the draft, token by token, and take it back."""
+        """Lets the grammar take the draft, token by token, and take it back.
+
+        What it fails at may never be said: that ends only the draft.
+        """
         num_taken = 0
-        for token_id, row_W in zip(self._draft, self.rows_DW[1:], strict=True):
-            if time.monotonic() > deadline or self._gate.is_stop(token_id) or not self._gate.advance(self._answer, token_id):
-                break
-            num_taken += 1
-            if self._gate.is_finished(self._answer):
-                break
-            self._gate.fill_bitmask(self._answer, row_W)
-            self._num_filled += 1
+        try:
+            for token_id, row_W in zip(self._draft, self.rows_DW[1:], strict=True):
+                if time.monotonic() > deadline or self._gate.is_stop(token_id) or not self._gate.advance(self._answer, token_id):
+                    break
+                num_taken += 1
+                if self._gate.is_finished(self._answer):
+                    break
+                self._gate.fill_bitmask(self._answer, row_W)
+                self._num_filled += 1
+        except Exception as error:
+            logger.info("A grammar failed at a draft, and is asked about no others: %s: %s", type(error).__name__, error)
+            self._gate.may_look_ahead = False
         self._gate.rollback(num_taken)

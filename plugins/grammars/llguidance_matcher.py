@@ -82,11 +82,12 @@ class LlguidanceGrammar:
 
 
 class LlguidanceMatcher:
-    """One sequence's place. Every method may raise `MatcherFailed`; the matcher is of no use after that.
+    """One sequence's place. Every method may raise `MatcherFailed`; the matcher is of no use after that, unless tokens are rolled back.
 
     Stop tokens never reach the engine: its parser takes one for the end only where the answer may end, and some copies of it uncounted.
     The lexer's limits count what all sequences have had it work out, so the first failure is answered with a lexer of the sequence's own.
     That takes a compilation, which only what runs beside the event loop does: until then tokens are taken unseen, and looked at after it.
+    Where tokens are rolled back that may have spoiled that one, there is another, once.
     No limit of the engine counts the work of taking a token, so its time is taken. After a slow mask, `finished` says no more than what is
     known without the next one, which would not be computed on the event loop.
     """
@@ -98,6 +99,7 @@ class LlguidanceMatcher:
         self._token_ids: list[int] = []
         self._is_late = lexer.is_spent  # by others, before this one began
         self._is_alone = False
+        self._is_forgiven = False
         self._is_ended = False
         self._is_slow = False
         self._may_end = False  # as the last mask said, where nothing has been taken since
@@ -136,6 +138,8 @@ class LlguidanceMatcher:
         began_at = time.thread_time()
         is_taken = self._matcher.try_consume_tokens([token_id]) == 1
         if time.thread_time() - began_at > MAX_STEP_SECONDS:
+            if is_taken and not self._is_spoiled:
+                self._matcher.rollback(1)
             raise MatcherFailed(TOO_SLOW)
         return is_taken or self._is_spoiled
 
@@ -147,6 +151,8 @@ class LlguidanceMatcher:
             self._may_end = False
             if not self._is_spoiled:
                 self._matcher.rollback(num_tokens)
+            elif self._is_alone and not self._is_forgiven:
+                self._is_alone, self._is_forgiven = False, True
             del self._token_ids[-num_tokens:]
 
     def forced_tokens(self) -> list[int]:
@@ -198,14 +204,15 @@ class LlguidanceMatcher:
         message = self._matcher.get_error().partition("\n")[0]
         if self._is_late:
             self._is_late = False
-            self._matcher, self._lexer = self._grammar.renewed()
+            matcher, lexer = self._grammar.renewed()
         elif self._is_alone:
             raise MatcherFailed(message)
         else:
             self._is_alone = True
-            self._matcher, self._lexer = self._grammar.new_start(), _Lexer()
-        if self._matcher.is_error() or self._matcher.try_consume_tokens(self._token_ids) < len(self._token_ids):
+            matcher, lexer = self._grammar.new_start(), _Lexer()
+        if matcher.is_error() or matcher.try_consume_tokens(self._token_ids) < len(self._token_ids):
             raise MatcherFailed(message or UNSEEN)
+        self._matcher, self._lexer = matcher, lexer
         self._check()
 
     def _check(self) -> None:

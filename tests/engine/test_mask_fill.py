@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from penstock.engine import mask_fill
 from penstock.engine.answer import Answer
@@ -18,7 +19,12 @@ from tests.matchers import Matcher, Spelling, Walk
 
 
 def run(matcher: Matcher, draft: list[int], draft_time: float = 60.0, **options: Any) -> MaskFill:
-    gate = GrammarGate(matcher, None, stop_token_ids=frozenset({EOS}), **options)
+    fill = fill_of(GrammarGate(matcher, None, stop_token_ids=frozenset({EOS}), **options), draft, draft_time)
+    assert matcher.path == []
+    return fill
+
+
+def fill_of(gate: GrammarGate, draft: list[int], draft_time: float = 60.0) -> MaskFill:
     answer = Answer(Detokenizer(TOKENIZER), None, None, (), False, True)
     fill = MaskFill(gate, answer, allocate_bitmask(1 + len(draft), VOCAB_SIZE).fill_(-1), draft)
     with pytest.MonkeyPatch.context() as patch:
@@ -26,7 +32,6 @@ def run(matcher: Matcher, draft: list[int], draft_time: float = 60.0, **options:
         fill.run()
     assert fill.is_done
     assert fill.error is None
-    assert matcher.path == []
     return fill
 
 
@@ -69,6 +74,54 @@ def test_a_draft_goes_no_further_than_the_grammars_end() -> None:
 
 def test_no_mask_is_begun_for_a_draft_once_time_is_up() -> None:
     assert run(Spelling("abc"), ids("abc"), draft_time=-1.0).num_to_sample == 1
+
+
+class Fragile(Spelling):
+    """Fails, in one of its methods, once it has taken `num_good` letters."""
+
+    def __init__(self, text: str, method: str, num_good: int) -> None:
+        super().__init__(text)
+        self.method = method
+        self.num_good = num_good
+
+    def fail(self, method: str) -> None:
+        if method == self.method and len(self.path) >= self.num_good:
+            raise RuntimeError("too slow")
+
+    def fill_bitmask(self, row: Tensor) -> None:
+        self.fail("fill_bitmask")
+        super().fill_bitmask(row)
+
+    def advance(self, token_id: int) -> bool:
+        self.fail("advance")
+        return super().advance(token_id)
+
+    @property
+    def finished(self) -> bool:
+        self.fail("finished")
+        return super().finished
+
+
+@pytest.mark.parametrize(("method", "num_good", "num_filled"), [("fill_bitmask", 2, 2), ("advance", 2, 3), ("finished", 2, 2)])
+def test_a_grammar_that_fails_at_a_guess_ends_the_guess_and_guesses_no_more(method: str, num_good: int, num_filled: int) -> None:
+    fragile = Fragile("abcde", method, num_good)
+    gate = GrammarGate(fragile, None, stop_token_ids=frozenset({EOS}))
+    assert fill_of(gate, ids("abcd")).num_to_sample == num_filled
+    assert fragile.path == []
+    answer = Answer(Detokenizer(TOKENIZER), None, None, (), False, True)
+    fragile.method = ""
+    assert gate.advance(answer, ids("a")[0])
+    assert fill_of(gate, ids("bcd")).num_to_sample == 1
+
+
+def test_a_grammar_that_fails_at_what_comes_next_ends_its_request() -> None:
+    fill = MaskFill(
+        GrammarGate(Fragile("abc", "fill_bitmask", 0), None),
+        Answer(Detokenizer(TOKENIZER), None, None, (), False, True),
+        allocate_bitmask(1, VOCAB_SIZE),
+    )
+    fill.run()
+    assert fill.error == "the grammar raised RuntimeError: too slow"
 
 
 def test_what_is_forced_is_not_sampled_whatever_was_drafted() -> None:

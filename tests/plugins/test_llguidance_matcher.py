@@ -7,6 +7,7 @@ import torch
 
 from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.plugins.grammars import llguidance_matcher
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar, LlguidanceMatcher, MatcherFailed
 from penstock.plugins.grammars.llguidance_tokenizer import MAX_SPELLED
@@ -242,6 +243,37 @@ def test_a_sequence_outlives_the_budget_that_another_has_used_up() -> None:
     assert not others[4].finished
     assert allowed(others[1])
     assert not others[1].advance(ord(" "))
+
+
+def test_a_sequence_outlives_a_guess_that_has_used_up_its_budget() -> None:
+    matcher = walked(regex_grammar(r"((\w+ ?){1,300}){1,300}"), "ba")
+    expected = allowed(matcher)
+    guessed: list[int] = []
+
+    def guess() -> None:
+        while allowed(matcher):
+            assert matcher.advance(ord("a"))
+            guessed.append(ord("a"))
+
+    with pytest.raises(MatcherFailed):
+        guess()
+    matcher.rollback(len(guessed))
+    assert allowed(matcher) == expected
+    assert matcher.advance(ord(" "))
+    assert allowed(matcher)
+
+
+def test_a_token_that_takes_too_long_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = walked(schema_grammar(PERSON), '{"name": "a"')
+    expected = allowed(matcher)
+    with monkeypatch.context() as slow:
+        slow.setattr(llguidance_matcher, "MAX_STEP_SECONDS", -1.0)
+        with pytest.raises(MatcherFailed, match="too long"):
+            matcher.advance(ord(","))
+    assert allowed(matcher) == expected
+    assert matcher.advance(ord(","))
+    matcher.rollback(2)
+    assert ord("b") in allowed(matcher)
 
 
 def test_nothing_is_compiled_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
