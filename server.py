@@ -65,7 +65,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
     listener = bind(arguments.host, arguments.port)
     with listener:
         assembled = assemble(arguments, plugins)
-        assembled.context.compile_grammar.warm_up()
+        assembled.context.warm_up()
         # What was loaded lives as long as the process. A collection that walks through all of it would hold up every stream for 0.2 s.
         gc.collect()
         release_heap()
@@ -97,8 +97,7 @@ async def run(arguments: Arguments, assembled: "Assembled", listener: socket.soc
         log.warning("%d requests did not end in time and are aborted", gate.num_inside)
     await context.engine.stop(0)
     await runner.cleanup()
-    context.compile_grammar.close()
-    context.workers.shutdown(wait=False, cancel_futures=True)
+    context.close()
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from penstock.api.context import CONTEXT
+from penstock.api.context import SHARED
 from penstock.api.errors import json_response
 from penstock.api.sse import EventStream
 from penstock.api.streams import FirstDelta
@@ -45,13 +45,13 @@ async def answer(
     async with aclosing(deltas):
         async for delta in deltas:
             fold.add(delta)
-    return await run(http.app[CONTEXT], lambda: json_response(fold.body(), headers=headers), is_long=fold.is_long)
+    return await run(http.app[SHARED], lambda: json_response(fold.body(), headers=headers), is_long=fold.is_long)
 
 
 async def _stream(
     http: web.Request, deltas: AsyncGenerator[SequenceDelta, None], fold: AnswerFold, headers: dict[str, str]
 ) -> web.StreamResponse:
-    keep_alive_seconds = http.app[CONTEXT].options.keep_alive_seconds
+    keep_alive_seconds = http.app[SHARED].options.keep_alive_seconds
     source = FirstDelta(deltas)
     try:
         # An error before the first token keeps its status, unless the client has to wait so long that it needs a sign of life.

@@ -5,7 +5,7 @@ from aiohttp.typedefs import Middleware
 
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
-from penstock.api.context import CONTEXT, ServerContext
+from penstock.api.context import CONTEXT, SHARED, ServerContext
 from penstock.api.grammar_metrics import GrammarCollector
 from penstock.api.health import show_health, show_version
 from penstock.api.metrics import METRICS, Metrics, show_metrics
@@ -34,7 +34,7 @@ def build_app(context: ServerContext) -> web.Application:
         middlewares.append(require_api_key(options.api_keys))
     middlewares += [refuse_while_stopping, limit_body]
     app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
-    app[CONTEXT] = context
+    app[SHARED] = app[CONTEXT] = context
     app[GATE] = Gate()
     app[METRICS] = Metrics(context.engine.stats, context.model_names[0])
     app[METRICS].registry.register(GrammarCollector(context.compile_grammar.stats, context.model_names[0]))

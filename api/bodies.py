@@ -5,7 +5,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from penstock.api.context import CONTEXT, ServerContext
+from penstock.api.context import SHARED, SharedContext
 from penstock.api.decoding import decode
 from penstock.api.workers import run
 from penstock.engine.errors import NoSuchModel
@@ -22,7 +22,7 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
 
     Raises `InvalidRequest` for whatever is wrong with it, and aiohttp's own 413 where it is too large.
     """
-    context = request.app[CONTEXT]
+    context = request.app[SHARED]
     data = await request.read()
     allow = context.options.allow_unknown_fields
     body, ignored = await run(context, lambda: decode(data, kind, allow_unknown_fields=allow), is_long=len(data) >= LONG_BODY)
@@ -34,7 +34,7 @@ def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:
     return {IGNORED_HEADER: quote(", ".join(names), safe=" ,.[]")[:MAX_HEADER]} if names else {}
 
 
-def served_model(context: ServerContext, name: str | None) -> str:
+def served_model(context: SharedContext, name: str | None) -> str:
     """The name to answer with. Raises `NoSuchModel` where nothing is served under the one asked for."""
     if not name:
         return context.model_names[0]

@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
@@ -29,20 +29,49 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
-class ServerContext:
-    """What is served and how, shared by every handler.
+class RunningEngine(Protocol):
+    """The life of an engine, whatever it computes."""
 
-    `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
-    model's generation_config by our field names. `workers` is for anything slow: the event loop stays free.
+    @property
+    def is_healthy(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self, drain_seconds: float = 0.0) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedContext:
+    """What handlers need whatever the model does. `vocab_size` bounds the token ids that may come in; `workers` is for anything slow: the
+    event loop stays free.
     """
 
-    engine: "Engine"
+    engine: RunningEngine
     tokenizer: "Tokenizer"
     chat_template: "ChatTemplate"
     model_names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
+    workers: ThreadPoolExecutor
+    options: ServerOptions = field(default_factory=ServerOptions)
+
+    def warm_up(self) -> None:
+        """Does beforehand what the first request would wait for. Blocks for up to a second."""
+
+    def close(self) -> None:
+        """Ends the threads. The engine has been stopped before."""
+        self.workers.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerContext(SharedContext):
+    """A model that generates, shared by every handler.
+
+    `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
+    model's generation_config by our field names.
+    """
+
+    engine: "Engine"
     stop_token_ids: frozenset[int]
     plugins: "Plugins"
     reasoning_parser: "ReasoningParserFactory | None"
@@ -50,9 +79,15 @@ class ServerContext:
     compile_grammar: "GrammarCompiler"
     default_thinking_budget: int | None
     default_sampling: dict[str, Any]
-    workers: ThreadPoolExecutor
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
-    options: ServerOptions = field(default_factory=ServerOptions)
+
+    def warm_up(self) -> None:
+        self.compile_grammar.warm_up()
+
+    def close(self) -> None:
+        self.compile_grammar.close()
+        SharedContext.close(self)
 
 
-CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)
+SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
+CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)  # there where the model generates

@@ -4,7 +4,7 @@ import msgspec
 from aiohttp import web
 
 from penstock import __version__
-from penstock.api.context import CONTEXT
+from penstock.api.context import SHARED
 from penstock.api.errors import json_response
 from penstock.api.middleware import GATE
 
@@ -21,7 +21,7 @@ async def show_health(request: web.Request) -> web.Response:
     """200 while the engine can serve; 503 when it cannot, or when the server is stopping and traffic should go elsewhere."""
     if not request.app[GATE].is_open:
         return json_response(Health("stopping"), status=503)
-    if not request.app[CONTEXT].engine.is_healthy:
+    if not request.app[SHARED].engine.is_healthy:
         return json_response(Health("unhealthy"), status=503)
     return json_response(Health("ok"))
 

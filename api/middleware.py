@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.answer_check import WARNING_HEADER
 from penstock.api.bodies import IGNORED_HEADER
-from penstock.api.context import CONTEXT
+from penstock.api.context import SHARED
 from penstock.api.errors import error_body, error_response, json_response
 from penstock.api.metrics import ARRIVED, TIMER
 from penstock.engine.errors import EngineUnavailable, PenstockError
@@ -120,7 +120,7 @@ def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
     elif isinstance(error, web.HTTPNotFound):
         message = f"there is nothing at {request.path}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
-        message = f"the body is larger than {request.app[CONTEXT].options.max_body_bytes} bytes"
+        message = f"the body is larger than {request.app[SHARED].options.max_body_bytes} bytes"
     return json_response(error_body(error.status, message), status=error.status, headers=headers)
 
 
@@ -152,7 +152,7 @@ async def refuse_while_stopping(request: web.Request, handler: Handler) -> web.S
 @web.middleware
 async def limit_body(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuses by the announced length, before anything is read; what is not announced is counted by aiohttp while it reads."""
-    limit = request.app[CONTEXT].options.max_body_bytes
+    limit = request.app[SHARED].options.max_body_bytes
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
     return await handler(request)
@@ -203,7 +203,7 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
     request[STARTED] = response
     if REQUEST_ID in request:  # not where aiohttp refuses before any middleware runs, as it does for an `Expect` that it does not know
         response.headers["x-request-id"] = request[REQUEST_ID]
-    origins = request.app[CONTEXT].options.cors_origins
+    origins = request.app[SHARED].options.cors_origins
     if origins and _is_allowed(request, origins):
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if "*" in origins else request.headers[hdrs.ORIGIN]
         response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EXPOSED_HEADERS

@@ -5,7 +5,7 @@ import time
 import msgspec
 from aiohttp import web
 
-from penstock.api.context import CONTEXT, ServerContext
+from penstock.api.context import SHARED, SharedContext
 from penstock.api.errors import json_response
 from penstock.engine.errors import NoSuchModel
 
@@ -26,19 +26,19 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
-def model_card(context: ServerContext, name: str) -> ModelCard:
+def model_card(context: SharedContext, name: str) -> ModelCard:
     return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len)
 
 
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models."""
-    context = request.app[CONTEXT]
+    context = request.app[SHARED]
     return json_response(ModelList([model_card(context, name) for name in context.model_names]))
 
 
 async def show_model(request: web.Request) -> web.Response:
     """GET /v1/models/{name}. Names may hold slashes."""
-    context = request.app[CONTEXT]
+    context = request.app[SHARED]
     name = request.match_info["name"]
     if name not in context.model_names:
         raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")

@@ -2,7 +2,7 @@
 
 import functools
 
-from penstock.api.context import ServerContext
+from penstock.api.context import SharedContext
 from penstock.api.errors import ContextLengthExceeded
 from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
@@ -12,12 +12,12 @@ LONG_TEXT = 2**12  # characters; tokenizing less takes a millisecond or two
 SHRINKAGE = 2  # normalizers may shorten a text before it is split into tokens
 
 
-async def encode_text(context: ServerContext, text: str, *, add_special_tokens: bool) -> list[int]:
+async def encode_text(context: SharedContext, text: str, *, add_special_tokens: bool) -> list[int]:
     is_long = len(text) >= LONG_TEXT
     return await run(context, lambda: context.tokenizer.encode(text, add_special_tokens=add_special_tokens), is_long=is_long)
 
 
-async def check_text_length(context: ServerContext, text: str, param: str) -> None:
+async def check_text_length(context: SharedContext, text: str, param: str) -> None:
     """Raises `ContextLengthExceeded` for a text that cannot fit the context, however few tokens it may be: no need to count megabytes."""
     if len(text) < LONG_TEXT:
         return

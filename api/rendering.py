@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from penstock.api.chat_protocol import ChatMessage
 from penstock.api.chat_template import RenderedPrompt
-from penstock.api.context import ServerContext
+from penstock.api.context import SharedContext
 from penstock.api.messages import template_messages
 from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
@@ -23,7 +23,7 @@ class TemplateFields(Protocol):
     def continue_final_message(self) -> bool | None: ...
 
 
-def check_template_fields(context: ServerContext, body: TemplateFields) -> None:
+def check_template_fields(context: SharedContext, body: TemplateFields) -> None:
     """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
     if body.chat_template is not None and not context.options.trust_request_chat_template:
         raise InvalidRequest(
@@ -34,7 +34,7 @@ def check_template_fields(context: ServerContext, body: TemplateFields) -> None:
 
 
 async def render_conversation(
-    context: ServerContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
+    context: SharedContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
 ) -> RenderedPrompt:
     """The prompt, by the body's own template where it brings one. Raises `InvalidRequest` for what the template cannot take."""
     template = context.chat_template

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_protocol import ChatMessage
-from penstock.api.context import CONTEXT, ServerContext
+from penstock.api.context import SHARED, SharedContext
 from penstock.api.errors import json_response
 from penstock.api.messages import template_kwargs
 from penstock.api.prompts import LONG_TEXT, encode_text
@@ -49,7 +49,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize."""
-    context = request.app[CONTEXT]
+    context = request.app[SHARED]
     body, headers = await read_body(request, TokenizeRequest)
     served_model(context, body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -69,7 +69,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize."""
-    context = request.app[CONTEXT]
+    context = request.app[SHARED]
     body, headers = await read_body(request, DetokenizeRequest)
     served_model(context, body.model)
 
@@ -82,7 +82,7 @@ async def detokenize(request: web.Request) -> web.Response:
     return await run(context, write, is_long=len(body.tokens) > LONG_TEXT)
 
 
-async def _render(context: ServerContext, body: TokenizeRequest, messages: list[ChatMessage]) -> str:
+async def _render(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> str:
     """The prompt that /v1/chat/completions would make of the same fields."""
     check_template_fields(context, body)
     kwargs = template_kwargs(body.chat_template_kwargs, None)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from penstock.api.context import ServerContext
+from penstock.api.context import SharedContext
 from penstock.engine.lock_handover import HANDOVER
 
 T = TypeVar("T")
@@ -12,7 +12,7 @@ T = TypeVar("T")
 MANY = 500  # messages and tools, or prompts: fewer take less than a few milliseconds
 
 
-async def run(context: ServerContext, call: Callable[[], T], *, is_long: bool) -> T:
+async def run(context: SharedContext, call: Callable[[], T], *, is_long: bool) -> T:
     """Calls it here where that is quick, in a worker where it would hold up every stream."""
     if not is_long:
         return call()
