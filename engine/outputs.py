@@ -2,13 +2,18 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from penstock.engine.events import Event
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop token or stop string, or a grammar's end
     LENGTH = "length"  # max_tokens or the context's end
+    TIMED_OUT = "timed_out"  # the request's deadline passed
     ABORT = "abort"
     ERROR = "error"
 
@@ -32,13 +37,17 @@ class TokenLogprobs:
 class PromptInfo:
     """What is known of the prompt once it has been computed. `logprobs[0]` is None: the first token has no probability.
 
-    `queue_seconds` is how long the sequence waited before it was first scheduled.
+    `queue_seconds` is how long the sequence waited before it was first scheduled. `outputs` are the named model outputs of the prompt
+    where they were asked for: one row per token, on the CPU, from the token at `first_output_token` on. Those before it were reused
+    from the prefix cache.
     """
 
     num_tokens: int
     num_cached_tokens: int
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     queue_seconds: float = 0.0
+    outputs: dict[str, "Tensor"] = field(default_factory=dict)
+    first_output_token: int = 0
 
 
 @dataclass(slots=True)
@@ -46,8 +55,9 @@ class SequenceDelta:
     """What one step added to one sequence. `index` is the choice's number. The last delta has `finish_reason`.
 
     `events` may lag behind `token_ids`: text that could yet become a marker, a stop string or a character is held back.
-    `prompt` comes with the first delta. `num_reasoning_tokens` is the count so far. `is_client_error` says that the sequence ended with an
-    `error` because of what the request asked for.
+    `prompt` comes with the first delta. `outputs` are the named model outputs that were asked for, a row for each of `token_ids`: what the
+    model had computed when it said the token. `num_reasoning_tokens` is the count so far. `is_client_error` says that the sequence
+    ended with an `error` because of what the request asked for.
     """
 
     index: int
@@ -60,3 +70,4 @@ class SequenceDelta:
     num_reasoning_tokens: int = 0
     error: str | None = None
     is_client_error: bool = False
+    outputs: dict[str, "Tensor"] = field(default_factory=dict)

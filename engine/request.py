@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.engine.answer import Answer
+from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.sampling_params import SamplingParams
@@ -14,7 +15,10 @@ class Request:
     """Token ids, how to sample, and how to read what comes out.
 
     `make_answer` is called once per sequence. `logits_processors` factories likewise: state belongs to one sequence.
-    Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
+    Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it. `client_id` is whatever the caller
+    tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated token, and of the prompt's
+    where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said. Blocks of prompts with a
+    higher `prompt_retention`, from 0 to 100, stay longer in the prefix cache.
     """
 
     request_id: str
@@ -25,3 +29,9 @@ class Request:
     logits_processors: list[Callable[[], LogitsProcessor]] = field(default_factory=list)
     priority: int = 0
     cache_salt: str = ""
+    client_id: int | str | None = None
+    outputs: tuple[str, ...] = ()
+    with_context_outputs: bool = False
+    deadline: float | None = None
+    beam: BeamSearchParams | None = None
+    prompt_retention: int = 50

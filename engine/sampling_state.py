@@ -20,6 +20,7 @@ class SamplingState:
 
     `is_constrained` is set when the grammar's gate opens; from then on `min_tokens` is the grammar's to decide. `block_stop` keeps stop
     ids from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
+    Where `num_candidates` is not 0, the row is not sampled from: beam search chooses among that many tokens.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SamplingState:
         self.is_constrained = False
         self.block_stop = False
         self.num_output_tokens = 0
+        self.num_candidates = 0
         self.generator = None if params.seed is None else SeededNumbers(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         self._vocab_size = vocab_size
@@ -65,7 +67,7 @@ class SamplingState:
     def takes_most_probable(self) -> bool:
         """Whether the next token is the one that the model finds most probable, and nothing else is asked."""
         rules = (self.counts, self.allowed_ids, self.bias_ids, self.params.logprobs)
-        is_plain = self.params.is_greedy and not self.processors and all(rule is None for rule in rules)
+        is_plain = self.params.is_greedy and not self.num_candidates and not self.processors and all(rule is None for rule in rules)
         return is_plain and not self.masked_ids()
 
     def append(self, token_id: int) -> None:
