@@ -3,9 +3,9 @@
     python benchmarks/hostile_grammars.py
     python benchmarks/hostile_grammars.py --input 'depth 60' --repeats 5 --json results.json
 
-A server is started, a few ordinary answers stream, and a hostile request comes. What counts is the largest gap between two tokens of the
-others while it is there, beside the largest in as long a time in which the same request comes without its constraint. Each request is
-unlike all others before it, so that no cache helps. Medians over the repeats are printed; times are in milliseconds.
+A server is started, a few ordinary answers stream, one after another, and a hostile request comes. What counts is the largest gap between
+two tokens of one of them while it is there, beside the largest in as long a time in which the same request comes without its constraint.
+Each request is unlike all others before it, so that no cache helps. Medians over the repeats are printed; times are in milliseconds.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +54,57 @@ class Trial:
         return self.gap - self.quiet_gap
 
 
+@dataclass(slots=True)
+class Stream:
+    """One answer after another, so that there is one to be delayed however long the hostile request takes."""
+
+    answers: list[Recording] = field(default_factory=list)
+    is_between: bool = True  # two answers: what comes next is the next one's beginning, which is not a gap
+
+    async def listen(self, client: Client, prompt: str) -> None:
+        for turn in itertools.count():
+            recording = Recording(time.perf_counter())
+            self.answers.append(recording)
+            body = client.body(f"{prompt} Part {turn}.", STREAM_TOKENS)
+            async with client.session.post(f"{client.url}/chat/completions", data=body) as response:
+                if response.status != 200:
+                    raise BadAnswer(response.status, await response.text())
+                async for piece in response.content.iter_any():
+                    recording.pieces.append((time.perf_counter(), piece))
+                    self.is_between = False
+            self.is_between = True
+            if not recording.pieces:
+                raise BadAnswer(200, "a stream without an answer")
+
+    def gaps(self, now: float) -> Iterator[tuple[float, float]]:
+        """Between which two times nothing came, within each answer; silence that lasts until now is one, too."""
+        for recording in self.answers:
+            yield from itertools.pairwise(arrived for arrived, _ in recording.pieces)
+        if not self.is_between:
+            yield self.answers[-1].pieces[-1][0], now
+
+
 @asynccontextmanager
-async def streams(client: Client, number: int) -> AsyncIterator[list[Recording]]:
-    """Ordinary answers under way; they are broken off in the end."""
-    recordings = [Recording(time.perf_counter()) for _ in range(NUM_STREAMS)]
-    tasks = [asyncio.create_task(listen(client, f"Tell me story {number}-{i}.", recording)) for i, recording in enumerate(recordings)]
+async def streams(client: Client, number: int) -> AsyncIterator[list[Stream]]:
+    """Ordinary answers under way; the last ones are broken off in the end. An error of theirs is raised."""
+    under_way = [Stream() for _ in range(NUM_STREAMS)]
+    tasks = [asyncio.create_task(stream.listen(client, f"Tell me story {number}-{i}.")) for i, stream in enumerate(under_way)]
     try:
-        while min(len(recording.pieces) for recording in recordings) < WARM_TOKENS:
-            for task in tasks:
-                if task.done():
-                    task.result()
+        while min(sum(len(answer.pieces) for answer in stream.answers) for stream in under_way) < WARM_TOKENS:
+            raise_errors(tasks)
             await asyncio.sleep(0.02)
-        yield recordings
+        yield under_way
+        raise_errors(tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def listen(client: Client, prompt: str, recording: Recording) -> None:
-    async with client.session.post(f"{client.url}/chat/completions", data=client.body(prompt, STREAM_TOKENS)) as response:
-        if response.status != 200:
-            raise BadAnswer(response.status, await response.text())
-        async for piece in response.content.iter_any():
-            recording.pieces.append((time.perf_counter(), piece))
+def raise_errors(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
 
 
 async def ask(client: Client, body: bytes) -> tuple[int, str]:
@@ -90,20 +117,15 @@ def body(client: Client, fields: dict[str, Any]) -> bytes:
     return json.dumps({"model": client.model, "messages": [message], "max_tokens": ANSWER_TOKENS, "temperature": 0, **fields}).encode()
 
 
-def largest_gap(recordings: list[Recording], start: float, stop: float) -> float:
-    """In ms, of those gaps that reach into the time from `start` to `stop`."""
-    gaps = [
-        later - earlier
-        for recording in recordings
-        for (earlier, _), (later, _) in itertools.pairwise(recording.pieces)
-        if later > start and earlier < stop
-    ]
+def largest_gap(under_way: list[Stream], start: float, stop: float, now: float) -> float:
+    """In ms, of those gaps that reach into the time from `start` to `stop`. Where no answer was under way, all of it is one."""
+    gaps = [later - earlier for stream in under_way for earlier, later in stream.gaps(now) if later > start and earlier < stop]
     return max(gaps, default=stop - start) * 1000
 
 
 async def trial(client: Client, hostile: HostileInput, number: int) -> Trial:
     bodies = [body(client, hostile.fields(number * 1000 + i)) for i in range(hostile.num_at_once)]
-    async with streams(client, number) as recordings:
+    async with streams(client, number) as under_way:
         start = time.perf_counter()
         answers = await asyncio.gather(*(ask(client, one) for one in bodies))
         answered = time.perf_counter()
@@ -117,11 +139,12 @@ async def trial(client: Client, hostile: HostileInput, number: int) -> Trial:
         await asyncio.sleep(max(0.0, stop - start - (time.perf_counter() - quiet_start)))
         quiet_stop = time.perf_counter()
         await asyncio.sleep(0.1)
+        now = time.perf_counter()
     return Trial(
         statuses={str(status): count for status, count in Counter(status for status, _ in answers).items()},
         answer_ms=(answered - start) * 1000,
-        gap=largest_gap(recordings, start, stop),
-        quiet_gap=largest_gap(recordings, quiet_start, quiet_stop),
+        gap=largest_gap(under_way, start, stop, now),
+        quiet_gap=largest_gap(under_way, quiet_start, quiet_stop, now),
         error=next((message(text) for status, text in answers if status != 200), ""),
     )
 

@@ -1,12 +1,13 @@
 import asyncio
 from collections.abc import Callable, Iterator
 
+import aiohttp
 import msgspec
 import pytest
 
 from benchmarks import hostile_grammars
-from benchmarks.client import Recording
-from benchmarks.hostile_grammars import Trial, largest_gap
+from benchmarks.client import BadAnswer, Client, Recording
+from benchmarks.hostile_grammars import Stream, Trial, largest_gap
 from benchmarks.hostile_inputs import INPUTS, HostileInput
 from penstock.api.common_protocol import GenerationFields
 from penstock.api.constraints import grammar_spec
@@ -14,6 +15,7 @@ from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.grammar_cache import GrammarCompiler
 from penstock.plugins.grammars import llguidance, outlines_core
+from tests.benchmarks.fake_server import FakeServer
 from tests.plugins.grammar_walks import STOPS, VOCABULARY
 
 # What is measured or translated for most of a second; the benchmark sends these too.
@@ -66,11 +68,49 @@ def test_each_salt_makes_another_constraint() -> None:
     assert {hostile.name for hostile in INPUTS} >= SLOW
 
 
+def answer_at(*times: float) -> Recording:
+    return Recording(times[0], [(time, b"") for time in times])
+
+
 def test_a_gap_counts_where_it_reaches_into_the_window() -> None:
-    recording = Recording(0.0, [(time, b"") for time in (0.0, 1.0, 1.5, 1.6, 4.0, 9.0)])
-    assert largest_gap([recording], 1.2, 1.7) == pytest.approx(2400)
-    assert largest_gap([recording], 1.1, 1.55) == pytest.approx(500)
-    assert largest_gap([Recording(0.0)], 1.0, 3.0) == pytest.approx(2000)  # silence is a gap
+    stream = Stream([answer_at(0.0, 1.0, 1.5, 1.6, 4.0, 9.0)])
+    assert largest_gap([stream], 1.2, 1.7, 9.0) == pytest.approx(2400)
+    assert largest_gap([stream], 1.1, 1.55, 9.0) == pytest.approx(500)
+
+
+def test_silence_is_a_gap() -> None:
+    assert largest_gap([Stream([Recording(0.0)])], 1.0, 3.0, 3.1) == pytest.approx(2000)
+    assert largest_gap([Stream([answer_at(0.0, 0.5)], is_between=False)], 1.0, 3.0, 3.1) == pytest.approx(2600)
+
+
+def test_the_time_between_two_answers_is_not_a_gap() -> None:
+    streams = [Stream([answer_at(0.0, 1.0, 1.5), answer_at(4.0, 4.5, 4.6)]), Stream([answer_at(0.0, 0.5), Recording(0.5)])]
+    assert largest_gap(streams, 0.0, 5.0, 5.1) == pytest.approx(1000)
+
+
+def test_an_answer_that_ends_is_followed_by_another() -> None:
+    server = FakeServer()
+
+    async def drive(url: str) -> None:
+        async with aiohttp.ClientSession() as session, hostile_grammars.streams(Client(session, f"{url}/v1", "fake"), 7) as under_way:
+            for _ in range(1000):
+                await asyncio.sleep(0.005)
+                if min(len(stream.answers) for stream in under_way) >= 3:
+                    break
+        assert all(recording.pieces for stream in under_way for recording in stream.answers[:2])
+
+    asyncio.run(server.while_up(drive))
+    prompts = [body["messages"][0]["content"] for body in server.bodies]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_a_stream_that_fails_ends_the_trial() -> None:
+    async def drive(url: str) -> None:
+        async with aiohttp.ClientSession() as session, hostile_grammars.streams(Client(session, f"{url}/v1", "fake"), 7):
+            await asyncio.sleep(60)
+
+    with pytest.raises(BadAnswer, match="out of memory"):
+        asyncio.run(FakeServer(fails_after=4).while_up(drive))
 
 
 def test_the_medians_of_all_trials_are_told() -> None:
