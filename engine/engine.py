@@ -122,6 +122,8 @@ class Engine:
         news: DeltasByRequest = {}
         try:
             while True:
+                for request_id, deltas in self._core.expire().items():
+                    news.setdefault(request_id, []).extend(deltas)
                 step = self._core.schedule()
                 if step is None:
                     self._deliver(news)
@@ -140,7 +142,7 @@ class Engine:
             await self._wake.wait()
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), PATIENCE)
+            await asyncio.wait_for(self._wake.wait(), self._core.deadlines.seconds_left(PATIENCE))
 
     async def _compute(self, step: Step, news: DeltasByRequest) -> DeltasByRequest:
         """Runs a step and gives its news. Clients are told those of the last one meanwhile."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, build_batch
+from penstock.engine.deadlines import Deadlines
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepOutput
@@ -29,6 +30,7 @@ class EngineCore:
     max_model_len: int
     vocab_size: int
     masks: MaskFiller = field(default_factory=MaskFiller)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _num_steps: int = 0
@@ -54,12 +56,22 @@ class EngineCore:
         sequences = factory.make(request, self._num_arrivals)
         self.scheduler.add(sequences[0])
         self._sequences[request.request_id] = sequences
+        self.deadlines.add(request.request_id, request.deadline)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request and frees its blocks at once; unknown or finished ones are none of its business."""
         for sequence in self._sequences.pop(request_id, []):
             if sequence.status is not Status.FINISHED:
                 self._release(sequence)
+        self.deadlines.discard(request_id)
+
+    def expire(self) -> DeltasByRequest:
+        """Ends what is still to be said of requests whose deadline has passed, at any time: also between `schedule` and `update`."""
+        deltas: DeltasByRequest = {}
+        for request_id in self.deadlines.take_overdue():
+            unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
+            deltas[request_id] = [self._outputs.time_out(sequence) for sequence in unfinished]
+        return deltas
 
     @property
     def has_work(self) -> bool:
@@ -136,12 +148,14 @@ class EngineCore:
 
     def step(self) -> DeltasByRequest:
         """One whole step in this thread: schedule, launch, collect, update. Waits where all there is to do waits for late masks."""
+        overdue = self.expire()
         while (step := self.schedule()) is None:
-            if not self.has_work:
-                return {}
+            if overdue or not self.has_work:
+                return overdue
             self.masks.wait()
+            overdue = self.expire()
         batch = self.build(step)
-        return self.update(step, batch, self.runner.launch(batch).collect())
+        return overdue | self.update(step, batch, self.runner.launch(batch).collect())
 
     def stats(self) -> EngineStats:
         scheduler, speculation = self.scheduler, self.scheduler.speculation
@@ -192,3 +206,4 @@ class EngineCore:
         siblings = self._sequences.get(sequence.request.request_id, [])
         if all(sibling.status is Status.FINISHED for sibling in siblings):
             self._sequences.pop(sequence.request.request_id, None)
+            self.deadlines.discard(sequence.request.request_id)

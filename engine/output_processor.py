@@ -185,6 +185,16 @@ class OutputProcessor:
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         self.retire(sequence)
 
+    def time_out(self, sequence: Sequence) -> SequenceDelta:
+        """Ends the sequence where it is, with what it has said."""
+        delta = SequenceDelta(sequence.index)
+        try:
+            self._finish(sequence, delta, FinishReason.TIMED_OUT)
+        except Exception as error:  # as in `_read_or_fail`
+            logger.exception("An answer could not be read")
+            self.fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
+        return delta
+
     def fail(self, sequence: Sequence, delta: SequenceDelta, reason: str) -> None:
         delta.finish_reason = FinishReason.ERROR
         delta.error = reason
