@@ -92,8 +92,7 @@ class GrammarCompiler:
             job.done.add_done_callback(functools.partial(self._land, key))
         flight.num_waiters += 1
         try:
-            # Shielded: a client that gives up does not take the grammar from others who wait for it.
-            outcome: Outcome = await asyncio.wait_for(asyncio.shield(flight.job.done), self._time_limit)
+            outcome = await self._within_limit(flight.job)
         except TimeoutError:
             if not flight.job.is_started:
                 raise QueueFull("too many constraints are being compiled") from None
@@ -103,6 +102,17 @@ class GrammarCompiler:
             if not flight.num_waiters and self._queue.withdraw(flight.job):
                 del self._flights[key]
         return outcome
+
+    async def _within_limit(self, job: Job) -> Outcome:
+        """Raises `TimeoutError`. What a backend starts for the first that needs it does not count."""
+        until = job.clock.seconds + self._time_limit
+        while (left := until - job.clock.seconds) > 0:
+            # Not cancelled: a client that gives up does not take the grammar from others who wait for it.
+            await asyncio.wait([job.done], timeout=left + 0.001)
+            if job.done.done():
+                outcome: Outcome = job.done.result()
+                return outcome
+        raise TimeoutError
 
     def _land(self, key: str, done: "asyncio.Future[Outcome]") -> None:
         if done.cancelled():

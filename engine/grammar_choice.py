@@ -1,12 +1,12 @@
 """Which backend compiles a constraint, and what is said where none does."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
+from penstock.engine.compile_clock import CompileClock
 from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammar_stats import CompileCounts, CompileOutcome
@@ -93,10 +93,11 @@ class GrammarChoice:
         self.counts = CompileCounts()
 
     def _counted(self, name: str, spec: GrammarSpec) -> CompiledGrammar:
-        began_at = time.perf_counter()
         outcome = CompileOutcome.FAILED
+        clock = CompileClock()
         try:
-            grammar = self._backend(name).compile(spec)
+            with clock:
+                grammar = self._backend(name).compile(spec)
             outcome = CompileOutcome.COMPILED
             return grammar
         except UnsupportedGrammar:
@@ -106,7 +107,7 @@ class GrammarChoice:
             outcome = CompileOutcome.REFUSED
             raise ConstraintTooLarge("nested too deeply", spec.param) from None
         finally:
-            self.counts.add(name, outcome, time.perf_counter() - began_at)
+            self.counts.add(name, outcome, clock.seconds)
 
     def _backend(self, name: str) -> GrammarBackend:
         with self._making:

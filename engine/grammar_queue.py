@@ -7,9 +7,10 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.engine.compile_clock import CompileClock
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, QueueFull
 from penstock.engine.lock_handover import HANDOVER
 
@@ -26,13 +27,17 @@ STACK_BYTES = 2**26  # engines recurse into what they compile; only what is used
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Something to compute in a thread. `done` resolves to what it returns; `is_slow` once it has kept its place for too long."""
+    """Something to compute in a thread. `done` resolves to what it returns; `is_slow` once it has kept its place for too long.
+
+    `clock` also counts the time for which it waits.
+    """
 
     work: Callable[[], Any]
     client: str | None
     done: asyncio.Future[Any]
     thread: threading.Thread | None = None
     is_slow: bool = False
+    clock: CompileClock = field(default_factory=CompileClock)
 
     @property
     def is_started(self) -> bool:
@@ -110,7 +115,7 @@ class GrammarQueue:
         failure: Exception | None = None
         try:
             _lower_priority(threading.get_native_id(), NICENESS)
-            with HANDOVER:
+            with HANDOVER, job.clock:
                 result = _contained(job.work)
         except Exception as error:  # raised again where the job is waited for
             failure = error

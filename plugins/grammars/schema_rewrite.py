@@ -317,8 +317,11 @@ class Rewriting:
     def containing(self, schema: Schema) -> list[Any]:
         if schema["contains"] not in (True, {}):
             raise Inexpressible
-        most = {"maxItems": schema["maxContains"]} if "maxContains" in schema else {}
-        return [{"minItems": schema.get("minContains", 1), **most}]
+        said = {
+            keyword: schema[keyword] for keyword in ("minContains", "maxContains") if keyword in schema and keyword not in self._unknown
+        }
+        most = {"maxItems": said["maxContains"]} if "maxContains" in said else {}
+        return [{"minItems": said.get("minContains", 1), **most}]
 
     def other_properties(self, schema: Schema) -> list[Any]:
         """Those that nothing speaks of are those beside all that anything speaks of, where that does not depend on the value."""

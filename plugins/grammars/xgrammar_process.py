@@ -9,6 +9,7 @@ import time
 import weakref
 from pathlib import Path
 
+from penstock.engine.compile_clock import uncounted
 from penstock.engine.errors import EngineUnavailable, QueueFull
 from penstock.engine.grammar import Vocabulary
 from penstock.plugins.grammars import xgrammar_worker as protocol
@@ -31,6 +32,8 @@ class CompilerProcess:
         self._max_seconds = max_seconds
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
+        self._is_up = threading.Event()  # not while the process is being started
+        self._is_up.set()
         self._process: subprocess.Popen[bytes] | None = None
         self._tokenizer_info = ""
 
@@ -43,12 +46,18 @@ class CompilerProcess:
 
         Raises `CompilationFailed`, and `QueueFull` where the process is not free in time.
         """
-        if not self._lock.acquire(timeout=MAX_WAIT):
-            raise QueueFull("too many constraints are being compiled by xgrammar")
+        self._wait_for_turn()
         try:
             return self._compiled(protocol.pack(protocol.GRAMMAR, ebnf.encode())), self._tokenizer_info
         finally:
             self._lock.release()
+
+    def _wait_for_turn(self) -> None:
+        while not self._lock.acquire(timeout=MAX_WAIT):
+            if self._is_up.is_set():
+                raise QueueFull("too many constraints are being compiled by xgrammar")
+            with uncounted():
+                self._is_up.wait(START_SECONDS)
 
     def _compiled(self, frame: bytes) -> str:
         process = self._started()
@@ -75,6 +84,14 @@ class CompilerProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
+        self._is_up.clear()
+        try:
+            with uncounted():  # importing the library takes seconds, and many of them where the model has all cores
+                return self._start()
+        finally:
+            self._is_up.set()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         self._end()
         process = self._process = subprocess.Popen(
             [sys.executable, "-P", protocol.__file__],  # -P: next to that file lies one named as the library is

@@ -1,11 +1,13 @@
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from penstock.engine import grammar_queue
+from penstock.engine.compile_clock import uncounted
 from penstock.engine.errors import EngineUnavailable, QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammar_cache import GrammarCompiler
@@ -167,6 +169,19 @@ def test_a_grammar_larger_than_the_cache_is_given_but_not_kept() -> None:
 
     asyncio.run(run())
     grammars.check_integrity()
+
+
+def test_what_a_backend_starts_first_does_not_count_as_compiling() -> None:
+    class Starting(Backend):
+        def compile(self, spec: GrammarSpec) -> Grammar:
+            with uncounted():
+                time.sleep(0.8)
+            return super().compile(spec)
+
+    backend = Starting()
+    backend.gate.set()
+    grammars = compiler(backend, time_limit=0.5)
+    assert asyncio.run(grammars.compile(regex("a"))).num_bytes == 10
 
 
 def test_a_compilation_that_takes_too_long_is_refused_and_its_result_kept() -> None:

@@ -217,6 +217,10 @@ def test_properties_keep_their_order() -> None:
 def test_keywords_that_the_draft_does_not_know_say_nothing() -> None:
     schema = {"$schema": "http://json-schema.org/draft-04/schema#", "type": "string", "if": {"pattern": "a"}, "then": False}
     assert accepts(compiled(schema), "a")
+    known = {"type": "array", "contains": True, "minContains": 0, "maxContains": 1}
+    for draft, lengths in (("http://json-schema.org/draft-07/schema#", [1, 2]), ("https://json-schema.org/draft/2019-09/schema", [0, 1])):
+        grammar = compiled({"$schema": draft, **known})
+        assert [length for length in range(3) if accepts(grammar, [0] * length)] == lengths
 
 
 def test_definitions_that_nothing_refers_to_may_hold_anything() -> None:

@@ -2,11 +2,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from penstock.engine.compile_clock import CompileClock
 from penstock.engine.errors import QueueFull
 from penstock.plugins.grammars import xgrammar_process
 from penstock.plugins.grammars.xgrammar_process import CompilationFailed, CompilerProcess
@@ -49,6 +52,38 @@ def test_nobody_waits_for_long_while_the_process_is_busy(process: CompilerProces
     with process._lock, pytest.raises(QueueFull, match="xgrammar"):
         process.compile('root ::= "a"')
     assert process.compile('root ::= "a"')
+
+
+def test_starting_the_process_counts_for_nobodys_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = CompilerProcess(VOCABULARY)
+    clock = CompileClock()
+    start = process._start
+    stopped: list[bool] = []
+
+    def watched() -> "subprocess.Popen[bytes]":
+        stopped.append(clock.is_stopped)
+        return start()
+
+    monkeypatch.setattr(process, "_start", watched)
+    with clock:
+        assert process.compile('root ::= "a"')
+    process.close()
+    assert stopped == [True]
+    assert not clock.is_stopped
+
+
+def test_whoever_waits_for_the_process_waits_until_it_is_up(process: CompilerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xgrammar_process, "MAX_WAIT", 0.01)
+    answers: list[tuple[str, str]] = []
+    with process._lock:
+        process._is_up.clear()
+        waiting = threading.Thread(target=lambda: answers.append(process.compile('root ::= "a"')))
+        waiting.start()
+        time.sleep(0.1)
+        assert waiting.is_alive()
+    process._is_up.set()
+    waiting.join()
+    assert answers == [process.compile('root ::= "a"')]
 
 
 def test_a_refusal_is_one_line_with_the_place_and_keeps_the_process(process: CompilerProcess) -> None:

@@ -1,0 +1,60 @@
+"""How long a compilation takes, without what it had to start that stays for others."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from types import TracebackType
+
+_CLOCKS: ContextVar[tuple["CompileClock", ...]] = ContextVar("compile_clocks", default=())
+
+
+class CompileClock:
+    """Runs from when it is made. While it is entered, what the same thread does under `uncounted` does not count.
+
+    Any thread may read it.
+    """
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (time.monotonic(), None)  # when it began, as if it had never stopped; when it stopped
+        self._entered: Token[tuple[CompileClock, ...]] | None = None
+
+    @property
+    def seconds(self) -> float:
+        began_at, stopped_at = self._state
+        return (time.monotonic() if stopped_at is None else stopped_at) - began_at
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._state[1] is not None
+
+    def stop(self) -> None:
+        began_at, stopped_at = self._state
+        assert stopped_at is None
+        self._state = (began_at, time.monotonic())
+
+    def go_on(self) -> None:
+        began_at, stopped_at = self._state
+        assert stopped_at is not None
+        self._state = (began_at + time.monotonic() - stopped_at, None)
+
+    def __enter__(self) -> "CompileClock":
+        self._entered = _CLOCKS.set((*_CLOCKS.get(), self))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        assert self._entered is not None
+        _CLOCKS.reset(self._entered)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """For what takes long once, whoever comes first, such as the start of a process. Not to be used within itself."""
+    clocks = _CLOCKS.get()
+    for clock in clocks:
+        clock.stop()
+    try:
+        yield
+    finally:
+        for clock in clocks:
+            clock.go_on()

@@ -1,0 +1,51 @@
+import contextvars
+
+import pytest
+
+from penstock.engine import compile_clock
+from penstock.engine.compile_clock import CompileClock, uncounted
+
+
+class Time:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(compile_clock.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    return Time(monkeypatch)
+
+
+def test_what_is_uncounted_counts_for_no_clock_that_was_entered(time: Time) -> None:
+    outer, other = CompileClock(), CompileClock()
+    time.now += 1
+    with outer, CompileClock() as inner:
+        time.now += 2
+        with uncounted():
+            time.now += 40
+            assert (outer.seconds, inner.seconds, other.seconds) == (3, 2, 43)
+        time.now += 4
+    with uncounted():
+        time.now += 8
+    assert (outer.seconds, inner.seconds, other.seconds) == (15, 14, 55)
+
+
+def test_a_clock_goes_on_after_what_failed(time: Time) -> None:
+    with CompileClock() as clock:
+        with pytest.raises(KeyError), uncounted():
+            time.now += 5
+            raise KeyError
+        time.now += 1
+    assert clock.seconds == 1
+
+
+def test_another_threads_clock_does_not_stop(time: Time) -> None:
+    clock = CompileClock()
+    with clock:
+        nobody = contextvars.Context()
+        waiting = uncounted()
+        nobody.run(waiting.__enter__)
+        time.now += 5
+        nobody.run(waiting.__exit__, None, None, None)
+    assert clock.seconds == 5
