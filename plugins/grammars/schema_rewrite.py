@@ -317,9 +317,8 @@ class Rewriting:
     def containing(self, schema: Schema) -> list[Any]:
         if schema["contains"] not in (True, {}):
             raise Inexpressible
-        said = {
-            keyword: schema[keyword] for keyword in ("minContains", "maxContains") if keyword in schema and keyword not in self._unknown
-        }
+        bounds = {"minContains", "maxContains"} & schema.keys() - self._unknown
+        said = {keyword: schema[keyword] for keyword in bounds}
         most = {"maxItems": said["maxContains"]} if "maxContains" in said else {}
         return [{"minItems": said.get("minContains", 1), **most}]
 
