@@ -50,6 +50,14 @@ class PromptInfo:
     first_output_token: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BeamCandidate:
+    """What one beam has said so far, and the sum of its tokens' log probabilities."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+
+
 @dataclass(slots=True)
 class SequenceDelta:
     """What one step added to one sequence. `index` is the choice's number. The last delta has `finish_reason`.
@@ -58,6 +66,10 @@ class SequenceDelta:
     `prompt` comes with the first delta. `outputs` are the named model outputs that were asked for, a row for each of `token_ids`: what the
     model had computed when it said the token. `num_reasoning_tokens` is the count so far. `is_client_error` says that the sequence
     ended with an `error` because of what the request asked for.
+
+    Beam search gives, at index 0, the `beams` of each step, best first; none of their tokens is certain yet. At its end there is one delta
+    for each of the answers, best first, that holds all of its tokens and events, their `cumulative_logprob` and the answer's `beam_score`.
+    Where fewer answers were found than were asked for, the last ones are empty and have a score of minus infinity.
     """
 
     index: int
@@ -71,3 +83,6 @@ class SequenceDelta:
     error: str | None = None
     is_client_error: bool = False
     outputs: dict[str, "Tensor"] = field(default_factory=dict)
+    beams: list[BeamCandidate] | None = None
+    cumulative_logprob: float | None = None
+    beam_score: float | None = None
