@@ -1,9 +1,13 @@
 """Who holds which block of the KV cache, and which blocks can be used again by what is in them."""
 
 import hashlib
+import heapq
+import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+
+from penstock.engine.retention import DEFAULT_RETENTION, RetentionRule
 
 
 def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:
@@ -17,7 +21,7 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], 
 class BlockPool:
     """Reference-counted blocks. A block that is free but still valid stays findable by its hash until its memory is needed.
 
-    Free blocks that nobody can find are handed out first, then the least recently freed of the others.
+    Free blocks that nobody can find are handed out first, then the least recently freed of those with the lowest retention priority.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
@@ -27,11 +31,13 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evictable: dict[int, OrderedDict[int, None]] = {}  # by retention priority; none of them is empty
+        self._retained: dict[int, tuple[int, float | None]] = {}  # by block: another priority than the default one, and until when
+        self._expiries: list[tuple[float, int]] = []  # a heap of the times in `_retained`; some are no longer there
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._evictable)
+        return len(self._blank) + sum(map(len, self._evictable.values()))
 
     @property
     def usage(self) -> float:
@@ -43,8 +49,10 @@ class BlockPool:
         if self._blank:
             block = self._blank.pop()
         else:
-            block, _ = self._evictable.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
+            self._expire()
+            block = next(iter(self._evictable[min(self._evictable)]))
+            self._take_out(block)
+            self._unremember(block)
         self._num_references[block] = 1
         return block
 
@@ -52,7 +60,7 @@ class BlockPool:
         """One more reference to each, free ones with valid contents included."""
         for block in blocks:
             if self._num_references[block] == 0:
-                del self._evictable[block]
+                self._take_out(block)
             self._num_references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -62,7 +70,7 @@ class BlockPool:
             if self._num_references[block] > 0:
                 continue
             if block in self._hash_of:
-                self._evictable[block] = None
+                self._put_in(block)
             else:
                 self._blank.append(block)
 
@@ -84,13 +92,26 @@ class BlockPool:
     def forget(self, blocks: Iterable[int]) -> None:
         """These can no longer be found. Whoever holds them keeps them."""
         for block in blocks:
-            block_hash = self._hash_of.pop(block, None)
-            if block_hash is None:
+            if block not in self._hash_of:
                 continue
-            del self._block_of[block_hash]
-            if block in self._evictable:
-                del self._evictable[block]
+            if self._num_references[block] == 0:
+                self._take_out(block)
                 self._blank.append(block)
+            self._unremember(block)
+
+    def retain(self, block: int, rule: RetentionRule) -> None:
+        """How long the block is to be kept once it is free, for as long as it can be found. One that cannot has nothing to keep."""
+        if block not in self._hash_of:
+            return
+        is_free = self._num_references[block] == 0
+        if is_free:
+            self._take_out(block)
+        until = None if rule.seconds is None else time.monotonic() + rule.seconds
+        self._retained[block] = (rule.priority, until)
+        if until is not None:
+            self._expire_at(until, block)
+        if is_free:
+            self._put_in(block)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest prefix that is there. They are not referenced yet."""
@@ -102,10 +123,46 @@ class BlockPool:
             found.append(block)
         return found
 
+    def _expire_at(self, until: float, block: int) -> None:
+        heapq.heappush(self._expiries, (until, block))
+        if len(self._expiries) > 2 * self.num_blocks:  # mostly of blocks that have been retained anew
+            self._expiries = [(until, block) for block, (_, until) in self._retained.items() if until is not None]
+            heapq.heapify(self._expiries)
+
+    def _expire(self) -> None:
+        """Blocks whose time has passed are as good as any from now on."""
+        while self._expiries and self._expiries[0][0] <= time.monotonic():
+            until, block = heapq.heappop(self._expiries)
+            if block not in self._retained or self._retained[block][1] != until:
+                continue
+            is_free = self._num_references[block] == 0
+            if is_free:
+                self._take_out(block)
+            del self._retained[block]
+            if is_free:
+                self._put_in(block)
+
+    def _priority(self, block: int) -> int:
+        return self._retained[block][0] if block in self._retained else DEFAULT_RETENTION
+
+    def _put_in(self, block: int) -> None:
+        self._evictable.setdefault(self._priority(block), OrderedDict())[block] = None
+
+    def _take_out(self, block: int) -> None:
+        priority = self._priority(block)
+        del self._evictable[priority][block]
+        if not self._evictable[priority]:
+            del self._evictable[priority]
+
+    def _unremember(self, block: int) -> None:
+        del self._block_of[self._hash_of.pop(block)]
+        self._retained.pop(block, None)
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Asserts that the counts are what these block tables, all there are, add up to."""
         held = Counter(block for table in tables for block in table)
-        free = [*self._blank, *self._evictable]
+        evictable = [block for blocks in self._evictable.values() for block in blocks]
+        free = [*self._blank, *evictable]
         assert len(free) == len(set(free)), "a block is free twice"
         assert not held.keys() & set(free), "a block is free and in use"
         assert len(free) + len(held) == self.num_blocks, f"{self.num_blocks - len(free) - len(held)} blocks are lost"
@@ -113,5 +170,6 @@ class BlockPool:
             count = self._num_references[block]
             assert count == held[block], f"block {block}: {count} references, {held[block]} holders"
         assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
-        assert all(block in self._hash_of for block in self._evictable)
+        assert all(block in self._hash_of for block in (*evictable, *self._retained))
+        assert all(blocks and {self._priority(block) for block in blocks} == {priority} for priority, blocks in self._evictable.items())
         assert not any(block in self._hash_of for block in self._blank)

@@ -170,6 +170,8 @@ class OutputProcessor:
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         if sequence.answer.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
+        elif sequence.stop_match is not None:
+            self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
         elif self._is_grammar_finished(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:

@@ -7,6 +7,7 @@ from penstock.engine.answer import Answer
 from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.retention import Retention
 from penstock.engine.sampling_params import SamplingParams
 
 
@@ -17,8 +18,8 @@ class Request:
     `make_answer` is called once per sequence. `logits_processors` factories likewise: state belongs to one sequence.
     Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it. `client_id` is whatever the caller
     tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated token, and of the prompt's
-    where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said. Blocks of prompts with a
-    higher `prompt_retention`, from 0 to 100, stay longer in the prefix cache.
+    where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said. `bad_sequences` are token
+    ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it leaves in the cache.
     """
 
     request_id: str
@@ -34,4 +35,6 @@ class Request:
     with_context_outputs: bool = False
     deadline: float | None = None
     beam: BeamSearchParams | None = None
-    prompt_retention: int = 50
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    retention: Retention | None = None

@@ -156,8 +156,7 @@ class Scheduler:
         """Takes the sequence out, wherever it is, and frees its blocks. Forks that still wait on it are finished as well."""
         was = sequence.status
         sequence.status = Status.FINISHED
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
+        self._give_up_blocks(sequence)
         if was is Status.RUNNING:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -296,8 +295,17 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self.running.remove(sequence)
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
+        self._give_up_blocks(sequence)
         sequence.num_computed_tokens = 0
         sequence.status = Status.WAITING
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
+        retention = sequence.request.retention
+        if retention is not None:
+            for place, block in enumerate(sequence.block_table):
+                rule = retention.rule_of(place, self.block_size, sequence.num_prompt_tokens)
+                if rule is not None:
+                    self.pool.retain(block, rule)
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []

@@ -12,6 +12,7 @@ from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling_state import SamplingState
+from penstock.engine.stop_sequences import StopSequences
 from penstock.engine.thinking_budget import ThinkingBudget
 
 
@@ -28,6 +29,7 @@ class Sequence:
     `forks` are the request's other sequences. They have no blocks of their own until the prompt has been computed once, by this one.
     `queue_seconds` is None until the sequence is first scheduled. `mask` is what the grammar allows next, from when that is asked for until
     it has been used; the next `num_masks_apart` masks hold up no step. `proposer` is None where nothing is ever to be tried ahead.
+    `stops` is None where no token sequence ends the answer.
     """
 
     request: Request
@@ -42,6 +44,7 @@ class Sequence:
     num_masks_apart: int = 0
     thinking: ThinkingBudget | None = None
     proposer: NgramProposer | None = None
+    stops: StopSequences | None = None
     forks: list["Sequence"] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -91,6 +94,11 @@ class Sequence:
         return None if is_slow or is_undecided or self.num_output_tokens == 0 else self.proposer
 
     @property
+    def stop_match(self) -> tuple[int, ...] | None:
+        """The stop sequence that the output ends with."""
+        return None if self.stops is None else self.stops.match
+
+    @property
     def sampling_sequences(self) -> list["Sequence"]:
         """Those that sample from the logits of this sequence's last token."""
         return [self, *self.forks]
@@ -98,3 +106,5 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.sampling.append(token_id)
+        if self.stops is not None:
+            self.stops.append(token_id)

@@ -10,6 +10,7 @@ from penstock.engine.ngram_proposer import NgramProposer
 from penstock.engine.request import Request
 from penstock.engine.sampling_state import SamplingState
 from penstock.engine.sequence import Sequence
+from penstock.engine.stop_sequences import StopSequences
 from penstock.engine.thinking_budget import ThinkingBudget
 from penstock.engine.tokenizer import Tokenizer
 
@@ -29,7 +30,7 @@ class SequenceFactory:
         """The request's n sequences; the first has the others as its forks."""
         # Once for all n: there may be many words, and this holds up the loop.
         words = [spelling for word in request.params.bad_words for spelling in (word, " " + word.lstrip(" "))]
-        bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words]
+        bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words] + [*map(list, request.bad_sequences)]
         sequences = [self._make_one(request, index, arrival, bad_words_ids) for index in range(request.params.n)]
         sequences[0].forks = sequences[1:]
         return sequences
@@ -60,6 +61,7 @@ class SequenceFactory:
             gate=self._make_gate(request, answer),
             thinking=self._make_thinking_budget(request, answer),
             proposer=NgramProposer(token_ids, len(token_ids)) if self.speculates and not sampling.processors else None,
+            stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
 
@@ -85,5 +87,5 @@ class SequenceFactory:
 def _is_free_of_other_rules(request: Request) -> bool:
     """Whether nothing but the grammar can forbid a token, and nobody wants to see what else could have come in its place."""
     params = request.params
-    rules = (params.bad_words, params.allowed_token_ids, params.logit_bias, request.logits_processors)
+    rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
     return params.logprobs is None and not any(rules)

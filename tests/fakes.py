@@ -27,6 +27,7 @@ from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.request import Request
+from penstock.engine.retention import Retention
 from penstock.engine.sampler import Sampler
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.scheduler import Scheduler
@@ -212,6 +213,9 @@ def make_request(
     logits_processors: Sequence[Callable[[], Any]] = (),
     priority: int = 0,
     cache_salt: str = "",
+    bad_sequences: tuple[tuple[int, ...], ...] = (),
+    stop_sequences: tuple[tuple[int, ...], ...] = (),
+    retention: Retention | None = None,
     **params: Any,
 ) -> Request:
     """Greedy where nothing else is said. `tail` is what the parser of reasoning knows of the prompt."""
@@ -239,6 +243,9 @@ def make_request(
         logits_processors=list(logits_processors),
         priority=priority,
         cache_salt=cache_salt,
+        bad_sequences=bad_sequences,
+        stop_sequences=stop_sequences,
+        retention=retention,
     )
 
 
