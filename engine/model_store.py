@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from penstock.engine import default_model
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf_conversion import converted_gguf
+from penstock.engine.packaged_model import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel, packaged_model_directory
 
 # What serving takes from a repository: not its other weight formats, which can be many times as large.
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
@@ -13,13 +13,16 @@ _CODE = ["*.py"]
 
 
 def resolve_model(model: str | None, trust_remote_code: bool = False) -> Path:
-    """The local directory of a model: None for the default one, a directory, a `.gguf` file or a Hugging Face id.
+    """The local directory of a model: None for the default one, the name of a packaged one, a directory, a `.gguf` file or a
+    Hugging Face id. A directory that is called like a packaged model is named `./minilm`.
 
     Fetches and converts where needed, with progress on standard error. `trust_remote_code` also fetches a repository's Python files.
     Raises `ConfigurationError` with what to change.
     """
-    if model is None:
-        return default_model.default_model_directory()
+    packaged = _packaged(model)
+    if packaged is not None:
+        return packaged_model_directory(packaged)
+    assert model is not None
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -36,12 +39,18 @@ def resolve_model(model: str | None, trust_remote_code: bool = False) -> Path:
 
 def model_name(model: str | None) -> str:
     """What a model is called on the wire unless the operator says otherwise: the id itself, or the name of its directory or file."""
-    if model is None:
-        return default_model.NAME
+    packaged = _packaged(model)
+    if packaged is not None:
+        return packaged.name
+    assert model is not None
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve().name
     return path.stem if path.suffix == ".gguf" else model
+
+
+def _packaged(model: str | None) -> PackagedModel | None:
+    return DEFAULT_MODEL if model is None else PACKAGED_MODELS.get(model)
 
 
 def _from_hub(model_id: str, trust_remote_code: bool) -> Path:

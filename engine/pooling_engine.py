@@ -1,0 +1,185 @@
+"""The engine of models that turn text into numbers, as the server sees it: texts in, tensors out, computed in batches."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.encoder_batch import EncoderInput
+from penstock.engine.engine import ENGINE_FAILED, MAX_FAILED_STEPS
+from penstock.engine.errors import EngineUnavailable, GenerationFailed
+from penstock.engine.pooling_model import PoolingInput, PoolingModel
+from penstock.engine.pooling_params import PoolingParams
+from penstock.engine.pooling_queue import PoolingQueue, WaitingInput
+from penstock.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+BATCH_FAILED = "the model failed while it computed this input; the error has been logged"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """`data` is float32 on the CPU: [D] for embed, [T, D] token_embed, [L] classify, [T, L] token_classify, [1] score."""
+
+    data: Tensor
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingStats:
+    """The first two are of this moment, the others have counted since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_inputs: int
+    num_prompt_tokens: int
+    num_steps: int
+
+
+class PoolingEngine:
+    """Runs a `PoolingModel` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks."""
+
+    def __init__(self, model: PoolingModel, tokenizer: Tokenizer, queue: PoolingQueue, *, num_threads: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.num_threads = num_threads
+        self._queue = queue
+        self._running: list[WaitingInput] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_accepting = False
+        self._num_failed_steps = 0
+        self._num_inputs = self._num_prompt_tokens = self._num_steps = 0
+
+    def _prepare_thread(self) -> None:
+        torch.set_num_threads(self.num_threads)  # OpenMP keeps it per thread
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
+
+    async def start(self) -> None:
+        """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
+        assert self._task is None, "the engine was started before"
+        self._task = asyncio.create_task(self._run(), name="pooling-engine")
+        self._is_accepting = True
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Takes no more inputs, computes those that wait for `drain_seconds`, refuses the others and waits for the batch under way."""
+        self._is_accepting = False
+        if self._task is not None:
+            try:
+                async with asyncio.timeout(drain_seconds):
+                    while self._has_work and not self._task.done():
+                        self._idle.clear()
+                        await self._idle.wait()
+            except TimeoutError:
+                logger.warning("%d inputs were cut off by the shutdown", len(self._queue) + len(self._running))
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._end_all("the server is shutting down")
+        await asyncio.to_thread(self._thread.shutdown)
+
+    @property
+    def is_accepting(self) -> bool:
+        """False before the start and from the beginning of the shutdown."""
+        return self._is_accepting
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once several batches in a row have failed, or when the engine is not running."""
+        return self._task is not None and not self._task.done() and self._num_failed_steps < MAX_FAILED_STEPS
+
+    def stats(self) -> PoolingStats:
+        return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)
+
+    async def pool(
+        self, prompt_token_ids: list[int], params: PoolingParams, *, token_type_ids: list[int] | None = None, priority: int = 0
+    ) -> PoolingOutput:
+        """What the model makes of one text, or pair of texts. Lower priorities go first; cancelling the call takes the text out.
+
+        Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable` at once, `GenerationFailed` where the model fails.
+        """
+        return (await self.pool_all([EncoderInput(prompt_token_ids, token_type_ids)], params, priority=priority))[0]
+
+    async def pool_all(self, inputs: Sequence[EncoderInput], params: PoolingParams, *, priority: int = 0) -> list[PoolingOutput]:
+        """`pool` of many texts of one request: all of them are taken, whatever the queue's bound, or none.
+
+        The first text that fails fails the call.
+        """
+        if not self._is_accepting or self._task is None or self._task.done():
+            is_stopping = self._task is not None and not self._is_accepting
+            raise EngineUnavailable("the server is shutting down" if is_stopping else "the engine is not running")
+        checked = [self.model.check(each, params) for each in inputs]
+        loop = asyncio.get_running_loop()
+        waiting = [WaitingInput(each, loop.create_future()) for each in checked]
+        self._queue.add(waiting, priority)
+        self._wake.set()
+        try:
+            return [PoolingOutput(await each.future, each.input.tokens.token_ids) for each in waiting]
+        finally:
+            for each in waiting:
+                if not each.future.cancel():
+                    each.future.exception()  # marks one as seen that nobody will ask for now
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._running) or len(self._queue) > 0
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._running = self._queue.take_batch()
+                if not self._running:
+                    self._idle.set()
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                await self._compute(self._running)
+        except Exception:  # a defect of our own: there is no going on, and no client may be left waiting
+            logger.exception("The engine has failed")
+            self._end_all(ENGINE_FAILED)
+
+    async def _compute(self, batch: list[WaitingInput]) -> None:
+        try:
+            answers = await self._in_thread([waiting.input for waiting in batch])
+            self._num_failed_steps = 0
+        except Exception:  # whatever the model raised: one of these texts may be at fault, and the others should not pay for it
+            logger.exception("A batch of %d inputs failed", len(batch))
+            if len(batch) > 1:
+                for waiting in batch:
+                    await self._compute([waiting])
+                return
+            self._num_failed_steps += 1
+            self._fail(batch[0], GenerationFailed(BATCH_FAILED))
+            return
+        self._num_steps += 1
+        for waiting, answer in zip(batch, answers, strict=True):
+            self._num_inputs += 1
+            self._num_prompt_tokens += waiting.num_tokens
+            if not waiting.future.done():
+                waiting.future.set_result(answer)
+
+    async def _in_thread(self, inputs: Sequence[PoolingInput]) -> list[Tensor]:
+        """Not by a future of asyncio's own, which never ends where the model raises StopIteration."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        future = self._thread.submit(self.model.compute, inputs)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
+        await done.wait()
+        return future.result()
+
+    def _end_all(self, reason: str) -> None:
+        for waiting in [*self._running, *self._queue.take_all()]:
+            self._fail(waiting, EngineUnavailable(reason))
+        self._running = []
+        self._idle.set()
+
+    def _fail(self, waiting: WaitingInput, error: Exception) -> None:
+        if not waiting.future.done():
+            waiting.future.set_exception(error)
