@@ -4,6 +4,7 @@ import contextlib
 import glob
 import hashlib
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf_header import check_gguf_header
 
 if TYPE_CHECKING:
     import gguf
@@ -41,10 +43,27 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
             if not directory.is_dir():
                 with _scratch(directory) as scratch:
                     build(scratch)
+                    _write_through(scratch)
                     scratch.rename(directory)
+                    _sync(directory.parent)
     except OSError as error:
         raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from error
     return directory
+
+
+def _write_through(directory: Path) -> None:
+    """Has the disk hold it all: a power failure after a rename must not leave empty files under the final name."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -149,10 +168,11 @@ class _Header:
         from gguf import GGMLQuantizationType, GGUFReader
 
         try:
+            check_gguf_header(gguf_file)
             reader = GGUFReader(gguf_file)
             names = ("general.architecture", "tokenizer.ggml.pre", "split.count")
             fields: list[Any] = [None if field is None else field.contents() for field in map(reader.get_field, names)]
-        except (ValueError, KeyError, IndexError, OSError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, OSError) as error:
             raise ConfigurationError(f"{gguf_file} is not a GGUF file that can be read: {error}") from error
         architecture, pre_tokenizer, num_parts = fields
         if num_parts not in (None, 0, 1):

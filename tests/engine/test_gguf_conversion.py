@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -85,6 +86,21 @@ def test_converted_directory_holds_the_weights_of_the_file(tmp_path: Path) -> No
     config = AutoConfig.from_pretrained(directory)
     assert (config.model_type, config.num_hidden_layers, config.num_key_value_heads) == ("llama", LAYERS, KV_HEADS)
     assert (directory / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+def test_what_is_built_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "built"
+    synced: list[tuple[int, bool]] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, target.exists())))
+
+    def build(directory: Path) -> None:
+        (directory / "part").mkdir()
+        (directory / "part" / "weights").write_bytes(b"1")
+
+    build_once(target, build)
+    before = {inode for inode, is_named in synced if not is_named}
+    assert before == {path.stat().st_ino for path in (target, target / "part", target / "part" / "weights")}
+    assert synced[-1] == (tmp_path.stat().st_ino, True)
 
 
 def test_tied_embeddings_are_stored_once_and_stay_tied(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""What a GGUF file says of itself, checked before anybody goes by it: a damaged count keeps readers busy for years.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import mmap
+import struct
+from pathlib import Path
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMENSIONS = 4
+MAX_ELEMENTS = 2**23  # of all arrays together, which are read one by one; the largest vocabularies and their merges come to 2**21
+MAX_NAME = 2**16 - 1
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a scalar, by the number of its type
+_INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
+_STRING, _ARRAY = 8, 9
+# None is larger than the largest dimension of a tensor.
+_LENGTHS = frozenset({"embedding_length", "feed_forward_length", "vocab_size", "expert_count", "head_count", "head_count_kv", "key_length"})
+
+
+class BrokenHeader(ValueError):
+    """The message says what is wrong, and where."""
+
+
+def check_gguf_header(path: Path) -> None:
+    """Raises `BrokenHeader` where the file does not hold what its header says, or that says what no model is. Reads no weights."""
+    with path.open("rb") as file:
+        if path.stat().st_size < 24:
+            raise BrokenHeader("it is too short")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _Walk(data).run()
+
+
+class _Walk:
+    """Goes through the header once, from its beginning to its end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._place = len(MAGIC)
+        self._order = "<"
+        self._integers: dict[str, int] = {}
+        self._num_elements = 0
+        self._largest_dimension = 0
+
+    def run(self) -> None:
+        if self._data[: self._place] != MAGIC:
+            raise BrokenHeader("it does not begin with GGUF")
+        (version,) = struct.unpack_from("<I", self._data, self._place)
+        if version & 0xFFFF == 0:
+            self._order = ">"
+        version = self._integer("I")
+        if version not in VERSIONS:
+            raise BrokenHeader(f"its version is {version}, not one of {VERSIONS}")
+        num_tensors, num_fields = self._integer("Q"), self._integer("Q")
+        self._read_fields(num_fields)
+        self._read_tensors(num_tensors)
+        self._check_lengths(num_tensors)
+
+    def _take(self, num_bytes: int, what: str) -> int:
+        """Where so many bytes begin; they are passed."""
+        start = self._place
+        if num_bytes > len(self._data) - start:
+            raise BrokenHeader(f"{what} at byte {start} would take {num_bytes} bytes, and the file has {len(self._data)}")
+        self._place += num_bytes
+        return start
+
+    def _integer(self, code: str) -> int:
+        start = self._take(struct.calcsize(code), "a number")
+        return int(struct.unpack_from(self._order + code, self._data, start)[0])
+
+    def _string(self, what: str, limit: int | None = None) -> bytes:
+        num_bytes = self._integer("Q")
+        if limit is not None and num_bytes > limit:
+            raise BrokenHeader(f"{what} at byte {self._place} has {num_bytes} bytes")
+        start = self._take(num_bytes, what)
+        return self._data[start : self._place]
+
+    def _read_fields(self, number: int) -> None:
+        names: set[bytes] = set()
+        for _ in range(number):
+            name = self._string("the name of a field", MAX_NAME)
+            if name in names:
+                raise BrokenHeader(f"the field {name[:80].decode(errors='replace')!r} is there twice")
+            names.add(name)
+            kind = self._integer("I")
+            if kind in _INTEGERS:
+                self._integers[name.decode(errors="replace")] = self._integer(_INTEGERS[kind])
+            else:
+                self._skip(kind, name)
+
+    def _skip(self, kind: int, name: bytes) -> None:
+        what = f"the field {name[:80].decode(errors='replace')!r}"
+        if kind == _STRING:
+            self._string(what)
+        elif kind == _ARRAY:
+            kind, number = self._integer("I"), self._integer("Q")
+            self._num_elements += number
+            if self._num_elements > MAX_ELEMENTS:
+                raise BrokenHeader(f"{what} brings the elements of its arrays to {self._num_elements}")
+            if kind == _STRING:
+                for _ in range(number):
+                    self._string(what)
+            else:
+                self._take(number * self._size(kind, what), what)
+        else:
+            self._take(self._size(kind, what), what)
+
+    def _size(self, kind: int, what: str) -> int:
+        if kind not in _SIZES:
+            raise BrokenHeader(f"{what} has the unknown type {kind}")
+        return _SIZES[kind]
+
+    def _read_tensors(self, number: int) -> None:
+        names: set[bytes] = set()
+        ends = []
+        for _ in range(number):
+            name = self._string("the name of a tensor", MAX_NAME)
+            what = f"the tensor {name[:80].decode(errors='replace')!r}"
+            if name in names:
+                raise BrokenHeader(f"{what} is there twice")
+            names.add(name)
+            num_dimensions = self._integer("I")
+            if num_dimensions > MAX_DIMENSIONS:
+                raise BrokenHeader(f"{what} has {num_dimensions} dimensions")
+            dimensions = [self._integer("Q") for _ in range(num_dimensions)]
+            num_bytes = _num_bytes(self._integer("I"), dimensions, what)
+            ends.append((self._integer("Q") + num_bytes, what))
+            self._largest_dimension = max(self._largest_dimension, *dimensions, 0)
+        alignment = self._integers.get("general.alignment", 32)
+        if alignment <= 0 or alignment & (alignment - 1):
+            raise BrokenHeader(f"its alignment is {alignment}, not a power of two")
+        begin = -(-self._place // alignment) * alignment
+        for end, what in ends:
+            if begin + end > len(self._data):
+                raise BrokenHeader(f"{what} would end at byte {begin + end}, and the file has {len(self._data)}")
+
+    def _check_lengths(self, num_tensors: int) -> None:
+        """Models are made by these numbers before a weight is looked at."""
+        for name, value in self._integers.items():
+            last = name.rpartition(".")[2]
+            if last == "block_count" and value > num_tensors:
+                raise BrokenHeader(f"`{name}` is {value}, and there are {num_tensors} tensors")
+            if last in _LENGTHS and value > self._largest_dimension:
+                raise BrokenHeader(f"`{name}` is {value}, and no tensor's dimension is larger than {self._largest_dimension}")
+
+
+def _num_bytes(kind: int, dimensions: list[int], what: str) -> int:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (ValueError, KeyError):
+        raise BrokenHeader(f"{what} has the unknown type {kind}") from None
+    num_elements = 1
+    for dimension in dimensions:
+        num_elements *= dimension
+    if num_elements % block:
+        raise BrokenHeader(f"{what} has {num_elements} elements, not whole blocks of {block}")
+    return num_elements // block * num_bytes
