@@ -40,9 +40,7 @@ def flat_attention(
     flat = [states_1HTD[0].transpose(0, 1) for states_1HTD in (query_1HTD, key_1HTD, value_1HTD)]
     outs = []
     for group in length_groups:
-        query, key, value = (
-            group.rows(states_1HTD[0].transpose(0, 1)).transpose(1, 2) for states_1HTD in (query_1HTD, key_1HTD, value_1HTD)
-        )
+        query, key, value = (group.rows(flat_THD).transpose(1, 2) for flat_THD in flat)
         if key.shape[1] != query.shape[1]:
             key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
         mask = None

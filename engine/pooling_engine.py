@@ -15,6 +15,7 @@ from penstock.engine.errors import EngineUnavailable, GenerationFailed
 from penstock.engine.pooling_model import PoolingInput, PoolingModel
 from penstock.engine.pooling_params import PoolingParams
 from penstock.engine.pooling_queue import PoolingQueue, WaitingInput
+from penstock.engine.pooling_text import EncodedText, encode_text
 from penstock.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,10 @@ class PoolingEngine:
 
     def stats(self) -> PoolingStats:
         return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)
+
+    def encode(self, text: str, pair: str | None = None, *, max_tokens: int | None = None, prompt_name: str | None = None) -> EncodedText:
+        """`encode_text` for this model. May be called from any thread."""
+        return encode_text(self.tokenizer, self.model.files, text, pair, max_tokens=max_tokens, prompt_name=prompt_name)
 
     async def pool(
         self, prompt_token_ids: list[int], params: PoolingParams, *, token_type_ids: list[int] | None = None, priority: int = 0

@@ -89,6 +89,26 @@ class Tokenizer:
         except TypeError:
             raise InvalidRequest("The text holds a lone surrogate and cannot be encoded as UTF-8") from None
 
+    def encode_pair(self, text: str, pair: str | None = None, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
+        """Token ids and token type ids of a text, or of two as one input, with special tokens as the model was trained with.
+
+        Beyond `max_tokens` the longer of the two is cut at its end, then both alike; special tokens stay. Raises `InvalidRequest` for lone
+        surrogates, and for a `max_tokens` that holds nothing but special tokens.
+        """
+        texts = [text] if pair is None else [text, pair]
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:
+            raise InvalidRequest("The text holds a lone surrogate and cannot be encoded as UTF-8") from None
+        if max_tokens is not None:
+            room = max_tokens - self._backend.num_special_tokens_to_add(pair is not None)
+            if room < len(texts):
+                raise InvalidRequest(f"{max_tokens} tokens hold nothing of the text")
+            for encoding, size in zip(encodings, _longest_first([len(encoding) for encoding in encodings], room), strict=True):
+                encoding.truncate(size)
+        whole = self._backend.post_process(encodings[0], *encodings[1:], add_special_tokens=True)
+        return whole.ids, whole.type_ids
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -131,6 +151,18 @@ class Tokenizer:
         if data and self.table.kind is DecoderKind.OPAQUE and REPLACEMENT.encode() in data:
             return None
         return data or None
+
+
+def _longest_first(lengths: list[int], room: int) -> list[int]:
+    """Lengths that together are no more than `room`, the longest having been cut first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first <= second:
+        first = min(first, max(room - second, room // 2))
+        return [first, min(second, room - first)]
+    second = min(second, max(room - first, room // 2))
+    return [min(first, room - second), second]
 
 
 def _is_plain(text: str) -> bool:
