@@ -77,6 +77,11 @@ class Engine:
         await asyncio.to_thread(self._core.runner.shutdown)
 
     @property
+    def core(self) -> EngineCore:
+        """For whoever is on the engine's loop, and only looks."""
+        return self._core
+
+    @property
     def is_accepting(self) -> bool:
         """False before the start and from the beginning of the shutdown."""
         return self._is_accepting

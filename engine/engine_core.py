@@ -14,6 +14,7 @@ from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory
 from penstock.engine.stats import EngineStats
+from penstock.engine.step_observer import StepObserver
 from penstock.engine.tokenizer import Tokenizer
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
@@ -31,6 +32,7 @@ class EngineCore:
     vocab_size: int
     masks: MaskFiller = field(default_factory=MaskFiller)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    observer: StepObserver | None = None
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _num_steps: int = 0
@@ -90,6 +92,8 @@ class EngineCore:
 
     def build(self, step: Step) -> Batch:
         """The step as the runner takes it. Its masks begin to be filled."""
+        if self.observer is not None:
+            self.observer.begin(step)
         return build_batch(
             step,
             self.masks,
@@ -131,6 +135,7 @@ class EngineCore:
             if draft:
                 self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
             deltas.setdefault(sequence.request.request_id, []).append(delta)
+        self._show(step, deltas)
         return deltas
 
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
@@ -144,6 +149,7 @@ class EngineCore:
                 delta = SequenceDelta(sequence.index)
                 self._outputs.fail(sequence, delta, reason)
                 deltas.setdefault(request_id, []).append(delta)
+        self._show(step, deltas)
         return deltas
 
     def step(self) -> DeltasByRequest:
@@ -180,6 +186,10 @@ class EngineCore:
         live = {sequence for sequences in self._sequences.values() for sequence in sequences if sequence.status is not Status.FINISHED}
         known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.sampling_sequences}
         assert live == known, "a sequence is lost between its request and the scheduler"
+
+    def _show(self, step: Step, deltas: DeltasByRequest) -> None:
+        if self.observer is not None:
+            self.observer.end(step, deltas)
 
     def _check(self, request: Request) -> None:
         num_prompt = len(request.prompt_token_ids)
