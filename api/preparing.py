@@ -3,6 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import hdrs, web
 
@@ -13,10 +14,11 @@ from penstock.engine.answer import Answer
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
-from penstock.engine.hooks import LogitsProcessor, LogitsProcessorFactory, ReasoningParserFactory, ToolParserFactory
+from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
+from penstock.plugins.chosen_processors import chosen_processors
 
 
 def check_streaming(body: GenerationFields) -> None:
@@ -42,21 +44,9 @@ async def compiled_grammar(
     return None if spec is None else await context.compile_grammar.compile(spec, backend, client=client)
 
 
-def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[Callable[[], LogitsProcessor]]:
-    """Factories that the engine calls once per sequence. Each is called once here, so that arguments it refuses are the client's 400."""
-    factories: list[Callable[[], LogitsProcessor]] = []
-    for index, choice in enumerate(choices or ()):
-        path = f"logits_processors[{index}]"
-        factory: LogitsProcessorFactory | None = context.plugins.logits_processors.get(choice.name)
-        if factory is None:
-            known = ", ".join(context.plugins.logits_processors) or "none"
-            raise InvalidRequest(f"no logits processor {choice.name[:100]!r}: there are {known}", f"{path}.name")
-        try:
-            factory(**choice.arguments)
-        except (TypeError, ValueError, LookupError) as error:
-            raise InvalidRequest(f"the logits processor `{choice.name}` refused its arguments: {error}", f"{path}.arguments") from error
-        factories.append(functools.partial(factory, **choice.arguments))
-    return factories
+def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[Callable[[], Any]]:
+    """What the engine calls once per sequence. Raises `InvalidRequest` for a name or arguments that are refused."""
+    return chosen_processors(context.plugins.logits_processors, [(choice.name, choice.arguments) for choice in choices or ()])
 
 
 def answer_reader(

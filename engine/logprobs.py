@@ -23,7 +23,7 @@ def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequenc
     # One more than asked for: it tells whether a tie was cut.
     values, ids = logprobs_TV.topk(most) if max(num_top) else (chosen_T1, chosen_T1)
     tops = [
-        _top(logprobs_V, row_values, row_ids, count)
+        top_pairs(logprobs_V, row_values, row_ids, count)
         for logprobs_V, row_values, row_ids, count in zip(logprobs_TV, values.tolist(), ids.tolist(), num_top, strict=True)
     ]
     chosen = chosen_T1[:, 0].tolist()
@@ -44,7 +44,7 @@ def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: i
     return result
 
 
-def _top(logprobs_V: Tensor, values: list[float], ids: list[int], count: int) -> tuple[tuple[int, float], ...]:
+def top_pairs(logprobs_V: Tensor, values: list[float], ids: list[int], count: int) -> tuple[tuple[int, float], ...]:
     """The first `count` of topk's answer, which orders ties and cuts them as it likes."""
     if count == 0:
         return ()

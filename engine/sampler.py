@@ -1,5 +1,6 @@
 """From logits to tokens, batched over the sequences of a step."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,11 +12,11 @@ from torch.nn.functional import threshold
 from penstock.engine.bitmask import apply_bitmask
 from penstock.engine.draw import draw, most_probable, most_probable_k, padded_width
 from penstock.engine.greedy import greedy_tokens
-from penstock.engine.hooks import LogitsProcessor
-from penstock.engine.logprobs import token_logprobs
+from penstock.engine.logprobs import token_logprobs, top_pairs
 from penstock.engine.native_library import native_library
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.penalties import apply_penalties
+from penstock.engine.processor_pass import ProcessorPass
 from penstock.engine.sampling_state import SamplingState
 
 # On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
@@ -49,6 +50,8 @@ class Sampler:
 
     Order: logits processors, allowed ids, logit bias, penalties, bad words and held-off stop ids, grammar bitmask, temperature, top-k,
     top-p, min-p. Log probabilities come from the raw logits. A row's token depends on that row and its seed alone.
+
+    Where candidates are wanted, what comes before the temperature works on log probabilities, as in beam search of `transformers`.
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str, seed: int | None = None) -> None:
@@ -69,15 +72,24 @@ class Sampler:
             if greedy is not None:
                 return SamplerOutput(greedy, [None] * len(greedy))
         output = SamplerOutput([], [])
+        processed = self._run_processors(logits_BV, states)
         step = self._rows_per_pass or max(1, len(states))
         for start in range(0, len(states), step):
             rows = slice(start, start + step)
-            output.extend(self._sample_pass(logits_BV[rows], states[rows], None if bitmask_BW is None else bitmask_BW[rows]))
+            bitmask = None if bitmask_BW is None else bitmask_BW[rows]
+            output.extend(self._sample_pass(logits_BV[rows], states[rows], bitmask, processed[rows]))
         return output
 
-    def _sample_pass(self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None) -> SamplerOutput:
-        work_BV = self._float_copy(logits_BV)
-        failures = self._run_processors(work_BV, states)
+    def _sample_pass(
+        self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, processed: Sequence[Tensor | str | None]
+    ) -> SamplerOutput:
+        work_BV = self._float_copy(logits_BV, states)
+        failures: dict[int, str] = {}
+        for row, result in enumerate(processed):
+            if isinstance(result, Tensor):
+                work_BV[row, : self.vocab_size] = result
+            elif result is not None:
+                failures[row] = result
         self._edit(work_BV, states)
         if bitmask_BW is not None:
             self._constrain(work_BV, bitmask_BW)
@@ -85,23 +97,31 @@ class Sampler:
         for row, possible in enumerate(is_possible):
             if not possible and row not in failures:
                 failures[row] = self._reason(logits_BV[row], work_BV[row])
-        return SamplerOutput(token_ids, self._logprobs(logits_BV, states, token_ids, failures), failures)
+        logprobs = self._logprobs(logits_BV, states, token_ids, failures)
+        return SamplerOutput(token_ids, logprobs, failures, self._candidates(work_BV, states, failures))
 
-    def _float_copy(self, logits_BV: Tensor) -> Tensor:
+    def _float_copy(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """Float32 [B, W] with -inf in the columns of padding."""
         work_BV = torch.empty((len(logits_BV), self._width), dtype=torch.float32, device=logits_BV.device)
         work_BV[:, : self.vocab_size] = logits_BV[:, : self.vocab_size]
         work_BV[:, self.vocab_size :] = -torch.inf
+        for row, state in enumerate(states):
+            if state.num_candidates:
+                work_BV[row] = (work_BV[row] / (state.params.temperature or 1.0)).log_softmax(-1)
         return work_BV
 
-    def _run_processors(self, work_BV: Tensor, states: Sequence[SamplingState]) -> dict[int, str]:
-        failures: dict[int, str] = {}
-        for row, state in enumerate(states):
-            try:
-                for processor in state.processors:
-                    _process(processor, state.token_ids, work_BV[row, : self.vocab_size])
-            except Exception as error:  # a plug-in's code: whatever it raises ends its own request
-                failures[row] = f"a logits processor raised {type(error).__name__}: {error}"
-        return failures
+    def _run_processors(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> list[Tensor | str | None]:
+        """For each row what its logits processors made of it, [V], or why they failed; None where it has none."""
+        results: list[Tensor | str | None] = [None] * len(states)
+        rows = [row for row, state in enumerate(states) if state.processors]
+        if rows:
+            own = [states[row] for row in rows]
+            logits_RV = self._float_copy(logits_BV[rows], own)[:, : self.vocab_size]
+            run = ProcessorPass(logits_RV, [state.processors for state in own])
+            run.run()
+            for place, row in enumerate(rows):
+                results[row] = run.failures.get(place, logits_RV[place])
+        return results
 
     def _edit(self, work_BV: Tensor, states: Sequence[SamplingState]) -> None:
         """Everything that changes a few tokens of a few rows."""
@@ -136,7 +156,7 @@ class Sampler:
             return choose_on_device(work_BV, states, self._shared_generator)
         token_ids = most_probable(work_BV)
         is_possible: list[bool] = work_BV.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
-        drawn = [row for row, state in enumerate(states) if is_possible[row] and not state.params.is_greedy]
+        drawn = [row for row, state in enumerate(states) if is_possible[row] and not state.takes_first]
         for rows in ([row for row in drawn if states[row].top_k is None], [row for row in drawn if states[row].top_k is not None]):
             if rows:
                 logits_BV = work_BV if len(rows) == len(states) else work_BV[rows]
@@ -159,6 +179,18 @@ class Sampler:
         columns = draw(probs_BV, [row.top_p for row in params], [generator.random for generator in generators])
         return columns if ids_BV is None else ids_BV.gather(1, columns[:, None])[:, 0]
 
+    def _candidates(self, work_BV: Tensor, states: Sequence[SamplingState], failures: dict[int, str]) -> dict[int, list[tuple[int, float]]]:
+        """The best tokens of the rows that want them, best first; fewer where fewer are allowed."""
+        counts = {row: state.num_candidates for row, state in enumerate(states) if state.num_candidates and row not in failures}
+        if not counts:
+            return {}
+        scores_RV = work_BV[list(counts)]
+        # One more than asked for: it tells whether a tie was cut.
+        values, ids = scores_RV.topk(min(max(counts.values()) + 1, self._width))
+        rows = zip(counts.items(), scores_RV, values.tolist(), ids.tolist(), strict=True)
+        tops = {row: top_pairs(scores_V, row_values, row_ids, count) for (row, count), scores_V, row_values, row_ids in rows}
+        return {row: [(token_id, score) for token_id, score in pairs if score > -math.inf] for row, pairs in tops.items()}
+
     def _reason(self, logits_V: Tensor, work_V: Tensor) -> str:
         logits_V = logits_V[: self.vocab_size]
         if logits_V.isnan().any() or logits_V.isposinf().any():
@@ -171,7 +203,7 @@ class Sampler:
         self, logits_BV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int], failures: dict[int, str]
     ) -> list[TokenLogprobs | None]:
         result: list[TokenLogprobs | None] = [None] * len(states)
-        asked = {row: count for row, state in enumerate(states) if (count := state.params.logprobs) is not None and row not in failures}
+        asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None and row not in failures}
         if asked:
             rows = list(asked)
             raw_BV = logits_BV if len(rows) == len(states) else logits_BV[rows]
@@ -179,16 +211,6 @@ class Sampler:
             for row, entry in zip(rows, entries, strict=True):
                 result[row] = entry
         return result
-
-
-def _process(processor: LogitsProcessor, token_ids: list[int], logits_V: Tensor) -> None:
-    """Runs one processor and leaves its answer in `logits_V`, which it may have changed in place."""
-    changed = processor(token_ids, logits_V)
-    if not isinstance(changed, Tensor) or changed.shape != logits_V.shape:
-        shape = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-        raise TypeError(f"expected logits of shape {tuple(logits_V.shape)}, got {shape}")
-    if changed is not logits_V:
-        logits_V.copy_(changed)
 
 
 def _drop_below_min_p(probs_BV: Tensor, min_ps: Sequence[float]) -> None:

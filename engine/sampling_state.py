@@ -2,15 +2,17 @@
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.bad_words import BadWords
-from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.hooks import LogitsRow
 from penstock.engine.penalties import Penalties, TokenCounts
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.seeded_numbers import SeededNumbers
+from penstock.engine.sequence_processor import SequenceProcessor
 
 MAX_LOGIT_BIAS = 100.0
 
@@ -20,7 +22,8 @@ class SamplingState:
 
     `is_constrained` is set when the grammar's gate opens; from then on `min_tokens` is the grammar's to decide. `block_stop` keeps stop
     ids from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
-    Where `num_candidates` is not 0, the row is not sampled from: beam search chooses among that many tokens.
+    `processors` are what the request's makers gave, in any form. Where `num_candidates` is not 0, the row is not sampled from: beam search
+    chooses among that many tokens.
     """
 
     def __init__(
@@ -31,19 +34,22 @@ class SamplingState:
         vocab_size: int,
         stop_token_ids: frozenset[int],
         bad_words_ids: list[list[int]],
-        processors: list[LogitsProcessor],
+        processors: list[Any],
         seed_offset: int,
         device: torch.device | str,
+        request_id: str = "",
+        client_id: int | str | None = None,
     ) -> None:
         device = torch.device(device)
         self.params = params
-        self.processors = processors
         self.is_constrained = False
         self.block_stop = False
         self.num_output_tokens = 0
         self.num_candidates = 0
         self.generator = None if params.seed is None else SeededNumbers(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
+        row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
+        self.processors = [SequenceProcessor.of(made, row) for made in processors]
         self._vocab_size = vocab_size
         self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
         self._bad_words = BadWords(ids for ids in bad_words_ids if all(token_id < vocab_size for token_id in ids))
@@ -64,6 +70,16 @@ class SamplingState:
         return self.params.top_k if 0 < self.params.top_k < self._vocab_size else None
 
     @property
+    def takes_first(self) -> bool:
+        """Whether nothing is drawn for it."""
+        return self.params.is_greedy or self.num_candidates > 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives go with the sampled token; None where no log probability is wanted, or nothing is sampled."""
+        return None if self.num_candidates else self.params.logprobs
+
+    @property
     def takes_most_probable(self) -> bool:
         """Whether the next token is the one that the model finds most probable, and nothing else is asked."""
         rules = (self.counts, self.allowed_ids, self.bias_ids, self.params.logprobs)
@@ -81,12 +97,19 @@ class SamplingState:
         if self.processors:
             self.token_ids.append(token_id)
 
-    def ahead(self, token_id: int) -> "SamplingState":
-        """What it will be once the token has been appended; it stays as it is. Not where there are logits processors: they may remember."""
-        assert not self.processors
+    def fork(self) -> "SamplingState":
+        """One that goes on by itself from here. What logits processors remember is copied, as far as `copy.deepcopy` finds it."""
         state = copy.copy(self)
         state._bad_words = self._bad_words.copy()
         state.counts = None if self.counts is None else self.counts.copy()
+        state.token_ids = list(self.token_ids)
+        state.processors = [processor.fork(state.token_ids) for processor in self.processors]
+        return state
+
+    def ahead(self, token_id: int) -> "SamplingState":
+        """What it will be once the token has been appended; it stays as it is. Not where there are logits processors: copies cost."""
+        assert not self.processors
+        state = self.fork()
         state.append(token_id)
         return state
 

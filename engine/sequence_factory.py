@@ -49,6 +49,8 @@ class SequenceFactory:
             processors=[make() for make in request.logits_processors],
             seed_offset=index,
             device=self.device,
+            request_id=request.request_id,
+            client_id=request.client_id,
         )
         return Sequence(
             request=request,

@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import Distribution, EntryPoint, distributions, packages_distributions, version
@@ -18,6 +18,7 @@ from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.format_info import FormatInfo
+from penstock.engine.logits_processors import as_registered
 from penstock.engine.turn import Turn
 from penstock.plugins import reasoning, tools
 from penstock.plugins.recognition import Evidence
@@ -68,7 +69,7 @@ class Plugins:
     def __init__(self, without: Iterable[str] = ()) -> None:
         self.reasoning_parsers = Registry[hooks.ReasoningParserFactory]("reasoning parser", "register_reasoning_parsers", is_choice=True)
         self.tool_parsers = Registry[hooks.ToolParserFactory]("tool parser", "register_tool_parsers", is_choice=True)
-        self.logits_processors = Registry[hooks.LogitsProcessorFactory]("logits processor", "register_logits_processors")
+        self.logits_processors = Registry[hooks.RegisteredLogitsProcessor]("logits processor", "register_logits_processors")
         self.grammar_backends = Registry[hooks.GrammarBackendFactory]("grammar backend", "register_grammar_backends")
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
@@ -190,6 +191,12 @@ class Plugins:
             self._add(_module_origin(name), partial(importlib.import_module, name))
         return loaded or name
 
+    def register_logits_processors(self, processors: Mapping[str, hooks.RegisteredLogitsProcessor], origin: str) -> None:
+        """Registers what a caller has at hand, in any of the forms that a plug-in may register. `origin` says where that was, in errors."""
+        source = self._origins.setdefault(origin, Origin(origin))
+        for name, processor in processors.items():
+            self._register(self.logits_processors, source, name, processor)
+
     def check(self) -> None:
         """Raises where `without` names nothing that was found, a plug-in left open which of its parsers is meant, or that one is none."""
         for name in sorted(self._without - self._dropped):
@@ -261,10 +268,16 @@ class Plugins:
                 raise ConfigurationError(f"plug-in {origin} failed in {registry.hook}: {type(error).__name__}: {error}") from error
 
     def _register(self, registry: Registry[Any], origin: Origin, name: str, factory: Any, info: FormatInfo | None = None) -> None:
-        if not isinstance(name, str) or not name or not callable(factory) or not isinstance(info, FormatInfo | None):
-            raise ConfigurationError(
-                f"plug-in {origin} called register({name!r}, {factory!r}): it takes a name and a factory, and perhaps a FormatInfo"
-            )
+        described = f"plug-in {origin} called register({name!r}, {factory!r})"
+        if not isinstance(name, str) or not name or not isinstance(info, FormatInfo | None):
+            raise ConfigurationError(f"{described}: it takes a name and a factory, and perhaps a FormatInfo")
+        if registry is self.logits_processors:
+            try:
+                factory = as_registered(factory)
+            except TypeError as error:
+                raise ConfigurationError(f"{described}: {error}") from error
+        elif not callable(factory):
+            raise ConfigurationError(f"{described}: it takes a name and a factory, and perhaps a FormatInfo")
         if {AUTO, NONE} & {name, *(info.aliases if info else ())}:
             raise ConfigurationError(f"plug-in {origin} cannot register {name!r}: {AUTO!r} and {NONE!r} mean something else")
         if name in self._without:

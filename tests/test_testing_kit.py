@@ -1,11 +1,14 @@
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.markers import MarkerBuffer
-from penstock.testing import check_cost, check_parser, join_atoms, merged, read, split_atoms
+from penstock.testing import check_cost, check_logits_processor, check_parser, join_atoms, merged, read, split_atoms
 
 SAMPLES = ["why<end>because", "no end", "<en", "<end><end>", ""]
 
@@ -139,3 +142,34 @@ def test_merged_events_do_not_depend_on_pieces_but_keep_added_tokens_apart() -> 
 
 def test_read_gives_what_a_parser_holds_back() -> None:
     assert read(Sound(Turn()), ["a<e", "n"]) == [Reasoning("a<en")]
+
+
+def nan(token_ids: list[int], logits: Tensor) -> Tensor:
+    return logits * float("nan")
+
+
+def nothing_left(token_ids: list[int], logits: Tensor) -> Tensor:
+    return torch.full_like(logits, -torch.inf)
+
+
+def appends(token_ids: list[int], logits: Tensor) -> Tensor:
+    token_ids.append(0)
+    return logits
+
+
+def raising(token_ids: list[int], logits: Tensor) -> Tensor:
+    raise KeyError("no such token")
+
+
+class LooksAside:
+    def process_batch(self, rows: object, logits: Tensor) -> Tensor:
+        return logits - logits.mean()
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [(nan, "NaN"), (nothing_left, "no token is left"), (appends, "changed"), (raising, "no such token"), (LooksAside(), "other rows")],
+)
+def test_a_logits_processor_that_breaks_a_promise_is_found(processor: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_logits_processor(processor)

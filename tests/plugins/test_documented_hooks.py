@@ -17,7 +17,7 @@ from penstock.engine.turn import Turn
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.json_tool_format import JsonToolFormat
 from penstock.plugins.manager import Plugins
-from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing import check_logits_processor, check_parser, check_tool_format, read
 from penstock.testing.grammar_walks import accepts, byte_vocabulary
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -110,6 +110,23 @@ def test_the_example_of_register_logits_processors(tmp_path: Path) -> None:
     assert process([0, 1, 2, 2], torch.zeros(4)).tolist() == [0.0, 0.0, -3.0, 0.0]
     with pytest.raises(ValueError, match="window"):
         factory(window=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "refused"),
+    [
+        ("recent_tokens", {"window": 2}, {"window": 0}),
+        ("house_style", {"banned": [1, 2]}, {}),
+        ("Boost", {"ids": [1], "by": 2.5}, {"ids": []}),
+    ],
+)
+def test_the_examples_of_all_forms_keep_to_what_the_engine_relies_on(name: str, arguments: Any, refused: Any) -> None:
+    (example,) = [block for block in blocks_of("register_logits_processors") if re.search(rf"^(def|class) {name}\b", block, re.MULTILINE)]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    check_logits_processor(names[name], arguments)
+    with pytest.raises((TypeError, ValueError)):
+        check_logits_processor(names[name], refused)
 
 
 def test_the_example_of_register_grammar_backends(tmp_path: Path) -> None:
