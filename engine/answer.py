@@ -1,5 +1,6 @@
 """One sequence's tokens on their way to events: detokenizer → reasoning parser → stop strings → tool parser."""
 
+import copy
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.blank_text import BlankText
@@ -92,6 +93,16 @@ class Answer:
         if Phase.REASONING in (before, self.phase):
             self.num_reasoning_tokens += 1
         return self._visible(events)
+
+    def copy(self) -> "Answer | None":
+        """One that goes on by itself; None where a parser reads it, which may remember anything."""
+        if self._reasoning is not None or self._blank is not None:
+            return None
+        other = copy.copy(self)
+        other._detokenizer = self._detokenizer.copy()
+        other._stop_strings = None if self._stop_strings is None else self._stop_strings.copy()
+        other._chain = ParserChain([] if other._stop_strings is None else [other._stop_strings])
+        return other
 
     def finish(self) -> list[Event]:
         """Generation is over: what was held back."""

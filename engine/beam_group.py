@@ -12,10 +12,11 @@ Candidate = tuple[int | None, float]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why an answer ends where it does."""
+    """Why an answer ends where it does. `is_token` says that its last token is no text but the end itself."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
+    is_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,18 @@ class BeamGroup:
                 beams.append(BeamCandidate(token_ids, total))
                 continuations.append(Continuation(parent, token_id))
         self.beams = beams
-        self.hypotheses = sorted([*self.hypotheses, *ended], key=lambda hypothesis: -hypothesis.score)[: self.width]
+        self._keep(ended)
         return continuations
+
+    def give_up(self, ending: Ending) -> None:
+        """Takes the beams for answers as they are."""
+        given_up = [
+            Hypothesis(beam.token_ids, beam.cumulative_logprob, self._score(beam.cumulative_logprob, self.num_tokens), ending)
+            for beam in self.beams
+            if beam.token_ids
+        ]
+        self.beams = []
+        self._keep(given_up)
 
     @property
     def is_done(self) -> bool:
@@ -104,6 +115,9 @@ class BeamGroup:
         is_patient = self.early_stopping == "never" and self.length_penalty > 0
         best_possible = self._score(self.beams[0].cumulative_logprob, self.max_tokens if is_patient else self.num_tokens)
         return best_possible <= self.hypotheses[-1].score
+
+    def _keep(self, ended: list[Hypothesis]) -> None:
+        self.hypotheses = sorted([*self.hypotheses, *ended], key=lambda hypothesis: -hypothesis.score)[: self.width]
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
         return cumulative_logprob / max(1, num_tokens) ** self.length_penalty

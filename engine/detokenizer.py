@@ -1,6 +1,7 @@
 """Token ids of one sequence to text, as they come."""
 
 import codecs
+import copy
 from collections.abc import Sequence
 
 from penstock.engine.events import SpecialText
@@ -44,6 +45,12 @@ class Detokenizer:
         special = SpecialText(added.text, is_hidden=added.is_special)
         return [before, special] if before else [special]
 
+    def copy(self) -> "Detokenizer":
+        """One that goes on by itself."""
+        other = copy.copy(self)
+        other._text = self._text.copy()
+        return other
+
     def finish(self) -> list[str]:
         """Generation is over: bytes that never became a character are U+FFFD."""
         held = self._text.flush()
@@ -70,6 +77,12 @@ class _ByteText:
         self._is_first = False
         return self._without_shown(text)
 
+    def copy(self) -> "_ByteText":
+        other = copy.copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        other._decoder.setstate(self._decoder.getstate())
+        return other
+
     def flush(self) -> str:
         return self._without_shown(self._decoder.decode(b"", final=True))
 
@@ -95,6 +108,11 @@ class _WindowText:
         if after.endswith(REPLACEMENT) and len(self._pending) < _LONGEST_CHARACTER:
             return ""
         return self._release(after)
+
+    def copy(self) -> "_WindowText":
+        other = copy.copy(self)
+        other._pending = self._pending.copy()  # the context is never changed in place
+        return other
 
     def flush(self) -> str:
         return self._release(self._table.decode(self._context + self._pending)) if self._pending else ""

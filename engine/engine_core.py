@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, build_batch
+from penstock.engine.beam_check import check_beam_request
+from penstock.engine.beam_processor import BeamProcessor
 from penstock.engine.deadlines import Deadlines
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.mask_filler import MaskFiller
@@ -37,11 +39,13 @@ class EngineCore:
     _num_arrivals: int = 0
     _num_steps: int = 0
     _outputs: OutputProcessor = field(init=False)
+    _beams: BeamProcessor = field(init=False)
 
     def __post_init__(self) -> None:
         self._outputs = OutputProcessor(
             scheduler=self.scheduler, tokenizer=self.tokenizer, stop_token_ids=self.stop_token_ids, retire=self._retire
         )
+        self._beams = BeamProcessor(self._outputs)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bound."""
@@ -72,7 +76,9 @@ class EngineCore:
         deltas: DeltasByRequest = {}
         for request_id in self.deadlines.take_overdue():
             unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
-            deltas[request_id] = [self._outputs.time_out(sequence) for sequence in unfinished]
+            search = unfinished[0].search
+            timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
+            deltas[request_id] = list(timed_out)
         return deltas
 
     @property
@@ -121,6 +127,9 @@ class EngineCore:
             sequence = sampler.sequence
             if sampler.num_drafted or sequence.status is not Status.RUNNING:
                 continue
+            if sequence.search is not None:
+                self._take_beam(sequence, output, samples.get(row))
+                continue
             delta = SequenceDelta(sequence.index)
             draft = step.drafts.get(sequence, [])
             num_known = len(sequence.token_ids)
@@ -135,6 +144,7 @@ class EngineCore:
             if draft:
                 self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
             deltas.setdefault(sequence.request.request_id, []).append(delta)
+        deltas |= self._beams.settle()
         self._show(step, deltas)
         return deltas
 
@@ -145,7 +155,11 @@ class EngineCore:
         self.scheduler.withdraw(step)
         # By its sequences, not by name alone: a request that was aborted meanwhile may have lent its id to another.
         for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
-            for sequence in [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]:
+            unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
+            if unfinished[0].search is not None:
+                deltas[request_id] = self._beams.fail(unfinished[0].search, reason)
+                continue
+            for sequence in unfinished:
                 delta = SequenceDelta(sequence.index)
                 self._outputs.fail(sequence, delta, reason)
                 deltas.setdefault(request_id, []).append(delta)
@@ -167,7 +181,7 @@ class EngineCore:
         scheduler, speculation = self.scheduler, self.scheduler.speculation
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=sum(len(sequence.sampling_sequences) for sequence in scheduler.waiting),
+            num_waiting=sum(len(sequence.family) for sequence in scheduler.waiting),
             kv_cache_usage=scheduler.pool.usage,
             num_prefix_cache_queries=scheduler.num_prefix_queries,
             num_prefix_cache_hits=scheduler.num_prefix_hits,
@@ -184,7 +198,7 @@ class EngineCore:
         """Asserts that blocks and sequences are accounted for."""
         self.scheduler.check_integrity()
         live = {sequence for sequences in self._sequences.values() for sequence in sequences if sequence.status is not Status.FINISHED}
-        known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.sampling_sequences}
+        known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.family}
         assert live == known, "a sequence is lost between its request and the scheduler"
 
     def _show(self, step: Step, deltas: DeltasByRequest) -> None:
@@ -204,8 +218,17 @@ class EngineCore:
         request.params.check_token_ids(self.vocab_size)
         if request.params.n > self.scheduler.max_num_seqs:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
+        check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+
+    def _take_beam(self, sequence: Sequence, output: StepOutput, position: int | None) -> None:
+        if position is not None:
+            self._beams.take_samples(sequence, output.samples, position)
+        elif sequence.mask is not None and sequence.mask.needs_no_sample:
+            self._beams.take_mask(sequence, sequence.mask)
+        else:
+            self.scheduler.take_back(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self.masks.abandon(sequence)

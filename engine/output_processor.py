@@ -77,7 +77,7 @@ class OutputProcessor:
         """Has what comes next accepted, unless there was to be nothing but the prompt."""
         try:
             if sequence.num_output_tokens == 0:
-                delta.prompt = self._prompt_info(sequence)
+                delta.prompt = self.prompt_info(sequence)
             if sequence.max_tokens == 0:
                 self._finish(sequence, delta, FinishReason.LENGTH)
             else:
@@ -204,7 +204,7 @@ class OutputProcessor:
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         self.retire(sequence)
 
-    def _prompt_info(self, sequence: Sequence) -> PromptInfo:
+    def prompt_info(self, sequence: Sequence) -> PromptInfo:
         if sequence.index == 0:
             self.num_prompt_tokens += sequence.num_prompt_tokens
         logprobs = sequence.prompt_logprobs

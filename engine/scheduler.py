@@ -75,8 +75,10 @@ class Scheduler:
 
     @property
     def num_places_taken(self) -> int:
-        """Of the `max_num_seqs`: by those that run, and by the forks that will run once their prompt is there."""
-        return sum(len(sequence.sampling_sequences) for sequence in self.running)
+        """Of the `max_num_seqs`: by those that run, and by the forks and beams that will run once their prompt is there."""
+        searches = {sequence.search for sequence in self.running if sequence.search is not None}
+        others = sum(len(sequence.family) for sequence in self.running if sequence.search is None)
+        return others + sum(search.width for search in searches)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bound."""
@@ -107,7 +109,7 @@ class Scheduler:
         for sequence in self.waiting[: self.max_num_seqs]:  # no more can be let in at once
             if not budget.left or self.num_preemptions != num_preemptions:
                 break
-            if self.num_places_taken + len(sequence.sampling_sequences) > self.max_num_seqs:
+            if self.num_places_taken + sequence.num_places > self.max_num_seqs:
                 break
             if sequence.is_held_up:
                 step.num_held_up += 1
@@ -127,16 +129,19 @@ class Scheduler:
         return step
 
     def fork(self, parent: Sequence) -> None:
-        """The prompt has been computed: the parent's forks run on from it, on the same blocks."""
+        """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
         for sequence in parent.forks:
-            sequence.block_table = list(parent.block_table)
-            sequence.block_hashes = list(parent.block_hashes)
-            sequence.num_computed_tokens = parent.num_computed_tokens
-            sequence.num_cached_tokens = parent.num_cached_tokens
-            sequence.queue_seconds = parent.queue_seconds
-            self.pool.share(sequence.block_table)
-            self._run(sequence)
+            self._share(parent, sequence, sequence.num_tokens_shared(parent))
         parent.forks = []
+
+    def branch(self, parent: Sequence, sequence: Sequence) -> None:
+        """The sequence has said what the parent has, and runs on from there."""
+        self._share(parent, sequence, parent.num_computed_tokens)
+
+    def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
+        """How many blocks `width` sequences of so many tokens may come to hold, where they share no more than the prompt."""
+        num_shared = num_prompt // self.block_size
+        return num_shared + width * (-(-num_tokens // self.block_size) - num_shared)
 
     def take_back(self, sequence: Sequence) -> None:
         """The sequence could not sample from its last token, whose logits are gone: it is computed again, over itself."""
@@ -175,6 +180,16 @@ class Scheduler:
         assert all(sequence.status is Status.WAITING and not sequence.block_table for sequence in self.waiting)
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
         self.pool.check_integrity(sequence.block_table for sequence in sequences)
+
+    def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:
+        """Lets the sequence run on from the parent's first `num_tokens` tokens."""
+        sequence.block_table = parent.block_table[: -(-num_tokens // self.block_size)]
+        sequence.block_hashes = parent.block_hashes[: num_tokens // self.block_size]
+        sequence.num_computed_tokens = num_tokens
+        sequence.num_cached_tokens = parent.num_cached_tokens
+        sequence.queue_seconds = parent.queue_seconds
+        self.pool.share(sequence.block_table)
+        self._run(sequence)
 
     def _include(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
         step.num_tokens[sequence] = num_tokens
@@ -248,6 +263,8 @@ class Scheduler:
         is_looked_up = self._may_find(sequence)
         cached = self.pool.find(self._usable_hashes(sequence)) if is_looked_up else []
         needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
+        if sequence.search is not None:  # beams come back with what they have said
+            needed += sum(self._num_blocks_apart(fork, sequence) for fork in sequence.forks)
         if needed > self.pool.num_free - self.pool.num_unreferenced(cached):
             return False
         self.pool.share(cached)
@@ -262,13 +279,17 @@ class Scheduler:
         self._run(sequence)
         return True
 
+    def _num_blocks_apart(self, fork: Sequence, parent: Sequence) -> int:
+        return -(-len(fork.token_ids) // self.block_size) - fork.num_tokens_shared(parent) // self.block_size
+
     def _make_room(self, sequence: Sequence, num_tokens: int, step: Step, budget: TokenBudget) -> bool:
         """Gives the sequence the blocks that its next tokens need, at the expense of the last in order; False where that is itself."""
         while self._num_needed_blocks(sequence, num_tokens) > self.pool.num_free:
             victim = max(self.running, key=lambda running: running.order)
-            self._exclude(victim, step, budget)
+            for member in self._preempted_with(victim):
+                self._exclude(member, step, budget)
             self._preempt(victim)
-            if victim is sequence:
+            if sequence.status is not Status.RUNNING:
                 budget.left += num_tokens
                 return False
         position = sequence.num_computed_tokens // self.block_size
@@ -293,12 +314,19 @@ class Scheduler:
             sequence.block_table.append(self.pool.allocate())
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Takes its blocks from the sequence, which waits again; from a beam, with all of its search."""
         self.num_preemptions += 1
-        self.running.remove(sequence)
-        self._give_up_blocks(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.status = Status.WAITING
-        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+        for member in self._preempted_with(sequence):
+            self.running.remove(member)
+            self._give_up_blocks(member)
+            member.num_computed_tokens = 0
+            member.status = Status.WAITING
+        first = sequence if sequence.search is None else sequence.search.gather()
+        bisect.insort(self.waiting, first, key=lambda waiting: waiting.order)
+
+    def _preempted_with(self, sequence: Sequence) -> list[Sequence]:
+        search = sequence.search
+        return [sequence] if search is None else [running for running in self.running if running.search is search]
 
     def _give_up_blocks(self, sequence: Sequence) -> None:
         retention = sequence.request.retention

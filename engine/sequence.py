@@ -3,6 +3,7 @@
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.engine.answer import Answer
 from penstock.engine.grammar_gate import GrammarGate
@@ -15,6 +16,9 @@ from penstock.engine.sampling_state import SamplingState
 from penstock.engine.stop_sequences import StopSequences
 from penstock.engine.thinking_budget import ThinkingBudget
 
+if TYPE_CHECKING:
+    from penstock.engine.beam_search import BeamSearch
+
 
 class Status(enum.Enum):
     WAITING = "waiting"
@@ -26,7 +30,8 @@ class Status(enum.Enum):
 class Sequence:
     """Tokens known, tokens computed, and the blocks that hold their keys and values.
 
-    `forks` are the request's other sequences. They have no blocks of their own until the prompt has been computed once, by this one.
+    `forks` are the request's other sequences. They have no blocks of their own until what they share with this one has been computed
+    once, by this one: the prompt, and for the beams of a `search` perhaps more.
     `queue_seconds` is None until the sequence is first scheduled. `mask` is what the grammar allows next, from when that is asked for until
     it has been used; the next `num_masks_apart` masks hold up no step. `proposer` is None where nothing is ever to be tried ahead.
     `stops` is None where no token sequence ends the answer.
@@ -45,6 +50,7 @@ class Sequence:
     thinking: ThinkingBudget | None = None
     proposer: NgramProposer | None = None
     stops: StopSequences | None = None
+    search: "BeamSearch | None" = None
     forks: list["Sequence"] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -99,9 +105,41 @@ class Sequence:
         return None if self.stops is None else self.stops.match
 
     @property
-    def sampling_sequences(self) -> list["Sequence"]:
-        """Those that sample from the logits of this sequence's last token."""
+    def family(self) -> list["Sequence"]:
+        """The sequence and those that wait on it."""
         return [self, *self.forks]
+
+    @property
+    def sampling_sequences(self) -> list["Sequence"]:
+        """Those that sample from the logits of this sequence's last token. A beam's forks have other last tokens."""
+        return self.family if self.search is None else [self]
+
+    @property
+    def num_places(self) -> int:
+        """How many sequences may come of it."""
+        return len(self.family) if self.search is None else self.search.width
+
+    def num_tokens_shared(self, other: "Sequence") -> int:
+        """How many tokens, from the first, it has in common with another of its request."""
+        start, stop = self.num_prompt_tokens, min(len(self.token_ids), len(other.token_ids))
+        return next((place for place in range(start, stop) if self.token_ids[place] != other.token_ids[place]), stop)
+
+    def branch(self, index: int, gate: GrammarGate | None) -> "Sequence":
+        """Another sequence that has said the same. It holds no blocks yet."""
+        return Sequence(
+            request=self.request,
+            index=index,
+            arrival=self.arrival,
+            token_ids=list(self.token_ids),
+            max_tokens=self.max_tokens,
+            answer=self.answer,
+            sampling=self.sampling.fork(),
+            gate=gate,
+            num_masks_apart=self.num_masks_apart,
+            stops=None if self.stops is None else self.stops.copy(),
+            search=self.search,
+            queued_at=self.queued_at,
+        )
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from penstock.engine.answer import Answer
+from penstock.engine.beam_check import end_token_ids, num_candidates
+from penstock.engine.beam_group import BeamGroup
+from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.beam_reader import BeamReader
+from penstock.engine.beam_search import BeamSearch
 from penstock.engine.grammar_gate import GrammarGate
 from penstock.engine.ngram_proposer import NgramProposer
 from penstock.engine.request import Request
@@ -31,9 +36,25 @@ class SequenceFactory:
         # Once for all n: there may be many words, and this holds up the loop.
         words = [spelling for word in request.params.bad_words for spelling in (word, " " + word.lstrip(" "))]
         bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words] + [*map(list, request.bad_sequences)]
+        if request.beam is not None:
+            return self._make_search(request, request.beam, self._make_one(request, 0, arrival, bad_words_ids)).sequences
         sequences = [self._make_one(request, index, arrival, bad_words_ids) for index in range(request.params.n)]
         sequences[0].forks = sequences[1:]
         return sequences
+
+    def _make_search(self, request: Request, beam: BeamSearchParams, first: Sequence) -> BeamSearch:
+        stops = end_token_ids(request, self.stop_token_ids)
+        group = BeamGroup(
+            width=beam.beam_width,
+            max_tokens=first.max_tokens,
+            num_candidates=num_candidates(beam.beam_width, len(stops)),
+            length_penalty=beam.length_penalty,
+            early_stopping=beam.early_stopping,
+        )
+        reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_gate(request, answer))
+        first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
+        first.sampling.num_candidates = group.num_candidates
+        return first.search
 
     def _make_one(self, request: Request, index: int, arrival: int, bad_words_ids: list[list[int]]) -> Sequence:
         params = request.params
@@ -62,10 +83,13 @@ class SequenceFactory:
             sampling=sampling,
             gate=self._make_gate(request, answer),
             thinking=self._make_thinking_budget(request, answer),
-            proposer=NgramProposer(token_ids, len(token_ids)) if self.speculates and not sampling.processors else None,
+            proposer=NgramProposer(token_ids, len(token_ids)) if self._may_speculate(request) else None,
             stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
+
+    def _may_speculate(self, request: Request) -> bool:
+        return self.speculates and not request.logits_processors and request.beam is None
 
     def _make_gate(self, request: Request, answer: Answer) -> GrammarGate | None:
         if request.grammar is None:
@@ -90,4 +114,4 @@ def _is_free_of_other_rules(request: Request) -> bool:
     """Whether nothing but the grammar can forbid a token, and nobody wants to see what else could have come in its place."""
     params = request.params
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
-    return params.logprobs is None and not any(rules)
+    return params.logprobs is None and request.beam is None and not any(rules)

@@ -1,5 +1,6 @@
 """Stop strings: cuts the text where the first of them is complete."""
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,12 @@ class StopStrings:
                 return self._end(self._node.match)
         self._hold(text)
         return self._release(self._num_held - self._node.depth)
+
+    def copy(self) -> "StopStrings":
+        """One that goes on by itself."""
+        other = copy.copy(self)
+        other._held = self._held.copy()
+        return other
 
     def finish(self) -> list[Text]:
         if self.match is not None:
