@@ -4,17 +4,74 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.engine.beam_params import BeamSearchParams
+    from penstock.engine.errors import ConfigurationError, EngineUnavailable, GenerationFailed, InvalidRequest, PenstockError, QueueFull
     from penstock.engine.hooks import hookimpl
-    from penstock.engine.sampling_params import SamplingParams
+    from penstock.llm.async_llm import AsyncLLM
+    from penstock.llm.llm import LLM
+    from penstock.llm.prompts import TextPrompt, TokensPrompt
+    from penstock.llm.request_output import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from penstock.llm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "SamplingParams": "penstock.engine.sampling_params",
+    "AsyncLLM": "penstock.llm.async_llm",
+    "BeamSearchOutput": "penstock.llm.request_output",
+    "BeamSearchParams": "penstock.engine.beam_params",
+    "BeamSearchSequence": "penstock.llm.request_output",
+    "CompletionOutput": "penstock.llm.request_output",
+    "ConfigurationError": "penstock.engine.errors",
+    "EngineUnavailable": "penstock.engine.errors",
+    "GenerationFailed": "penstock.engine.errors",
+    "GuidedDecodingParams": "penstock.llm.sampling_params",
+    "InvalidRequest": "penstock.engine.errors",
+    "LLM": "penstock.llm.llm",
+    "Logprob": "penstock.llm.request_output",
+    "PenstockError": "penstock.engine.errors",
+    "QueueFull": "penstock.engine.errors",
+    "RequestMetrics": "penstock.llm.request_output",
+    "RequestOutput": "penstock.llm.request_output",
+    "RequestOutputKind": "penstock.llm.sampling_params",
+    "SamplingParams": "penstock.llm.sampling_params",
+    "StructuredOutputsParams": "penstock.llm.sampling_params",
+    "TextPrompt": "penstock.llm.prompts",
+    "TokensPrompt": "penstock.llm.prompts",
     "hookimpl": "penstock.engine.hooks",
 }
 
-__all__ = ["SamplingParams", "__version__", "hookimpl"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "ConfigurationError",
+    "EngineUnavailable",
+    "GenerationFailed",
+    "GuidedDecodingParams",
+    "InvalidRequest",
+    "Logprob",
+    "PenstockError",
+    "QueueFull",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+    "hookimpl",
+]
 
 
 def __getattr__(name: str) -> Any:

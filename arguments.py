@@ -56,9 +56,12 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_args(words, namespace)
 
 
-def parse_arguments(argv: list[str] | None = None) -> Arguments:
-    """Raises `ConfigurationError` for values that do not go together; argparse itself exits with code 2 for those it cannot read."""
-    parser = build_parser()
+def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> Arguments:
+    """Raises `ConfigurationError` for values that do not go together; argparse itself exits with code 2 for those it cannot read.
+
+    `parser` is one that `build_parser` made.
+    """
+    parser = parser or build_parser()
     given = parser.parse_args(argv)
     if given.command != "serve":
         parser.error(f"`{given.command}` goes before all flags: see penstock {given.command} --help")
@@ -105,8 +108,9 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
+def build_parser(kind: type[CommandParser] = CommandParser) -> argparse.ArgumentParser:
+    """`kind` decides what becomes of mistakes."""
+    parser = kind(
         prog="penstock",
         description="Serve a language model over OpenAI's HTTP interface. Without flags: a small default model at http://127.0.0.1:8000/v1.",
         epilog="`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "

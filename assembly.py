@@ -45,6 +45,7 @@ class Assembled:
 
     context: ServerContext
     summary: str
+    core: EngineCore
 
 
 def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
@@ -83,7 +84,7 @@ def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
             cors_origins=arguments.allowed_origins,
         ),
     )
-    return Assembled(context, summarize(arguments, context, core))
+    return Assembled(context, summarize(arguments, context, core), core)
 
 
 def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) -> str:

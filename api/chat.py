@@ -52,8 +52,22 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest, client: s
     tools = tool_use(body, has_parser=context.tool_parser is not None)
     turn, prompt_token_ids = await render(context, body, tools)
     params = chat_sampling_params(context, body, len(prompt_token_ids))
+    request = await conversation_request(context, body, tools, turn, prompt_token_ids, params, client)
+    return request, reasoning_view(context, body, turn)
+
+
+async def conversation_request(
+    context: ServerContext,
+    body: ChatCompletionRequest,
+    tools: ToolUse,
+    turn: Turn,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    client: str | None = None,
+) -> Request:
+    """The engine's request for a conversation that has been rendered. Raises `InvalidRequest`."""
     processors = logits_processors(context, body.logits_processors)
-    request = Request(
+    return Request(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompt_token_ids=prompt_token_ids,
         params=params,
@@ -70,7 +84,6 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest, client: s
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    return request, reasoning_view(context, body, turn)
 
 
 def check(context: ServerContext, body: ChatCompletionRequest) -> None:

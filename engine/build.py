@@ -9,7 +9,7 @@ import torch
 
 from penstock.engine import attention
 from penstock.engine.block_pool import BlockPool
-from penstock.engine.compiled_layers import LayerCompilation
+from penstock.engine.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.config import EngineConfig
 from penstock.engine.cuda_graphs import CudaRecorder, DecodeGraphs
 from penstock.engine.decoder_trial import install_native_decoder
@@ -101,6 +101,19 @@ def decode_graphs(loaded: LoadedModel, config: EngineConfig) -> DecodeGraphs | N
         block_size=config.block_size,
         device=loaded.device,
     )
+
+
+def release(core: EngineCore) -> None:
+    """Takes the KV cache of an engine that has stopped off its model, which another engine may then be built over.
+
+    The memory is free once nobody holds the engine.
+    """
+    model = core.runner.loaded.model
+    vars(model).pop("forward", None)
+    for module in model.modules():
+        while isinstance(module.forward, CompiledLayer):
+            module.forward.undo()
+    core.runner.cache.detach(model)
 
 
 def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> EngineCore:

@@ -50,6 +50,10 @@ class CompiledLayer:
         self._own = list(layer_tensors(layer).values())
         self._is_checked = False
 
+    def undo(self) -> None:
+        """The layer is as it was."""
+        self._layer.forward = self._uncompiled
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         output = self._run([*self._own, *call_tensors(args, kwargs)])[0]
         return output if self._is_checked else self._check(output, self._uncompiled(*args, **kwargs))
@@ -60,7 +64,7 @@ class CompiledLayer:
         if deviation < (MAX_DEVIATION_QUANTIZED if quantized_layers(self._layer) else MAX_DEVIATION[expected.dtype]):
             return output
         logger.warning("A compiled decoder layer deviates by %.1e and runs uncompiled.", deviation)
-        self._layer.forward = self._uncompiled
+        self.undo()
         return expected
 
 

@@ -29,6 +29,12 @@ class KVCache:
                 module.register_buffer("key_cache", self.keys[layer_idx], persistent=False)
                 module.register_buffer("value_cache", self.values[layer_idx], persistent=False)
 
+    def detach(self, model: nn.Module) -> None:
+        """Takes the tensors off the modules again, which then hold nothing of the memory."""
+        for module in model.modules():
+            if getattr(module, "key_cache", None) is self.keys[getattr(module, "layer_idx", 0)]:
+                del module.key_cache, module.value_cache
+
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, target) pairs, in every layer."""
         if not copies:

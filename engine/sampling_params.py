@@ -1,7 +1,7 @@
 """What a client may ask of the sampler, checked once where it comes in."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.errors import InvalidRequest
@@ -14,6 +14,7 @@ MIN_TEMPERATURE = 0.01  # below it, and above 0, float32 logits overflow; it is 
 class SamplingParams:
     """How tokens are chosen and when a sequence ends. Names and meanings are vLLM's.
 
+    Lists may be given, and for `stop` a single string; tuples are kept.
     Raises `InvalidRequest` with `param` set to the field's name. Token ids are checked against the vocabulary by `check_token_ids`.
     `logprobs` and `prompt_logprobs` count alternatives beside the chosen token; None returns none, 0 the chosen token's alone.
     """
@@ -30,18 +31,22 @@ class SamplingParams:
     max_tokens: int | None = None  # None: as many as the context holds
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
     thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given or ()))
+
         def require(condition: bool, name: str, rule: str) -> None:
             if not condition:
                 raise InvalidRequest(f"`{name}` must be {rule}, got {getattr(self, name)!r}", name)

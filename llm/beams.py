@@ -1,0 +1,62 @@
+"""Beam search for callers of the library."""
+
+import math
+import uuid
+from collections.abc import Sequence
+
+from penstock.api.context import ServerContext
+from penstock.api.preparing import answer_reader
+from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.request import Request
+from penstock.engine.tokenizer import Tokenizer
+from penstock.llm.preparing import Prepared, check_params, located, token_ids_of
+from penstock.llm.prompts import PromptSource
+from penstock.llm.request_output import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from penstock.llm.sampling_params import SamplingParams
+
+
+async def prepare_beams(context: ServerContext, sources: Sequence[PromptSource], params: BeamSearchParams) -> list[Prepared]:
+    """One request per prompt. Raises `InvalidRequest`, naming which of several prompts is at fault."""
+    batch = []
+    for source in sources:
+        try:
+            batch.append(await _prepare(context, source, params))
+        except InvalidRequest as error:
+            raise located(error, source.path) from None
+    return batch
+
+
+async def _prepare(context: ServerContext, source: PromptSource, params: BeamSearchParams) -> Prepared:
+    token_ids = await token_ids_of(context, source)
+    sampling = params.sampling_params()
+    own = SamplingParams(**{name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__})
+    check_params(context, own, len(token_ids), source.path)
+    request = Request(
+        request_id=f"beam-{uuid.uuid4().hex}",
+        prompt_token_ids=token_ids,
+        params=own,
+        make_answer=answer_reader(context.tokenizer, token_ids, own),
+        cache_salt=source.cache_salt,
+        beam=params,
+    )
+    return Prepared(request, own, source.path, source.text)
+
+
+def beam_output(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """vLLM's shape, in which every answer begins with its prompt."""
+    prompt = output.prompt if output.prompt is not None else tokenizer.decode(output.prompt_token_ids)
+    return BeamSearchOutput(
+        [
+            BeamSearchSequence(
+                output.prompt_token_ids + answer.token_ids,
+                prompt + answer.text,
+                answer.cumulative_logprob if answer.cumulative_logprob is not None else 0.0,
+                answer.beam_score if answer.beam_score is not None else 0.0,
+                answer.finish_reason,
+                answer.stop_reason,
+            )
+            for answer in output.outputs
+            if answer.beam_score != -math.inf  # fewer were found than were asked for
+        ]
+    )

@@ -1,0 +1,159 @@
+"""`LLM`: a model for batches of prompts, with vLLM's calls."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.errors import InvalidRequest
+from penstock.llm.batch import run_batch
+from penstock.llm.beams import beam_output, prepare_beams
+from penstock.llm.offline_model import OfflineModel
+from penstock.llm.preparing import ChatOptions, Message, Prepared, located, prepare_chat, prepare_prompt
+from penstock.llm.progress import Progress, UseTqdm
+from penstock.llm.prompts import Prompt, PromptSource, read_prompts
+from penstock.llm.request_output import BeamSearchOutput, RequestOutput
+from penstock.llm.sampling_params import SamplingParams
+
+Conversation = Sequence[Message]
+
+
+class LLM(OfflineModel):
+    """A model in this process, for batches.
+
+        with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
+            for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+                print(output.outputs[0].text)
+
+    Keyword arguments are the flags of the command line in snake case (`docs/library.md` lists them), and `logits_processors`, factories by
+    name that sampling parameters may then name. Raises `TypeError` for an argument that there is not, `ConfigurationError` for what cannot
+    be served as asked.
+
+    A call raises `InvalidRequest` for anything wrong with its arguments before anything of it runs.
+    """
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend, by its generation_config; what a call without parameters uses."""
+        return SamplingParams(**self._model.generating.default_sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues one prompt or several, and gives the outputs in their order.
+
+        `sampling_params` are for all or one for each prompt, and so is `priority`, of which the lower goes first. `use_tqdm` may be what is
+        called in tqdm's place.
+        """
+        if lora_request is not None:
+            raise InvalidRequest("`lora_request`: adapters are not supported", "lora_request")
+        sources = read_prompts(prompts)
+        params = self._for_each(sampling_params, len(sources), "prompts")
+        priorities = _priorities(priority, len(sources))
+        return self._run(self._loop.run(self._prepare(sources, params, priorities)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, as /v1/chat/completions does: `reasoning_content` and `tool_calls` are apart from the text
+        where the model's format is known.
+
+        `chat_template` is Jinja's source, in place of the model's own.
+        """
+        conversations, is_batch = _conversations(messages)
+        params = self._for_each(sampling_params, len(conversations), "messages")
+        options = ChatOptions(
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
+            tool_choice=tool_choice,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self._run(self._loop.run(self._prepare_chats(conversations, params, options, is_batch)), use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: UseTqdm = False
+    ) -> list[BeamSearchOutput]:
+        """The best answers to each prompt, best first, by the search that `transformers` does."""
+        batch = self._loop.run(prepare_beams(self._model.generating, read_prompts(prompts), params))
+        return [beam_output(output, self._model.generating.tokenizer) for output in self._run(batch, use_tqdm)]
+
+    def start_profile(self) -> NoReturn:
+        raise InvalidRequest("profiles are not taken here: see benchmarks/profile_step.py, or run the process under a profiler")
+
+    async def _prepare(
+        self, sources: Sequence[PromptSource], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[Prepared]:
+        context, batch = self._model.generating, []
+        for source, own, priority in zip(sources, params, priorities, strict=True):
+            try:
+                batch.append(await prepare_prompt(context, source, own, priority=priority))
+            except InvalidRequest as error:
+                raise located(error, source.path) from None
+        return batch
+
+    async def _prepare_chats(
+        self, conversations: Sequence[Conversation], params: Sequence[SamplingParams], options: ChatOptions, is_batch: bool
+    ) -> list[Prepared]:
+        context, batch = self._model.generating, []
+        for index, (conversation, own) in enumerate(zip(conversations, params, strict=True)):
+            path = f"messages[{index}]" if is_batch else "messages"
+            try:
+                batch.append(await prepare_chat(context, conversation, own, options, path))
+            except InvalidRequest as error:
+                raise located(error, path) from None
+        return batch
+
+    def _run(self, batch: Sequence[Prepared], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        with Progress(use_tqdm, len(batch)) as progress:
+            for place, output in self._loop.iterate(run_batch(self._model, batch)):
+                outputs[place] = output
+                progress.add(output)
+        return [outputs[place] for place in range(len(batch))]
+
+    def _for_each(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
+            raise InvalidRequest("`sampling_params` must be SamplingParams, or a list of them", "sampling_params")
+        if len(given) != count:
+            raise InvalidRequest(f"there are {count} {what} and {len(given)} sampling_params: give one, or one for each", "sampling_params")
+        return given
+
+
+def _priorities(given: int | Sequence[int] | None, count: int) -> Sequence[int]:
+    if given is None or isinstance(given, int):
+        return [given or 0] * count
+    if len(given) != count:
+        raise InvalidRequest(f"there are {count} prompts and {len(given)} priorities: give one, or one for each", "priority")
+    return given
+
+
+def _conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:
+    """The conversations, and whether there was a list of them."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise InvalidRequest("`messages` must be a conversation, which is a list of messages, or a list of these", "messages")
+    if all(isinstance(message, Mapping) for message in messages):
+        return [cast(Conversation, messages)], False
+    for index, conversation in enumerate(messages):
+        if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+            raise InvalidRequest(f"`messages[{index}]` must be a conversation, like the others", f"messages[{index}]")
+    return list(cast(Sequence[Conversation], messages)), True

@@ -1,0 +1,136 @@
+"""How to sample, as a caller of the library says it: the engine's parameters, and what else belongs to one request."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any
+
+import msgspec
+
+from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice, StructuredOutputs
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.sampling_params import SamplingParams as EngineParams
+
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget"})
+TEXTS = ("stop", "bad_words", "additional_outputs")
+TOKEN_IDS = ("stop_token_ids", "allowed_token_ids")
+
+
+class RequestOutputKind(Enum):
+    """What each output of a stream holds: all there is so far, only what is new, or there is one output, at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer is held to: one of the first six; the others say how. Names are vLLM's, meanings those of docs/requests.md.
+
+    `json` is a JSON Schema as a dict or as its text. `grammar` is one in Lark or GBNF; {"definition": ..., "syntax": ...} says in which.
+    `backend` is the name of a grammar backend.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_fallback: bool = False
+    disable_additional_properties: bool = False
+
+    def wire(self) -> StructuredOutputs:
+        """The same as a request's body says it, so that there is one reader of constraints. Raises `InvalidRequest`."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        try:
+            return msgspec.convert({name: value for name, value in given.items() if value is not None}, StructuredOutputs)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"`structured_outputs`: {error}", "structured_outputs") from None
+
+
+GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(EngineParams):
+    """How one request is sampled. Names and meanings are vLLM's, except that `max_tokens` is as many as the context holds.
+
+    `structured_outputs` (or its older name `guided_decoding`) is what the answer is held to. `logits_processors` are registered ones:
+    names, or {"name": ..., "arguments": {...}}. `additional_outputs` are the named model outputs wanted of every generated token, such as
+    "hidden_states.last", and `additional_context_outputs` says that those of the prompt are wanted too. With `detokenize=False` there is
+    no text. `output_kind` is for streams.
+
+    Raises `InvalidRequest` with `param` set to the field's name.
+    """
+
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None
+    logits_processors: Sequence[str | Mapping[str, Any]] = ()
+    additional_outputs: Sequence[str] = ()
+    additional_context_outputs: bool = False
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        EngineParams.__post_init__(self)  # without arguments, `super` does not find its way in a dataclass with slots
+        object.__setattr__(self, "additional_outputs", tuple(self.additional_outputs))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.structured_outputs is not None and self.guided_decoding is not None:
+            raise InvalidRequest("`guided_decoding` is the older name of `structured_outputs`: give one", "guided_decoding")
+        for name in ("structured_outputs", "guided_decoding"):
+            self._require(isinstance(getattr(self, name), StructuredOutputsParams | None), name, "StructuredOutputsParams")
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("`stop` needs the text: leave `detokenize` as it is", "detokenize")
+        self.processor_choices()
+        self.constraint_fields()
+
+    def processor_choices(self) -> list[LogitsProcessorChoice]:
+        """As a request's body names them."""
+        choices = []
+        for index, given in enumerate(self.logits_processors):
+            path = f"logits_processors[{index}]"
+            if callable(given):
+                message = f"`{path}`: processors are chosen by name: register it with the engine, `logits_processors={{name: factory}}`"
+                raise InvalidRequest(message, path)
+            try:
+                choices.append(msgspec.convert({"name": given} if isinstance(given, str) else given, LogitsProcessorChoice))
+            except msgspec.ValidationError as error:
+                raise InvalidRequest(f"`{path}`: {error}", path) from None
+        return choices
+
+    def constraint_fields(self) -> GenerationFields:
+        """What is asked of the answer's form, as a request's body says it."""
+        outputs = self.structured_outputs or self.guided_decoding
+        return GenerationFields(structured_outputs=None if outputs is None else outputs.wire())
+
+    def _check_types(self) -> None:
+        for name in (*INTEGERS, *NUMBERS):
+            value, kind = getattr(self, name), Integral if name in INTEGERS else Real
+            is_missing = value is None and name in OPTIONAL
+            self._require(is_missing or (isinstance(value, kind) and not isinstance(value, bool)), name, "a number")
+        for name in (*TEXTS, *TOKEN_IDS):
+            value = getattr(self, name)
+            is_text = name in TEXTS
+            if value is None or (is_text and isinstance(value, str)):
+                continue
+            kind = str if is_text else Integral
+            is_list = isinstance(value, Sequence) and all(isinstance(item, kind) for item in value)
+            self._require(is_list, name, "made of strings" if is_text else "made of token ids")
+        bias = self.logit_bias or {}
+        is_bias = isinstance(bias, Mapping) and all(isinstance(key, Integral) and isinstance(bias[key], Real) for key in bias)
+        self._require(is_bias, "logit_bias", "a dict of numbers by token id")
+        self._require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "a RequestOutputKind")
+
+    def _require(self, condition: bool, name: str, rule: str) -> None:
+        if not condition:
+            raise InvalidRequest(f"`{name}` must be {rule}, got {getattr(self, name)!r}", name)
