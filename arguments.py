@@ -83,6 +83,7 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
             max_waiting_requests=given.max_waiting_requests,
             compile=given.compile,
             speculation=given.speculation,
+            async_scheduling=given.async_scheduling,
             seed=given.seed,
             num_threads=given.threads,
             trust_remote_code=given.trust_remote_code,
@@ -124,7 +125,7 @@ def build_parser(kind: type[CommandParser] = CommandParser) -> argparse.Argument
     _add_http_flags(parser)
     _add_engine_flags(parser)
     # Set here and not at the flags: some versions of argparse would add "(default: True)" to their help.
-    parser.set_defaults(access_log=True, prefix_caching=True)
+    parser.set_defaults(access_log=True, prefix_caching=True, async_scheduling=None)
     return parser
 
 
@@ -283,6 +284,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="ngram",
         help="ngram: where a text repeats itself, try several tokens in one step; the answers are the same, and nothing is tried where it "
         "does not pay; none: one token at a time (default: %(default)s)",
+    )
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="put the next step together while one is computed, where that does not depend on what comes of it (default: on CUDA)",
     )
     group.add_argument("--threads", type=integer(1), metavar="N", help="CPU threads of the model (default: one per core)")
     group.add_argument("--seed", type=integer(0, 2**63 - 1), help="for requests that bring none (default: every start is different)")

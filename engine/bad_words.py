@@ -20,6 +20,10 @@ class BadWords:
         self._lengths = sorted({len(beginning) for beginning in self._last_ids})
         self._tail: deque[int] = deque(maxlen=max(self._lengths, default=0))
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._last_ids)
+
     def append(self, token_id: int) -> None:
         self._tail.append(token_id)
 

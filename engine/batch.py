@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.pending_tokens import placeholder
 from penstock.engine.sampler_row import SamplerRow, sampler_rows
 from penstock.engine.scheduler import Step
 from penstock.engine.sequence import Sequence
@@ -32,6 +33,8 @@ class Batch:
 
     To attention each token that is tried ahead, and the one before the first of them, is a sequence of its own with one new token, on the
     blocks that they share: all keys are written before anybody attends, and decoding is what its kernels do best.
+
+    `num_pending` of the input ids are placeholders (`pending_tokens.py`) for what the step before this one samples.
     """
 
     input_ids_1T: Tensor
@@ -43,6 +46,7 @@ class Batch:
     prompts: list[PromptRows]
     masks: StepMasks | None
     copies: list[tuple[int, int]]
+    num_pending: int = 0
 
 
 def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> list[int]:
@@ -67,6 +71,8 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         first = sequence.num_computed_tokens
         last = first + num_tokens
         input_ids += sequence.token_ids[first:last] + draft
+        if sequence.pending_row is not None:
+            input_ids.append(placeholder(sequence.pending_row))
         positions += range(first, last + len(draft))
         slots += slots_of(sequence.block_table, first, last + len(draft), block_size)
         starts.append(starts[-1] + num_tokens)
@@ -76,7 +82,7 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
             num_scored = min(last, sequence.num_prompt_tokens - 1) - first
             prompts.append(PromptRows(sequence, len(kept), len(kept) + num_scored, first + 1))
             kept += range(starts[-2], starts[-2] + num_scored)
-        if last == len(sequence.token_ids):
+        if num_tokens == sequence.num_uncomputed_tokens:
             rows = sampler_rows(sequence, draft)
             sample_rows += [len(kept) + row.num_drafted for row in rows]
             samplers += rows
@@ -101,4 +107,5 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         prompts=prompts,
         masks=masks.begin(samplers, step.drafts, vocab_size, pin_memory=device.type == "cuda"),
         copies=step.copies,
+        num_pending=sum(sequence.pending_row is not None for sequence in step.num_tokens),
     )

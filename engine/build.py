@@ -151,4 +151,5 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
         stop_token_ids=tokens.stop_token_ids,
         max_model_len=loaded.max_model_len,
         vocab_size=tokens.vocab_size,
+        is_async=config.is_async(device_type),
     )

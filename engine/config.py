@@ -22,10 +22,10 @@ ROWS_FOR_WEIGHTS_CUDA = 64.0
 class EngineConfig:
     """How much the engine may hold, and how it computes.
 
-    None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs` and
-    `max_num_batched_tokens` from the device, `kv_cache_memory` (bytes) from free memory, `num_threads` from the cores.
-    `max_num_batched_tokens` is the token budget of one step; the scheduler raises it where it would not hold a token of every running
-    sequence.
+    None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs`,
+    `max_num_batched_tokens` and `async_scheduling` from the device, `kv_cache_memory` (bytes) from free memory, `num_threads` from the
+    cores. `max_num_batched_tokens` is the token budget of one step; the scheduler raises it where it would not hold a token of every
+    running sequence. With `async_scheduling`, a step is put together while the one before it is computed.
     `seed` is for requests that bring none; None makes every start different.
     `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
     """
@@ -43,6 +43,7 @@ class EngineConfig:
     max_waiting_requests: int = 1024
     compile: CompileMode = "auto"
     speculation: SpeculationMode = "ngram"
+    async_scheduling: bool | None = None
     seed: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
@@ -52,6 +53,10 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             return self.max_num_seqs
         return MAX_NUM_SEQS_CUDA if device_type == "cuda" else MAX_NUM_SEQS_CPU
+
+    def is_async(self, device_type: str) -> bool:
+        """Whether the next step may be scheduled while one is under way, given where the model runs."""
+        return device_type == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     def rows_for_weights(self, device_type: str) -> float:
         """What `Speculation` goes by, given where the model runs."""

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from penstock.engine.batch import Batch
 from penstock.engine.engine_core import DeltasByRequest, EngineCore
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.mask_filler import PATIENCE
@@ -35,6 +36,15 @@ class _Stream:
     def put(self, deltas: list[SequenceDelta]) -> None:
         self.unfinished -= {delta.index for delta in deltas if delta.finish_reason is not None}
         self.queue.put_nowait(deltas)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that is under way; it has no batch where that could not be built."""
+
+    step: Step
+    batch: Batch | None
+    handle: StepHandle
 
 
 class Engine:
@@ -125,17 +135,22 @@ class Engine:
 
     async def _run(self) -> None:
         news: DeltasByRequest = {}
+        flight: _Flight | None = None
         try:
             while True:
                 for request_id, deltas in self._core.expire().items():
                     news.setdefault(request_id, []).extend(deltas)
-                step = self._core.schedule()
-                if step is None:
-                    self._deliver(news)
+                flight = flight or self._launch(self._core.schedule())
+                follower = None
+                if flight is not None and flight.batch is not None:
+                    follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
+                self._deliver(news)  # clients are told what the last step brought while the next one is computed
+                if flight is None:
                     self._wake.clear()
                     await self._awake()
                 else:
-                    news = await self._compute(step, news)
+                    await _done(flight.handle)
+                    news, flight = self._land(flight, follower)
         except Exception:  # a defect of the scheduler's: there is no going on, and no client may be left waiting
             logger.exception("The engine has failed")
             self._deliver(news)
@@ -149,22 +164,32 @@ class Engine:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), self._core.deadlines.seconds_left(PATIENCE))
 
-    async def _compute(self, step: Step, news: DeltasByRequest) -> DeltasByRequest:
-        """Runs a step and gives its news. Clients are told those of the last one meanwhile."""
+    def _launch(self, step: Step | None) -> _Flight | None:
+        if step is None:
+            return None
         try:
             batch = self._core.build(step)
-            handle = self._core.runner.launch(batch)
-            self._deliver(news)
-            await _done(handle)
-            fresh = self._core.update(step, batch, handle.collect())
+            return _Flight(step, batch, self._core.runner.launch(batch))
+        except Exception as error:  # it fails as if the model had, when its turn has come
+            return _Flight(step, None, StepHandle.failed(error))
+
+    def _land(self, flight: _Flight, follower: _Flight | None) -> tuple[DeltasByRequest, _Flight | None]:
+        """Takes in what a step brought, and says what is under way after that."""
+        step = flight.step
+        try:
+            output = flight.handle.collect()
+            assert flight.batch is not None
+            news = self._core.update(step, flight.batch, output)
             self._num_failed_steps = 0
+            return news, follower
         except Exception:  # whatever the model raised: it ends the requests of this step and nothing else
             logger.exception("A step over %d sequences failed", len(step.num_tokens))
             self._num_failed_steps += 1
-            self._deliver(news)
-            fresh = self._core.fail(step, STEP_FAILED)
-            self._end_lost(step, fresh)
-        return fresh
+            news = self._core.fail(step, STEP_FAILED)
+            self._end_lost(step, news)
+            if follower is not None:
+                self._core.put_off(follower.step)
+            return news, None
 
     def _end_lost(self, step: Step, fresh: DeltasByRequest) -> None:
         """Adds a last delta for sequences that had ended in an update which then failed: theirs is gone, so their requests are."""

@@ -7,6 +7,7 @@ from penstock.engine.beam_check import check_beam_request
 from penstock.engine.beam_processor import BeamProcessor
 from penstock.engine.deadlines import Deadlines
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.lookahead import can_look_ahead
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepOutput
 from penstock.engine.output_processor import OutputProcessor
@@ -24,7 +25,10 @@ DeltasByRequest = dict[str, list[SequenceDelta]]
 
 @dataclass(slots=True)
 class EngineCore:
-    """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others."""
+    """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others.
+
+    `is_async` allows `schedule_ahead`.
+    """
 
     runner: ModelRunner
     scheduler: Scheduler
@@ -32,6 +36,7 @@ class EngineCore:
     stop_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
+    is_async: bool = False
     masks: MaskFiller = field(default_factory=MaskFiller)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
@@ -96,6 +101,20 @@ class EngineCore:
             return None
         return step
 
+    def schedule_ahead(self, step: Step, batch: Batch) -> Step | None:
+        """What to compute after a step that is under way, as far as it is certain before its results are; None where it is not.
+
+        It is to be built before `update` gets that step's results, and to come back after that: to `update`, `fail` or `put_off`.
+        """
+        if not (self.is_async and can_look_ahead(self.scheduler, step, batch)):
+            return None
+        self.scheduler.count_computed(step)
+        for row, sampler in enumerate(batch.samplers):
+            sampler.sequence.pending_row = row
+        if not self.scheduler.has_room():
+            return None
+        return self.scheduler.schedule(is_ahead=True) or None
+
     def build(self, step: Step) -> Batch:
         """The step as the runner takes it. Its masks begin to be filled."""
         if self.observer is not None:
@@ -116,11 +135,12 @@ class EngineCore:
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
-        for sequence, num_tokens in step.num_tokens.items():
-            if sequence.status is Status.RUNNING:
-                sequence.num_computed_tokens += num_tokens
-                if sequence.forks and sequence.num_uncomputed_tokens == 0:
-                    self.scheduler.fork(sequence)
+        for sampler in batch.samplers:
+            sampler.sequence.pending_row = None
+        self.scheduler.count_computed(step)
+        for sequence in step.num_tokens:
+            if sequence.status is Status.RUNNING and sequence.forks and sequence.num_uncomputed_tokens == 0:
+                self.scheduler.fork(sequence)
         deltas: DeltasByRequest = {}
         samples = {row: position for position, row in enumerate(output.rows)}
         for row, sampler in enumerate(batch.samplers):
@@ -130,6 +150,8 @@ class EngineCore:
             if sequence.search is not None:
                 self._take_beam(sequence, output, samples.get(row))
                 continue
+            if batch.num_pending:
+                self.scheduler.remember_new(sequence)
             delta = SequenceDelta(sequence.index)
             draft = step.drafts.get(sequence, [])
             num_known = len(sequence.token_ids)
@@ -165,6 +187,11 @@ class EngineCore:
                 deltas.setdefault(request_id, []).append(delta)
         self._show(step, deltas)
         return deltas
+
+    def put_off(self, step: Step) -> None:
+        """The step before this one failed, on whose results it was to be built: its sequences, but for those of that step, begin again."""
+        self.scheduler.put_off(step)
+        self._show(step, {})
 
     def step(self) -> DeltasByRequest:
         """One whole step in this thread: schedule, launch, collect, update. Waits where all there is to do waits for late masks."""

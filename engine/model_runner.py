@@ -16,6 +16,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.logprobs import prompt_logprobs
 from penstock.engine.model_loader import LoadedModel
 from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.pending_tokens import PendingTokens
 from penstock.engine.sampler import Sampler, SamplerOutput
 from penstock.engine.sequence import Sequence
 
@@ -36,6 +37,13 @@ class StepHandle:
     """A step that is under way. The thread that launched it may do anything but touch what the step reads."""
 
     future: "Future[StepOutput]"
+
+    @classmethod
+    def failed(cls, error: Exception) -> "StepHandle":
+        """Of a step that could not even be launched."""
+        future: Future[StepOutput] = Future()
+        future.set_exception(error)
+        return cls(future)
 
     def collect(self) -> StepOutput:
         """Waits for the step. Raises whatever the model raised."""
@@ -84,6 +92,7 @@ class ModelRunner:
         self._graphs = graphs
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
+        self._pending = PendingTokens(vocab_size, loaded.device)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
 
     def _prepare_thread(self) -> None:
@@ -128,9 +137,13 @@ class ModelRunner:
     def run(self, batch: Batch) -> StepOutput:
         if batch.masks is not None:
             batch.masks.begin()
+        if batch.num_pending:
+            self._pending.fill_in(batch.input_ids_1T)
+        self._pending.clear()
         self.cache.copy_blocks(batch.copies)
         logits_KV = self.forward(batch)
         samples, rows = sample_rows(batch, logits_KV, self.sampler)
+        self._pending.keep(samples.token_ids)
         return StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts])
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ from penstock.engine.sequence import Sequence
 class SamplerRow:
     """The sequence's next token or, in the rows after that, the one after the first `num_drafted` tokens of its draft.
 
-    `sampling` is the sequence's own state, or as it will be if the draft is right so far.
+    `sampling` is the sequence's own state, or as it will be if the draft is right so far, or once the token that is pending is there.
     """
 
     sequence: Sequence
@@ -20,6 +20,8 @@ class SamplerRow:
 
 def sampler_rows(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
     """A row for the sequence's next token and one after each token of the draft; the forks of a prompt have one each."""
+    if sequence.pending_row is not None:
+        return [SamplerRow(sequence, sequence.sampling.ahead_of_any())]
     rows = []
     for member in sequence.sampling_sequences:
         member.sampling.is_constrained = member.is_constrained

@@ -86,6 +86,11 @@ class SamplingState:
         is_plain = self.params.is_greedy and not self.num_candidates and not self.processors and all(rule is None for rule in rules)
         return is_plain and not self.masked_ids()
 
+    @property
+    def is_predictable(self) -> bool:
+        """Whether the tokens said so far make no difference to how the next one is chosen, but for their number."""
+        return not self.processors and not self.num_candidates and self.counts is None and not self._bad_words
+
     def append(self, token_id: int) -> None:
         """A token was added to the output, sampled or forced."""
         self.num_output_tokens += 1
@@ -111,6 +116,15 @@ class SamplingState:
         assert not self.processors
         state = self.fork()
         state.append(token_id)
+        return state
+
+    def ahead_of_any(self) -> "SamplingState":
+        """What it will be once another token has been appended, whichever that is."""
+        assert self.is_predictable
+        state = copy.copy(self)
+        state.num_output_tokens += 1
+        state.block_stop = False
+        state.generator = None if self.generator is None else self.generator.at_next_place()
         return state
 
     def masked_ids(self) -> list[int]:

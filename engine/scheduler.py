@@ -19,6 +19,7 @@ class Step:
     `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
     values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask is not there yet.
     `drafts` are the tokens that a sequence tries beyond those it knows. They are not in `num_tokens`.
+    `is_counted` says that its tokens are among the computed ones of their sequences, although the step may still be under way.
     """
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
@@ -26,6 +27,7 @@ class Step:
     promised: list[int] = field(default_factory=list)
     num_held_up: int = 0
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    is_counted: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
@@ -86,7 +88,8 @@ class Scheduler:
             raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
-    def schedule(self) -> Step:
+    def schedule(self, *, is_ahead: bool = False) -> Step:
+        """What is to be computed next. With `is_ahead` another step is under way, and nobody is preempted: see `has_room`."""
         step = Step()
         budget = TokenBudget(self.max_num_batched_tokens)
         num_preemptions = self.num_preemptions
@@ -94,6 +97,8 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda running: (running.num_uncomputed_tokens > 1, running.order)):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
+            if sequence.pending_row is not None and sequence.ends_with_next_token:
+                continue
             if sequence.is_held_up:
                 step.num_held_up += 1
                 continue
@@ -111,6 +116,8 @@ class Scheduler:
                 break
             if self.num_places_taken + sequence.num_places > self.max_num_seqs:
                 break
+            if is_ahead and sequence.gate is not None:
+                break  # its mask would be filled for the step that is under way
             if sequence.is_held_up:
                 step.num_held_up += 1
                 continue
@@ -124,9 +131,29 @@ class Scheduler:
             underway.update(self._hashes_to_come(sequence, num_tokens))
         # A prompt's last token is a decode like any other; attention wants those first.
         step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > 1))
-        if self.speculation is not None:
+        if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
         return step
+
+    def count_computed(self, step: Step) -> None:
+        """The step's tokens are computed, or will be before anything that is scheduled from now on."""
+        if step.is_counted:
+            return
+        step.is_counted = True
+        for sequence, num_tokens in step.num_tokens.items():
+            if sequence.status is Status.RUNNING:
+                sequence.num_computed_tokens += num_tokens
+
+    def has_room(self) -> bool:
+        """Whether all that run can compute their next tokens without a block of another's."""
+        wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in self.running)
+        return sum(self._num_needed_blocks(sequence, num_tokens) for sequence, num_tokens in wanted) <= self.pool.num_free
+
+    def remember_new(self, sequence: Sequence) -> None:
+        """Of its tokens, all of them computed, the last was not known when the step was put together that computed it."""
+        num_full = len(sequence.token_ids) // self.block_size
+        if len(sequence.token_ids) % self.block_size == 0:
+            self._remember(sequence, num_full - 1, num_full)
 
     def fork(self, parent: Sequence) -> None:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
@@ -156,6 +183,13 @@ class Scheduler:
     def withdraw(self, step: Step) -> None:
         """The step failed: nobody may find what it was to compute."""
         self.pool.forget(step.promised)
+
+    def put_off(self, step: Step) -> None:
+        """The step before this one failed, so this one's results mean nothing: whoever has not ended with that one begins again."""
+        self.withdraw(step)
+        for sequence in step.num_tokens:
+            if sequence.status is Status.RUNNING:
+                self._preempt(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes the sequence out, wherever it is, and frees its blocks. Forks that still wait on it are finished as well."""
@@ -194,7 +228,7 @@ class Scheduler:
     def _include(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
         step.num_tokens[sequence] = num_tokens
         first = sequence.num_computed_tokens // self.block_size
-        last = (sequence.num_computed_tokens + num_tokens) // self.block_size
+        last = min(sequence.num_computed_tokens + num_tokens, len(sequence.token_ids)) // self.block_size
         step.promised += self._remember(sequence, first, last)
 
     def _remember(self, sequence: Sequence, first: int, last: int) -> list[int]:

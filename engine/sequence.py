@@ -35,6 +35,7 @@ class Sequence:
     `queue_seconds` is None until the sequence is first scheduled. `mask` is what the grammar allows next, from when that is asked for until
     it has been used; the next `num_masks_apart` masks hold up no step. `proposer` is None where nothing is ever to be tried ahead.
     `stops` is None where no token sequence ends the answer.
+    `pending_row` is the row of the step under way that samples its next token, where another step is scheduled behind that one.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class Sequence:
     forks: list["Sequence"] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
+    pending_row: int | None = None
     num_cached_tokens: int = 0
     queued_at: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
@@ -71,7 +73,18 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        """Of the tokens that are known or, with a `pending_row`, will be."""
+        return len(self.token_ids) + (self.pending_row is not None) - self.num_computed_tokens
+
+    @property
+    def ends_with_next_token(self) -> bool:
+        """Whether the next token is its last one, whatever it is."""
+        return self.num_output_tokens + 1 >= self.max_tokens
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether it goes on after its next token, if it does, by rules that do not depend on what that token is."""
+        return self.gate is None and self.thinking is None and not self.forks and self.sampling.is_predictable
 
     @property
     def order(self) -> tuple[int, int, int]:

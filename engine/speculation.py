@@ -48,6 +48,16 @@ class Speculation:
                 heapq.heappop(queue)
         return lengths
 
+    def is_worthwhile(self, proposers: list[NgramProposer], *, num_rows: int) -> bool:
+        """Whether any of them, as sure as it is now, would be given a token to try in a step of `num_rows` sequences."""
+        return any(
+            proposer.read()
+            and proposer.has_guess
+            and proposer.accuracy >= MIN_ACCURACY
+            and proposer.accuracy * (self.rows_for_weights + num_rows) > num_rows
+            for proposer in proposers
+        )
+
     def count(self, num_drafted: int, num_accepted: int) -> None:
         self.num_drafted += num_drafted
         self.lengths[num_accepted] += 1

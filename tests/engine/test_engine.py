@@ -1,5 +1,7 @@
 import asyncio
+import functools
 import itertools
+import sys
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -8,14 +10,23 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from penstock.engine.batch import Batch
 from penstock.engine.engine import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request
+from penstock.engine.scheduler import Scheduler
 from tests.fakes import EOS, LETTERS, content, make_core, make_request, runner_of, saying, tokens
 from tests.fakes import generate as generate_alone
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
+def order_of_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it holds as well where steps are scheduled while others are under way."""
+    monkeypatch.setattr(sys.modules[__name__], "make_core", functools.partial(make_core, is_async=request.param))
 
 
 @asynccontextmanager
@@ -76,6 +87,38 @@ def test_clients_at_once_get_what_each_gets_alone() -> None:
             for index in range(1 + number % 2):
                 assert tokens(deltas, index) == tokens(alone, index)
             assert ends(deltas) == ends(alone)
+
+    run(test)
+
+
+def test_a_step_is_launched_while_another_is_under_way_and_no_third_one() -> None:
+    async def launched(is_async: bool) -> int:
+        core = make_core(is_async=is_async)
+        runner = runner_of(core)
+        num_launched = 0
+        launch = runner.launch
+
+        def count(batch: Batch) -> StepHandle:
+            nonlocal num_launched
+            num_launched += 1
+            return launch(batch)
+
+        runner.launch = count  # type: ignore[method-assign]
+        async with running(core) as engine:
+            runner.gate = threading.Event()
+            client = asyncio.create_task(collect(engine, make_request(max_tokens=6)))
+            await until(lambda: num_launched > 0)
+            for _ in range(9):
+                await asyncio.sleep(0)
+            held_up = num_launched
+            runner.gate.set()
+            assert ends(await client) == [(0, FinishReason.LENGTH)]
+            assert num_launched == 6
+        return held_up
+
+    async def test() -> None:
+        assert await launched(False) == 1
+        assert await launched(True) == 2
 
     run(test)
 
@@ -249,10 +292,10 @@ def test_a_defect_of_the_scheduler_leaves_no_client_waiting(monkeypatch: pytest.
         stream = engine.generate(make_request(n=2, max_tokens=100))
         said = [await anext(stream)]
 
-        def fail(self: EngineCore) -> None:
+        def fail(self: Scheduler, **options: Any) -> None:
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr(EngineCore, "schedule", fail)
+        monkeypatch.setattr(Scheduler, "schedule", fail)
         said += [delta async for delta in stream]
         assert ends(said) == [(0, FinishReason.ERROR), (1, FinishReason.ERROR)]
         assert said[-1].error == ENGINE_FAILED

@@ -6,8 +6,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.batch import Batch
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.scheduler import Step
 from tests.fakes import LETTERS, generate, letter_like_before, make_core, make_request, runner_of, tokens
 
 MAX_MODEL_LEN = 40
@@ -64,24 +67,31 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
                 core.abort(str(number))
         core.check_integrity()
 
+    def launch(step: Step | None) -> tuple[Step, Batch, StepHandle] | None:
+        if step is None:
+            return None
+        assert all(step.num_tokens[sequence] == sequence.num_uncomputed_tokens for sequence in step.drafts), "what is known comes first"
+        assert sum(step.num_tokens.values()) + sum(map(len, step.drafts.values())) <= core.scheduler.max_num_batched_tokens
+        assert len(core.scheduler.running) <= core.scheduler.max_num_seqs
+        batch = core.build(step)
+        return step, batch, core.runner.launch(batch)
+
+    flight: tuple[Step, Batch, StepHandle] | None = None
     for half_step in range(0, 2000, 2):
         interrupt(half_step)
-        step = core.schedule()
-        if step is None:
+        flight = flight or launch(core.schedule())
+        if flight is None:
             interrupt(half_step + 1)
             if half_step > 30:
                 return
             continue
-        assert all(step.num_tokens[sequence] == sequence.num_uncomputed_tokens for sequence in step.drafts), "what is known comes first"
-        batch = core.build(step)
-        output = core.runner.launch(batch).collect()
+        step, batch, handle = flight
+        flight = launch(core.schedule_ahead(step, batch))
         interrupt(half_step + 1)
-        for request_id, deltas in core.update(step, batch, output).items():
+        for request_id, deltas in core.update(step, batch, handle.collect()).items():
             plan[int(request_id)][1].deltas += deltas
             assert ends.get(int(request_id), half_step + 2) > half_step + 1, "an aborted request is heard of"
         core.check_integrity()
-        assert sum(step.num_tokens.values()) + sum(map(len, step.drafts.values())) <= core.scheduler.max_num_batched_tokens
-        assert len(core.scheduler.running) <= core.scheduler.max_num_seqs
     raise AssertionError("it never ends")
 
 
@@ -93,6 +103,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
     max_num_batched_tokens=st.sampled_from([1, 4, 7, 16, 200]),
     enable_prefix_caching=st.booleans(),
     rows_for_weights=st.sampled_from([None, 20.0, 1000.0]),
+    is_async=st.booleans(),
 )
 @settings(deadline=None, max_examples=120)
 def test_every_request_gets_the_answer_it_gets_alone(
@@ -103,6 +114,7 @@ def test_every_request_gets_the_answer_it_gets_alone(
     max_num_batched_tokens: int,
     enable_prefix_caching: bool,
     rows_for_weights: float | None,
+    is_async: bool,
 ) -> None:
     core = make_core(
         letter_like_before,
@@ -113,6 +125,7 @@ def test_every_request_gets_the_answer_it_gets_alone(
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=enable_prefix_caching,
         rows_for_weights=rows_for_weights,
+        is_async=is_async,
     )
     run_all(core, plan)
     runner_of(core).shutdown()

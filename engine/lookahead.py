@@ -1,0 +1,24 @@
+"""Which steps can be put together while the one before them is still under way."""
+
+from penstock.engine.batch import Batch
+from penstock.engine.scheduler import Scheduler, Step
+
+
+def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
+    """Whether the step after `step`, which is under way, would be the same whatever tokens this one samples.
+
+    All of those that run go ahead or none does: in two halves, each waiting for its own results, they would read the weights twice.
+    Where somebody's next step depends on the token before it, or is worth a draft, it is better known first.
+    """
+    if batch.masks is not None or step.drafts:
+        return False
+    sampling = {sampler.sequence for sampler in batch.samplers}
+    going_on = [sequence for sequence in scheduler.running if not (sequence in sampling and sequence.ends_with_next_token)]
+    if any(sequence.gate is not None or sequence.search is not None for sequence in going_on):
+        return False
+    if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
+        return False
+    if scheduler.speculation is None:
+        return True
+    proposers = [sequence.proposer for sequence in going_on if sequence in sampling and sequence.proposer is not None]
+    return not scheduler.speculation.is_worthwhile(proposers, num_rows=len(going_on))
