@@ -14,7 +14,7 @@ from penstock.api.constraints import grammar_spec, open_schema
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics import begin_timer
 from penstock.api.preparing import answer_reader, check_streaming, client_of, compiled_grammar, logits_processors, special_token_ids
-from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length
+from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length, path_of, split_prompts
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.streams import merge
 from penstock.api.workers import MANY, run
@@ -22,7 +22,6 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
 from penstock.engine.sampling_params import SamplingParams
 
-MAX_PROMPTS = 2048
 MAX_SEQUENCES = 4096  # over all prompts
 
 
@@ -51,10 +50,10 @@ async def prepare(
     check_streaming(body)
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
-    given = await run(context, lambda: split_prompts(body.prompt), is_long=len(body.prompt) > MANY)
+    given = await run(context, lambda: split_prompts(body.prompt, "prompt"), is_long=len(body.prompt) > MANY)
     for position, source in enumerate(given):
         if isinstance(source, str):
-            await check_text_length(context, source, path_of(position, len(given)))
+            await check_text_length(context, source, path_of("prompt", position, len(given)))
     encoded = await encode_all(context, given, add_special_tokens=body.add_special_tokens is not False)
     num_tokens = sum(map(len, encoded))
     is_long = len(given) > MANY or num_tokens > LONG_TEXT
@@ -79,16 +78,12 @@ async def prepare(
     return prompts, requests
 
 
-def path_of(position: int, count: int) -> str:
-    return "prompt" if count == 1 else f"prompt[{position}]"
-
-
 def checked_params(context: ServerContext, body: CompletionRequest, encoded: list[list[int]]) -> list[SamplingParams]:
     """Each prompt's: the same object for all that may grow by as many tokens."""
     by_limit: dict[int, SamplingParams] = {}
     params: list[SamplingParams] = []
     for position, token_ids in enumerate(encoded):
-        path = path_of(position, len(encoded))
+        path = path_of("prompt", position, len(encoded))
         limit = token_limit(
             body.max_tokens,
             "max_tokens",
@@ -133,21 +128,6 @@ def readable_prompts(
         return source if isinstance(source, str) else context.tokenizer.decode(source, skip_special_tokens=skip_special_tokens)
 
     return [Prompt(token_ids, text_of(source)) for source, token_ids in zip(given, encoded, strict=True)]
-
-
-def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts of all four forms. Raises `InvalidRequest` for none, for too many, and for a list of both ids and prompts."""
-    if isinstance(prompt, str):
-        return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids and len(ids) == len(prompt):
-        return [ids]
-    if ids:
-        position = next(position for position, item in enumerate(prompt) if isinstance(item, int) != isinstance(prompt[0], int))
-        raise InvalidRequest("`prompt` must hold either token ids or prompts, not both", f"prompt[{position}]")
-    if not 1 <= len(prompt) <= MAX_PROMPTS:
-        raise InvalidRequest(f"`prompt` must hold from 1 to {MAX_PROMPTS} prompts, got {len(prompt)}", "prompt")
-    return [item for item in prompt if not isinstance(item, int)]
 
 
 async def encode_all(context: ServerContext, prompts: list[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:

@@ -9,7 +9,30 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.tokenizer import Tokenizer
 
 LONG_TEXT = 2**12  # characters; tokenizing less takes a millisecond or two
+MAX_PROMPTS = 2048  # OpenAI's, of embeddings
 SHRINKAGE = 2  # normalizers may shorten a text before it is split into tokens
+
+
+def split_prompts(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts of all four forms that OpenAI has: a string, strings, token ids, lists of these.
+
+    Raises `InvalidRequest` for none, for too many, and for a list of both ids and prompts.
+    """
+    if isinstance(given, str):
+        return [given]
+    ids = [item for item in given if isinstance(item, int)]
+    if ids and len(ids) == len(given):
+        return [ids]
+    if ids:
+        position = next(position for position, item in enumerate(given) if isinstance(item, int) != isinstance(given[0], int))
+        raise InvalidRequest(f"`{param}` must hold either token ids or prompts, not both", f"{param}[{position}]")
+    if not 1 <= len(given) <= MAX_PROMPTS:
+        raise InvalidRequest(f"`{param}` must hold from 1 to {MAX_PROMPTS} prompts, got {len(given)}", param)
+    return [item for item in given if not isinstance(item, int)]
+
+
+def path_of(param: str, position: int, count: int) -> str:
+    return param if count == 1 else f"{param}[{position}]"
 
 
 async def encode_text(context: SharedContext, text: str, *, add_special_tokens: bool) -> list[int]:
