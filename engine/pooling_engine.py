@@ -99,9 +99,18 @@ class PoolingEngine:
     def stats(self) -> PoolingStats:
         return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)
 
-    def encode(self, text: str, pair: str | None = None, *, max_tokens: int | None = None, prompt_name: str | None = None) -> EncodedText:
+    def encode(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        max_tokens: int | None = None,
+        max_pair_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> EncodedText:
         """`encode_text` for this model. May be called from any thread."""
-        return encode_text(self.tokenizer, self.model.files, text, pair, max_tokens=max_tokens, prompt_name=prompt_name)
+        limits = {"max_tokens": max_tokens, "max_pair_tokens": max_pair_tokens}
+        return encode_text(self.tokenizer, self.model.files, text, pair, **limits, prompt_name=prompt_name)
 
     async def pool(
         self, prompt_token_ids: list[int], params: PoolingParams, *, token_type_ids: list[int] | None = None, priority: int = 0

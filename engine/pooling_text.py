@@ -23,17 +23,18 @@ def encode_text(
     pair: str | None = None,
     *,
     max_tokens: int | None = None,
+    max_pair_tokens: int | None = None,
     prompt_name: str | None = None,
 ) -> EncodedText:
     """A text, or a pair as a cross-encoder reads it, with special tokens.
 
     A single text is put behind the instruction of that name (`prompts` in config_sentence_transformers.json), without one behind the
-    default one if the files have any. `max_tokens` cuts what is longer. Raises `InvalidRequest`.
+    default one if the files have any. `max_tokens` cuts what is longer, `max_pair_tokens` a longer second text. Raises `InvalidRequest`.
     """
     instruction = "" if pair is not None else _instruction(files, prompt_name)
     if files.do_lower_case:
         text, pair, instruction = text.lower(), None if pair is None else pair.lower(), instruction.lower()
-    token_ids, token_type_ids = tokenizer.encode_pair(instruction + text, pair, max_tokens=max_tokens)
+    token_ids, token_type_ids = tokenizer.encode_pair(instruction + text, pair, max_tokens=max_tokens, max_pair_tokens=max_pair_tokens)
     tokens = EncoderInput(token_ids, None if pair is None else token_type_ids)
     return EncodedText(tokens, _num_tokens(tokenizer, instruction) if instruction else 0)
 

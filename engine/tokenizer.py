@@ -89,17 +89,21 @@ class Tokenizer:
         except TypeError:
             raise InvalidRequest("The text holds a lone surrogate and cannot be encoded as UTF-8") from None
 
-    def encode_pair(self, text: str, pair: str | None = None, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
+    def encode_pair(
+        self, text: str, pair: str | None = None, *, max_tokens: int | None = None, max_pair_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
         """Token ids and token type ids of a text, or of two as one input, with special tokens as the model was trained with.
 
-        Beyond `max_tokens` the longer of the two is cut at its end, then both alike; special tokens stay. Raises `InvalidRequest` for lone
-        surrogates, and for a `max_tokens` that holds nothing but special tokens.
+        Beyond `max_pair_tokens` the second text is cut at its end. Beyond `max_tokens` the longer of the two is, then both alike; special
+        tokens stay. Raises `InvalidRequest` for lone surrogates, and for a `max_tokens` that holds nothing but special tokens.
         """
         texts = [text] if pair is None else [text, pair]
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError:
             raise InvalidRequest("The text holds a lone surrogate and cannot be encoded as UTF-8") from None
+        if max_pair_tokens is not None:
+            encodings[-1].truncate(max_pair_tokens)
         if max_tokens is not None:
             room = max_tokens - self._backend.num_special_tokens_to_add(pair is not None)
             if room < len(texts):
