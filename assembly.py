@@ -3,20 +3,26 @@
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
 from penstock.api.chat_template import ChatTemplate, load_chat_template
-from penstock.api.context import ServerContext, ServerOptions
+from penstock.api.context import PoolingContext, ServerContext, ServerOptions
+from penstock.api.model_abilities import description
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
+from penstock.engine.model_kind import model_kind
 from penstock.engine.model_store import model_name, resolve_model
+from penstock.engine.pooling_build import build_pooling_engine
+from penstock.engine.pooling_engine import PoolingEngine
 from penstock.engine.quantization import quantized_layers
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
@@ -41,30 +47,59 @@ SAMPLING_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """What is served, and in a few words by what means."""
+    """A model that generates, and in a few words by what means it is served. `core` is what its engine runs."""
 
     context: ServerContext
     summary: str
     core: EngineCore
 
 
-def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
+@dataclass(frozen=True, slots=True)
+class AssembledPooling:
+    """The same of a model that turns text into numbers."""
+
+    context: PoolingContext
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model before it is loaded. `template` is the operator's own, None where there is none."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    template: str | None
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> "ModelFiles":
+        """Fetches the model where it is not here. Raises `ConfigurationError`."""
+        config = arguments.engine
+        template = None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
+        directory = resolve_model(config.model, config.trust_remote_code)
+        return cls(directory, Tokenizer.load(directory, config.trust_remote_code), template)
+
+
+def assemble(arguments: Arguments, plugins: Plugins) -> Assembled | AssembledPooling:
     """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked."""
-    config = arguments.engine
-    template = None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
-    directory = resolve_model(config.model, config.trust_remote_code)
-    tokenizer = Tokenizer.load(directory, config.trust_remote_code)
-    workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="penstock-worker")
-    chat_template = build_chat_template(template, tokenizer, workers)
-    plugins.recognize(evidence_of(tokenizer, template), Turn(response_template=tokenizer.response_template))
-    budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, template)
-    loaded = load(directory, config)
+    files = ModelFiles.of(arguments)
+    if model_kind(files.directory) == "pooling":
+        return assemble_pooling(arguments, files)
+    return assemble_generation(arguments, plugins, files)
+
+
+def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> Assembled:
+    """As `assemble`, of a model that writes text."""
+    config, tokenizer = arguments.engine, files.tokenizer
+    workers = start_workers()
+    plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
+    budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, files.template)
+    loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
-        chat_template=chat_template,
-        model_names=arguments.served_model_names or (model_name(config.model),),
+        chat_template=build_chat_template(files.template, tokenizer, workers),
+        model_names=served_names(arguments),
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
@@ -75,16 +110,73 @@ def assemble(arguments: Arguments, plugins: Plugins) -> Assembled:
         default_thinking_budget=budget,
         default_sampling=sampling_defaults(loaded.generation_config),
         workers=workers,
-        options=ServerOptions(
-            allow_unknown_fields=arguments.allow_unknown_fields,
-            trust_request_chat_template=arguments.trust_request_chat_template,
-            max_body_bytes=arguments.max_body_size,
-            keep_alive_seconds=arguments.keep_alive_interval,
-            api_keys=arguments.api_keys,
-            cors_origins=arguments.allowed_origins,
-        ),
+        options=server_options(arguments),
     )
     return Assembled(context, summarize(arguments, context, core), core)
+
+
+def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPooling:
+    """As `assemble`, of a model that turns text into numbers."""
+    check_pooling_flags(arguments)
+    workers = start_workers()
+    engine = build_pooling_engine(files.directory, files.tokenizer, arguments.engine)
+    context = PoolingContext(
+        engine=engine,
+        tokenizer=files.tokenizer,
+        chat_template=build_chat_template(files.template, files.tokenizer, workers),
+        model_names=served_names(arguments),
+        max_model_len=engine.model.max_model_len,
+        vocab_size=engine.model.vocab_size,
+        workers=workers,
+        options=server_options(arguments),
+    )
+    return AssembledPooling(context, summarize_pooling(engine))
+
+
+def check_pooling_flags(arguments: Arguments) -> None:
+    """Raises `ConfigurationError` for flags that ask for what only a model that generates can do. A bound that is kept anyway is fine."""
+    asked = {
+        "--plugin": [name for name in arguments.plugins if name not in ("auto", "none")],
+        "--reasoning-parser": arguments.reasoning_parser not in ("auto", "none"),
+        "--tool-parser": arguments.tool_parser not in ("auto", "none"),
+        "--thinking-token-budget": arguments.thinking_token_budget is not None,
+        "--compile on": arguments.engine.compile == "on",
+    }
+    flags = [flag for flag, is_asked in asked.items() if is_asked]
+    if flags:
+        name = model_name(arguments.engine.model)
+        raise ConfigurationError(f"{', '.join(flags)}: for models that generate text, and {name} turns text into numbers")
+
+
+def start_workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="penstock-worker")
+
+
+def served_names(arguments: Arguments) -> tuple[str, ...]:
+    return arguments.served_model_names or (model_name(arguments.engine.model),)
+
+
+def server_options(arguments: Arguments) -> ServerOptions:
+    return ServerOptions(
+        allow_unknown_fields=arguments.allow_unknown_fields,
+        trust_request_chat_template=arguments.trust_request_chat_template,
+        max_body_bytes=arguments.max_body_size,
+        keep_alive_seconds=arguments.keep_alive_interval,
+        api_keys=arguments.api_keys,
+        cors_origins=arguments.allowed_origins,
+    )
+
+
+def summarize_pooling(engine: PoolingEngine) -> str:
+    """What the model is, and where it runs."""
+    model = engine.model
+    parts = [description(model)]
+    if model.dimensions is not None:
+        parts.append(f"{model.dimensions} dimensions")
+    parts += [f"context: {model.max_model_len} tokens", f"{str(model.dtype).removeprefix('torch.')} on {model.device}"]
+    if model.device.type == "cpu":
+        parts.append(f"threads: {engine.num_threads}")
+    return "; ".join(parts)
 
 
 def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) -> str:

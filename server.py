@@ -17,7 +17,7 @@ from penstock.commands import COMMANDS
 from penstock.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from penstock.assembly import Assembled
+    from penstock.assembly import Assembled, AssembledPooling
     from penstock.plugins.manager import Plugins
 
 # How long OpenMP's idle threads keep a core busy, about 0.1 ms: by its own choice they would be in the way of the kernels' threads and of
@@ -74,7 +74,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
         gc.unfreeze()  # else extensions such as triton's report what was never collected as leaked, in forty lines
 
 
-async def run(arguments: Arguments, assembled: "Assembled", listener: socket.socket, started: float) -> None:
+async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", listener: socket.socket, started: float) -> None:
     """Serves until SIGTERM or SIGINT; then refuses new requests, lets running ones end within the drain timeout, and stops."""
     from aiohttp import web
 
@@ -129,7 +129,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_line(assembled: "Assembled", listener: socket.socket, seconds: float) -> str:
+def start_line(assembled: "Assembled | AssembledPooling", listener: socket.socket, seconds: float) -> str:
     """What is served where, and by what means: the one line that a person looks for."""
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host

@@ -1,14 +1,16 @@
 """The aiohttp application: which path is whose, and what surrounds every handler."""
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.chat import create_chat_completion
+from penstock.api.classify import classify
 from penstock.api.completions import create_completion
-from penstock.api.context import CONTEXT, SHARED, ServerContext
+from penstock.api.context import CONTEXT, POOLING, SHARED, PoolingContext, ServerContext
+from penstock.api.embeddings import create_embeddings
 from penstock.api.grammar_metrics import GrammarCollector
 from penstock.api.health import show_health, show_version
-from penstock.api.metrics import METRICS, Metrics, show_metrics
+from penstock.api.metrics import METRICS, REQUEST_METRICS, Metrics, RequestMetrics, show_metrics
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -20,12 +22,33 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
+from penstock.api.model_abilities import what_it_is, wrong_model
 from penstock.api.models import list_models, show_model
+from penstock.api.pooling import pool
+from penstock.api.pooling_metrics import PoolingCollector
+from penstock.api.rerank import rerank, rerank_v2
+from penstock.api.score import create_scores
 from penstock.api.tokenization import detokenize, tokenize
+from penstock.engine.errors import InvalidRequest
+
+GENERATION: dict[str, Handler] = {
+    "/v1/chat/completions": create_chat_completion,
+    "/v1/completions": create_completion,
+}
+POOLED: dict[str, Handler] = {
+    "/v1/embeddings": create_embeddings,
+    "/v1/score": create_scores,
+    "/score": create_scores,
+    "/v1/rerank": rerank,
+    "/rerank": rerank,
+    "/v2/rerank": rerank_v2,
+    "/pooling": pool,
+    "/classify": classify,
+}
 
 
-def build_app(context: ServerContext) -> web.Application:
-    """The whole HTTP interface over one context."""
+def build_app(context: ServerContext | PoolingContext) -> web.Application:
+    """The whole HTTP interface over one context. Routes for another kind of model say what this one is."""
     options = context.options
     middlewares: list[Middleware] = [identify_and_log, translate_errors]
     if options.cors_origins:
@@ -34,12 +57,9 @@ def build_app(context: ServerContext) -> web.Application:
         middlewares.append(require_api_key(options.api_keys))
     middlewares += [refuse_while_stopping, limit_body]
     app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
-    app[SHARED] = app[CONTEXT] = context
+    app[SHARED] = context
     app[GATE] = Gate()
-    app[METRICS] = Metrics(context.engine.stats, context.model_names[0])
-    app[METRICS].registry.register(GrammarCollector(context.compile_grammar.stats, context.model_names[0]))
     app.on_response_prepare.append(set_response_headers)
-    app.on_cleanup.append(stop_checking)
     app.add_routes(
         [
             web.get("/health", show_health),
@@ -49,13 +69,43 @@ def build_app(context: ServerContext) -> web.Application:
             web.get("/metrics", show_metrics),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{name:.+}", show_model),
-            web.post("/v1/chat/completions", create_chat_completion),
-            web.post("/v1/completions", create_completion),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
         ]
     )
+    if isinstance(context, ServerContext):
+        serve_generation(app, context)
+    else:
+        serve_pooling(app, context)
     return app
+
+
+def serve_generation(app: web.Application, context: ServerContext) -> None:
+    model_name = context.model_names[0]
+    app[CONTEXT] = context
+    app[METRICS] = app[REQUEST_METRICS] = Metrics(context.engine.stats, model_name)
+    app[METRICS].registry.register(GrammarCollector(context.compile_grammar.stats, model_name))
+    app.on_cleanup.append(stop_checking)
+    add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, "a model that generates text", GENERATION))))
+
+
+def serve_pooling(app: web.Application, context: PoolingContext) -> None:
+    app[POOLING] = context
+    app[REQUEST_METRICS] = RequestMetrics(PoolingCollector(context.engine.stats, context.model_names[0]), context.model_names[0])
+    add_routes(app, POOLED, dict.fromkeys(GENERATION, refuse(what_it_is(context))))
+
+
+def add_routes(app: web.Application, *tables: dict[str, Handler]) -> None:
+    app.add_routes([web.post(path, handler) for table in tables for path, handler in table.items()])
+
+
+def refuse(message: str) -> Handler:
+    """A handler for what the model that is served cannot do."""
+
+    async def refuse_request(request: web.Request) -> web.StreamResponse:
+        raise InvalidRequest(message, "model")
+
+    return refuse_request
 
 
 async def stop_checking(app: web.Application) -> None:

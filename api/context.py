@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.grammar_cache import GrammarCompiler
     from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
+    from penstock.engine.pooling_engine import PoolingEngine
     from penstock.engine.tokenizer import Tokenizer
     from penstock.plugins.manager import Plugins
 
@@ -89,5 +90,14 @@ class ServerContext(SharedContext):
         SharedContext.close(self)
 
 
+@dataclass(slots=True, kw_only=True)
+class PoolingContext(SharedContext):
+    """A model that gives numbers for a text: an encoder, a classifier, a cross-encoder."""
+
+    engine: "PoolingEngine"
+
+
 SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
-CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)  # there where the model generates
+# One of these two is there. No route leads to handlers of the other kind, so that each takes its own context without asking.
+CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)
+POOLING: web.AppKey[PoolingContext] = web.AppKey("pooling", PoolingContext)

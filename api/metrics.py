@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -56,26 +57,18 @@ class EngineCollector(Collector):
         return family
 
 
-class Metrics:
-    """The server's registry. `begin()` gives the timer of one request."""
+class RequestMetrics:
+    """A server's registry, with what is measured of requests whatever the model does."""
 
-    def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
+    def __init__(self, engine: Collector, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(read_stats, model_name))
+        self.registry.register(engine)
         self._success = Counter(
             PREFIX + "request_success", "Sequences that came to an end, by how.", ["model_name", "finished_reason"], registry=self.registry
         )
         self._model_name = model_name
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Until a request's first token.", SLOW_BUCKETS)
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "From one token to the next.", FAST_BUCKETS)
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", SLOW_BUCKETS)
-        self.queue_time = self._histogram("request_queue_time_seconds", "Until a request was first scheduled.", SLOW_BUCKETS)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
-        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence.", TOKEN_BUCKETS)
-
-    def begin(self, arrived: float) -> "RequestTimer":
-        """`arrived` is when the request came, by the monotonic clock."""
-        return RequestTimer(self, arrived)
 
     def count_finished(self, reason: str) -> None:
         self._success.labels(self._model_name, reason).inc()
@@ -87,6 +80,21 @@ class Metrics:
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(PREFIX + name, help_text, ["model_name"], registry=self.registry, buckets=buckets)
         return family.labels(self._model_name)
+
+
+class Metrics(RequestMetrics):
+    """Those of a model that generates. `begin()` gives the timer of one request."""
+
+    def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
+        super().__init__(EngineCollector(read_stats, model_name), model_name)
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Until a request's first token.", SLOW_BUCKETS)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "From one token to the next.", FAST_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Until a request was first scheduled.", SLOW_BUCKETS)
+        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence.", TOKEN_BUCKETS)
+
+    def begin(self, arrived: float) -> "RequestTimer":
+        """`arrived` is when the request came, by the monotonic clock."""
+        return RequestTimer(self, arrived)
 
 
 class RequestTimer:
@@ -103,6 +111,11 @@ class RequestTimer:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.time_to_first_token: float | None = None
+
+    @property
+    def summary(self) -> str:
+        first = "-" if self.time_to_first_token is None else f"{self.time_to_first_token * 1000:.1f}ms"
+        return f"first={first} prompt={self.num_prompt_tokens} output={self.num_generation_tokens}"
 
     async def watch(self, stream: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
         """The same deltas, counted as they pass. Wrap each prompt's stream; closing the wrapper closes the stream."""
@@ -144,9 +157,17 @@ class _SequenceTimes:
     num_tokens: int = 0
 
 
-METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
+class LoggedTimer(Protocol):
+    """What a request took, for the access log."""
+
+    @property
+    def summary(self) -> str: ...
+
+
+REQUEST_METRICS: web.AppKey[RequestMetrics] = web.AppKey("request_metrics", RequestMetrics)
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)  # the same, where the model generates
 ARRIVED: web.RequestKey[float] = web.RequestKey("arrived", float)
-TIMER: web.RequestKey[RequestTimer] = web.RequestKey("timer", RequestTimer)
+TIMER: web.RequestKey[LoggedTimer] = web.RequestKey("timer", LoggedTimer)
 
 
 def begin_timer(request: web.Request) -> RequestTimer:
@@ -161,4 +182,4 @@ def begin_timer(request: web.Request) -> RequestTimer:
 
 async def show_metrics(request: web.Request) -> web.Response:
     """GET /metrics."""
-    return web.Response(body=request.app[METRICS].expose(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return web.Response(body=request.app[REQUEST_METRICS].expose(), headers={"Content-Type": CONTENT_TYPE_LATEST})

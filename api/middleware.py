@@ -83,10 +83,7 @@ def access_line(request: web.Request, status: int, seconds: float) -> str:
     """One line: address, what was asked, status, id, and in milliseconds how long it took and until the first token."""
     line = f"{request.remote} {request.method} {request.rel_url.raw_path} {status} id={request[REQUEST_ID]} total={seconds * 1000:.1f}ms"
     timer = request.get(TIMER)
-    if timer is None:
-        return line
-    first = "-" if timer.time_to_first_token is None else f"{timer.time_to_first_token * 1000:.1f}ms"
-    return f"{line} first={first} prompt={timer.num_prompt_tokens} output={timer.num_generation_tokens}"
+    return line if timer is None else f"{line} {timer.summary}"
 
 
 @web.middleware

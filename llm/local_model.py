@@ -15,7 +15,7 @@ import torch
 
 from penstock.api.context import ServerContext, SharedContext
 from penstock.api.metrics import Metrics
-from penstock.assembly import assemble
+from penstock.assembly import Assembled, assemble
 from penstock.engine.build import build_core, load, release
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
@@ -124,7 +124,7 @@ class LocalModel:
     def load(self) -> None:
         """Fetches and loads the model. Raises `ConfigurationError` for whatever cannot be served as asked."""
         assembled = assemble(self.arguments, self.plugins)
-        self._core = assembled.core
+        self._core = assembled.core if isinstance(assembled, Assembled) else None
         self._context = assembled.context
         logger.info("%s: %s", self.name, assembled.summary)
 

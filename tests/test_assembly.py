@@ -8,7 +8,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock.arguments import parse_arguments
-from penstock.assembly import assemble
+from penstock.assembly import ModelFiles, assemble_generation
 from penstock.plugins.manager import Plugins
 from tests.tiny_models import tiny_model
 
@@ -50,7 +50,7 @@ def test_a_server_says_which_parsers_it_uses_and_why(model_dir: Path, flags: lis
     plugins = Plugins.start(
         arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
     )
-    assembled = assemble(arguments, plugins)
+    assembled = assemble_generation(arguments, plugins, ModelFiles.of(arguments))
     assert assembled.summary.startswith(summary)
     assert assembled.context.reasoning_parser is plugins.reasoning_parser
     assert assembled.context.tool_parser is plugins.tool_parser
@@ -60,7 +60,8 @@ def test_a_server_says_which_parsers_it_uses_and_why(model_dir: Path, flags: lis
 
 @pytest.mark.parametrize(("flags", "says"), [(["--quantization", "int8"], True), (["--quantization", "none"], False), ([], False)])
 def test_a_server_says_how_many_layers_are_in_few_bits(model_dir: Path, flags: list[str], says: bool) -> None:
-    assembled = assemble(parse_arguments([*FLAGS, "--model", str(model_dir), *flags]), Plugins.start([]))
+    arguments = parse_arguments([*FLAGS, "--model", str(model_dir), *flags])
+    assembled = assemble_generation(arguments, Plugins.start([]), ModelFiles.of(arguments))
     assert ("layers in 8 bits" in assembled.summary) == says
     assembled.context.workers.shutdown()
     assembled.context.compile_grammar.close()

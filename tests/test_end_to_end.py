@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.api.app import build_app, build_runner
 from penstock.arguments import parse_arguments
-from penstock.assembly import assemble
+from penstock.assembly import ModelFiles, assemble_generation
 from penstock.plugins.manager import Plugins
 from tests.api.mutations import CHAT, COMPLETION, mutated_bodies
 from tests.api.test_structured_clients import Province
@@ -51,7 +51,8 @@ class Server:
         self._thread.start()
         names = ("deepseek_r1", "hermes")
         flags = [flag for name in names for flag in ("--plugin", name)]
-        self.context = assemble(parse_arguments([*FLAGS, *THINK, *flags]), Plugins.start(names)).context
+        arguments = parse_arguments([*FLAGS, *THINK, *flags])
+        self.context = assemble_generation(arguments, Plugins.start(names), ModelFiles.of(arguments)).context
         self.url = self.call(self._start())
         self.client: Any = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
 

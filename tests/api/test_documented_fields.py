@@ -2,13 +2,22 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
 
+from penstock.api.app import POOLED
 from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.classify import ClassificationRequest
 from penstock.api.common_protocol import FieldsWithoutEffect, StreamOptions
 from penstock.api.completion_protocol import CompletionRequest
 from penstock.api.decoding import REFUSED
+from penstock.api.embedding_protocol import EmbeddingRequest
+from penstock.api.pooling import PoolingRequest
+from penstock.api.rerank_protocol import RerankRequest
+from penstock.api.score_protocol import ScoreRequest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "requests.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "requests.md").read_text(encoding="utf-8")
+POOLING_PAGE = (DOCS / "pooling.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -26,3 +35,13 @@ def test_every_field_is_on_the_page(fields: tuple[str, ...]) -> None:
 def test_fields_without_effect_and_refused_ones_are_in_their_sections(title: str, fields: tuple[str, ...]) -> None:
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     assert not set(fields) - set(re.findall(r"`(\w+)`", section))
+
+
+@pytest.mark.parametrize("kind", [EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest])
+def test_every_field_of_pooling_is_on_its_page(kind: type[Struct]) -> None:
+    fields = set(kind.__struct_fields__) - set(FieldsWithoutEffect.__struct_fields__)
+    assert not fields - set(re.findall(r"`(\w+)`", POOLING_PAGE))
+
+
+def test_every_route_of_pooling_is_on_its_page() -> None:
+    assert POOLED.keys() <= set(re.findall(r"`(/[\w/]+)`", POOLING_PAGE))

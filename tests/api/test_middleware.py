@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from penstock.api.app import POOLED
 from penstock.api.context import ServerOptions
 from penstock.api.middleware import GATE
 from penstock.engine.errors import GenerationFailed
@@ -22,6 +23,7 @@ ROUTES = [
     "POST /v1/completions",
     "POST /tokenize",
     "POST /detokenize",
+    *(f"POST {path}" for path in POOLED),
 ]
 
 

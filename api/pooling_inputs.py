@@ -1,0 +1,98 @@
+"""From the inputs of a body to what the engine pools. Whatever is wrong with any of them is found before the first one runs."""
+
+from collections.abc import Sequence
+
+from penstock.api.context import PoolingContext
+from penstock.api.errors import ContextLengthExceeded
+from penstock.api.messages import template_kwargs
+from penstock.api.pooling_protocol import InputFields, PoolingUsage
+from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length, split_prompts
+from penstock.api.rendering import check_template_fields, render_conversation
+from penstock.api.workers import MANY, run
+from penstock.engine.encoder_batch import EncoderInput
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.pooling_text import EncodedText
+
+
+async def read_inputs(context: PoolingContext, body: InputFields) -> list[EncodedText]:
+    """The body's `input`, or its `messages` as one. Raises `InvalidRequest` with the path of the input that is wrong."""
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("give either `input` or `messages`", "input")
+    if body.messages is None:
+        source, param, add_special_tokens = body.input or "", "input", body.add_special_tokens is not False
+    else:
+        source, param, add_special_tokens = await rendered(context, body), "messages", body.add_special_tokens is True
+    given = await run(context, lambda: split_prompts(source, param), is_long=len(source) > MANY)
+    is_list = not isinstance(source, str) and not isinstance(source[0], int)
+    paths = [f"{param}[{position}]" if is_list else param for position in range(len(given))]
+    limit = token_limit(context, body.truncate_prompt_tokens)
+    texts = [(item, path) for item, path in zip(given, paths, strict=True) if isinstance(item, str)]
+    await check_texts(context, texts, is_cut=limit is not None)
+
+    def encode() -> list[EncodedText]:
+        return [encoded(context, item, limit, add_special_tokens, body.prompt_name) for item in given]
+
+    inputs = await run(context, encode, is_long=is_long(given))
+    num_tokens = sum(len(item.tokens.token_ids) for item in inputs)
+    await run(context, lambda: check_inputs(context, inputs, paths), is_long=num_tokens > LONG_TEXT)
+    return inputs
+
+
+async def rendered(context: PoolingContext, body: InputFields) -> str:
+    """The conversation as the model's template writes it, without the start of an answer unless the body asks for that."""
+    check_template_fields(context, body)
+    if body.add_generation_prompt is None:
+        body.add_generation_prompt = False
+    prompt = await render_conversation(context, body, body.messages or [], [], template_kwargs(body.chat_template_kwargs, None))
+    return prompt.text
+
+
+def token_limit(context: PoolingContext, asked: int | None) -> int | None:
+    """What `truncate_prompt_tokens` comes to: None where nothing is to be cut."""
+    if asked is None or asked > 0:
+        return asked
+    if asked == 0:
+        raise InvalidRequest("`truncate_prompt_tokens` must be at least 1, or -1 for as many as the model takes", "truncate_prompt_tokens")
+    return context.max_model_len
+
+
+async def check_texts(context: PoolingContext, texts: Sequence[tuple[str, str]], *, is_cut: bool) -> None:
+    """Texts with their paths: raises `InvalidRequest` for an empty one, and for one that is too long to be worth counting its tokens."""
+    for text, path in texts:
+        if not text:
+            raise InvalidRequest("the text is empty", path)
+        if not is_cut:
+            await check_text_length(context, text, path)
+
+
+def check_inputs(context: PoolingContext, inputs: Sequence[EncodedText], paths: Sequence[str]) -> None:
+    """Raises `InvalidRequest` for one without tokens, too long for the model, or with ids that it does not know."""
+    for item, path in zip(inputs, paths, strict=True):
+        check_prompt_ids(item.tokens.token_ids, context.vocab_size, path)
+        if len(item.tokens.token_ids) > context.max_model_len:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {context.max_model_len} tokens. However, this input has "
+                f"{len(item.tokens.token_ids)}. Please shorten it, or have it cut with `truncate_prompt_tokens`.",
+                path,
+            )
+
+
+def usage_of(inputs: Sequence[EncodedText]) -> PoolingUsage:
+    num_tokens = sum(len(item.tokens.token_ids) for item in inputs)
+    return PoolingUsage(num_tokens, num_tokens)
+
+
+def is_long(given: Sequence[str | list[int]]) -> bool:
+    """Whether tokenizing these would hold up the event loop."""
+    return len(given) > MANY or sum(len(item) for item in given if isinstance(item, str)) >= LONG_TEXT
+
+
+def encoded(
+    context: PoolingContext, source: str | list[int], limit: int | None, add_special_tokens: bool, prompt_name: str | None
+) -> EncodedText:
+    """Token ids are taken as they are, and so is a text without special tokens: its caller has written all that there is to be."""
+    if isinstance(source, list):
+        return EncodedText(EncoderInput(source[:limit]))
+    if not add_special_tokens:
+        return EncodedText(EncoderInput(context.tokenizer.encode(source, add_special_tokens=False)[:limit]))
+    return context.engine.encode(source, max_tokens=limit, prompt_name=prompt_name)
