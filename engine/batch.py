@@ -1,6 +1,6 @@
 """A step as tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from penstock.engine.pending_tokens import placeholder
 from penstock.engine.sampler_row import SamplerRow, sampler_rows
 from penstock.engine.scheduler import Step
 from penstock.engine.sequence import Sequence
+from penstock.engine.sequence_outputs import LOGITS
 from penstock.engine.step_masks import StepMasks
 
 
@@ -22,6 +23,24 @@ class PromptRows:
     start: int
     stop: int
     first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """Flat rows [start, stop) hold the outputs that these sequences want, of their tokens from `first_token` on.
+
+    Where they want logits, these begin at the kept row `first_kept`.
+    """
+
+    sequences: list[Sequence]
+    start: int
+    stop: int
+    first_token: int
+    first_kept: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.sequences[0].request.outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +66,7 @@ class Batch:
     masks: StepMasks | None
     copies: list[tuple[int, int]]
     num_pending: int = 0
+    outputs: list[OutputRows] = field(default_factory=list)
 
 
 def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> list[int]:
@@ -66,6 +86,7 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
     sample_rows: list[int] = []
     samplers: list[SamplerRow] = []
     prompts: list[PromptRows] = []
+    outputs: list[OutputRows] = []
     for sequence, num_tokens in step.num_tokens.items():
         draft = step.drafts.get(sequence, [])
         first = sequence.num_computed_tokens
@@ -78,15 +99,26 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         starts.append(starts[-1] + num_tokens)
         context_lens += range(last, last + len(draft) + 1)
         block_tables += [sequence.block_table] * (1 + len(draft))
+        scored, sampled, wanted = range(0), range(0), range(0)
         if sequence.prompt_logprobs is not None and first < sequence.num_prompt_tokens - 1:
-            num_scored = min(last, sequence.num_prompt_tokens - 1) - first
-            prompts.append(PromptRows(sequence, len(kept), len(kept) + num_scored, first + 1))
-            kept += range(starts[-2], starts[-2] + num_scored)
+            scored = range(starts[-2], starts[-2] + min(last, sequence.num_prompt_tokens - 1) - first)
         if num_tokens == sequence.num_uncomputed_tokens:
+            sampled = range(starts[-1] - 1, starts[-1] + len(draft))
+        if sequence.outputs is not None:
+            wanted = range(starts[-2] + max(sequence.outputs.next_position - first, 0), starts[-1])
+        own = _kept_rows(scored, sampled, wanted if LOGITS in sequence.request.outputs else range(0))
+        if scored:
+            start = len(kept) + own.index(scored.start)
+            prompts.append(PromptRows(sequence, start, start + len(scored), first + 1))
+        if sampled:
             rows = sampler_rows(sequence, draft)
-            sample_rows += [len(kept) + row.num_drafted for row in rows]
+            sample_rows += [len(kept) + own.index(sampled.start) + row.num_drafted for row in rows]
             samplers += rows
-            kept += range(starts[-1] - 1, starts[-1] + len(draft))
+        if wanted:
+            first_kept = len(kept) + (own.index(wanted.start) if wanted.start in own else 0)
+            first_wanted = first + wanted.start - starts[-2]
+            outputs.append(OutputRows(sequence.sampling_sequences, wanted.start, wanted.stop, first_wanted, first_kept))
+        kept += own
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
     num_padding = max(0, min_tokens - len(input_ids))
     attention = AttentionMetadata.pack(
@@ -108,4 +140,11 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         masks=masks.begin(samplers, step.drafts, vocab_size, pin_memory=device.type == "cuda"),
         copies=step.copies,
         num_pending=sum(sequence.pending_row is not None for sequence in step.num_tokens),
+        outputs=outputs,
     )
+
+
+def _kept_rows(*wanted: range) -> list[int]:
+    """In order, and each once: most often there is one range at most, of one row."""
+    present = [rows for rows in wanted if rows]
+    return sorted({row for rows in present for row in rows}) if len(present) > 1 else [row for rows in present for row in rows]

@@ -135,6 +135,10 @@ class EngineCore:
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
+        for rows, outputs in zip(batch.outputs, output.outputs, strict=True):
+            for sequence in rows.sequences:
+                assert sequence.outputs is not None
+                sequence.outputs.add(rows.first_token, outputs)
         for sampler in batch.samplers:
             sampler.sequence.pending_row = None
         self.scheduler.count_computed(step)
@@ -165,6 +169,8 @@ class EngineCore:
                 continue
             if draft:
                 self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
+            if sequence.outputs is not None:
+                delta.outputs = sequence.outputs.take(len(delta.token_ids))
             deltas.setdefault(sequence.request.request_id, []).append(delta)
         deltas |= self._beams.settle()
         self._show(step, deltas)
@@ -246,6 +252,10 @@ class EngineCore:
         if request.params.n > self.scheduler.max_num_seqs:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
+        if request.outputs:
+            self.runner.outputs.check(request.outputs)
+        elif request.with_context_outputs:
+            raise InvalidRequest("`with_context_outputs` needs `outputs`: of which there are none", "with_context_outputs")
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 

@@ -1,6 +1,7 @@
 """The forward pass and the sampling of one step, in the one thread that touches the model."""
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -8,28 +9,34 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.batch import Batch, PromptRows
+from penstock.engine.batch import Batch, OutputRows, PromptRows
 from penstock.engine.compiled_layers import LayerCompilation
 from penstock.engine.cuda_graphs import DecodeGraphs
 from penstock.engine.forward import compute_logits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.logprobs import prompt_logprobs
 from penstock.engine.model_loader import LoadedModel
+from penstock.engine.model_outputs import Capture, ModelOutputs, rows_on_cpu
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.pending_tokens import PendingTokens
 from penstock.engine.sampler import Sampler, SamplerOutput
 from penstock.engine.sequence import Sequence
+from penstock.engine.sequence_outputs import LOGITS
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """Sampled tokens, an entry for each of `rows` of `Batch.samplers`, and the log probabilities of the prompt tokens computed."""
+    """Sampled tokens, an entry for each of `rows` of `Batch.samplers`, and the log probabilities of the prompt tokens computed.
+
+    `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names.
+    """
 
     samples: SamplerOutput
     rows: list[int]
     prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,25 @@ def _index(rows: list[int], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.long, device=device)
 
 
+def _with_places(outputs: list[OutputRows]) -> Iterator[tuple[OutputRows, slice]]:
+    """Each with where its rows are among those that were captured."""
+    start = 0
+    for rows in outputs:
+        stop = start + rows.stop - rows.start
+        yield rows, slice(start, stop)
+        start = stop
+
+
+def _output_rows(rows: OutputRows, logits_KV: Tensor, capture: Capture | None, places: slice) -> dict[str, Tensor]:
+    def of(name: str) -> Tensor:
+        if name == LOGITS:
+            return rows_on_cpu(logits_KV[rows.first_kept : rows.first_kept + rows.stop - rows.start].float())
+        assert capture is not None
+        return rows_on_cpu(capture.rows[name][places])
+
+    return {name: of(name) for name in rows.names}
+
+
 class ModelRunner:
     """Runs batches, one at a time, in a thread of its own: torch releases the interpreter lock in its kernels, so the loop goes on.
 
@@ -93,6 +119,7 @@ class ModelRunner:
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
+        self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
 
     def _prepare_thread(self) -> None:
@@ -141,18 +168,32 @@ class ModelRunner:
             self._pending.fill_in(batch.input_ids_1T)
         self._pending.clear()
         self.cache.copy_blocks(batch.copies)
-        logits_KV = self.forward(batch)
+        names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
+        if names:
+            logits_KV, capture = self._forward_seen(batch, names)
+        else:
+            logits_KV, capture = self.forward(batch), None
+        outputs = [_output_rows(rows, logits_KV, capture, places) for rows, places in _with_places(batch.outputs)]
         samples, rows = sample_rows(batch, logits_KV, self.sampler)
         self._pending.keep(samples.token_ids)
-        return StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts])
+        return StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts], outputs)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         logits_KV = None if self._graphs is None else self._graphs.run(batch)
         if logits_KV is None:
-            logits_KV = compute_logits(self.loaded.model, batch.input_ids_1T, batch.positions_1T, batch.attention, batch.kept_T)
+            logits_KV = self._forward_plainly(batch)
         return logits_KV
+
+    def _forward_plainly(self, batch: Batch) -> Tensor:
+        return compute_logits(self.loaded.model, batch.input_ids_1T, batch.positions_1T, batch.attention, batch.kept_T)
+
+    def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
+        """As `forward`, by the model's own modules, and what is seen of them."""
+        rows_R = _index([row for rows in batch.outputs for row in range(rows.start, rows.stop)], self.loaded.device)
+        with self.outputs.capturing(names, rows_R) as capture:
+            return self._forward_plainly(batch), capture
 
     def _score(self, logits_KV: Tensor, rows: PromptRows) -> tuple[Sequence, int, list[TokenLogprobs]]:
         sequence = rows.sequence

@@ -208,9 +208,12 @@ class OutputProcessor:
         if sequence.index == 0:
             self.num_prompt_tokens += sequence.num_prompt_tokens
         logprobs = sequence.prompt_logprobs
+        context = None if sequence.outputs is None else sequence.outputs.context
         return PromptInfo(
             sequence.num_prompt_tokens,
             sequence.num_cached_tokens,
             None if logprobs is None else tuple(logprobs),
             sequence.queue_seconds or 0.0,
+            {} if context is None else context.rows.joined(),
+            0 if context is None else context.first_token or 0,
         )

@@ -288,9 +288,9 @@ class Scheduler:
         return self.pool.enable_prefix_caching and sequence.prompt_logprobs is None
 
     def _usable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the blocks that need not be computed where they are found: never the last token, whose logits the first sample needs."""
+        """Of the blocks that need not be computed where they are found."""
         chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
+        return sequence.block_hashes[: sequence.num_reusable_tokens // self.block_size]
 
     def _admit(self, sequence: Sequence) -> bool:
         """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if all it knows fits."""

@@ -13,6 +13,7 @@ from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling_state import SamplingState
+from penstock.engine.sequence_outputs import SequenceOutputs
 from penstock.engine.stop_sequences import StopSequences
 from penstock.engine.thinking_budget import ThinkingBudget
 
@@ -62,6 +63,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    outputs: SequenceOutputs | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -85,6 +87,12 @@ class Sequence:
     def is_predictable(self) -> bool:
         """Whether it goes on after its next token, if it does, by rules that do not depend on what that token is."""
         return self.gate is None and self.thinking is None and not self.forks and self.sampling.is_predictable
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """How many tokens need not be computed where the cache has them: never the last, whose logits the next sample needs."""
+        num_tokens = len(self.token_ids) - 1
+        return num_tokens if self.outputs is None else min(num_tokens, self.outputs.num_reusable_tokens)
 
     @property
     def order(self) -> tuple[int, int, int]:

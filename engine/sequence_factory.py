@@ -15,6 +15,7 @@ from penstock.engine.ngram_proposer import NgramProposer
 from penstock.engine.request import Request
 from penstock.engine.sampling_state import SamplingState
 from penstock.engine.sequence import Sequence
+from penstock.engine.sequence_outputs import SequenceOutputs
 from penstock.engine.stop_sequences import StopSequences
 from penstock.engine.thinking_budget import ThinkingBudget
 from penstock.engine.tokenizer import Tokenizer
@@ -22,7 +23,10 @@ from penstock.engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFactory:
-    """`speculates` says that sequences may try tokens ahead. Those with logits processors, which may remember what they saw, never do."""
+    """`speculates` says that sequences may try tokens ahead. Those with logits processors, which may remember what they saw, never do.
+
+    Nor do those that want outputs, of which each token has its own.
+    """
 
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
@@ -40,6 +44,10 @@ class SequenceFactory:
             return self._make_search(request, request.beam, self._make_one(request, 0, arrival, bad_words_ids)).sequences
         sequences = [self._make_one(request, index, arrival, bad_words_ids) for index in range(request.params.n)]
         sequences[0].forks = sequences[1:]
+        if request.outputs:
+            shares = SequenceOutputs.for_all(len(sequences), len(request.prompt_token_ids), with_context=request.with_context_outputs)
+            for sequence, outputs in zip(sequences, shares, strict=True):
+                sequence.outputs = outputs
         return sequences
 
     def _make_search(self, request: Request, beam: BeamSearchParams, first: Sequence) -> BeamSearch:
@@ -89,7 +97,7 @@ class SequenceFactory:
         )
 
     def _may_speculate(self, request: Request) -> bool:
-        return self.speculates and not request.logits_processors and request.beam is None
+        return self.speculates and not request.logits_processors and not request.outputs and request.beam is None
 
     def _make_gate(self, request: Request, answer: Answer) -> GrammarGate | None:
         if request.grammar is None:
@@ -114,4 +122,4 @@ def _is_free_of_other_rules(request: Request) -> bool:
     """Whether nothing but the grammar can forbid a token, and nobody wants to see what else could have come in its place."""
     params = request.params
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
-    return params.logprobs is None and request.beam is None and not any(rules)
+    return params.logprobs is None and request.beam is None and not request.outputs and not any(rules)
