@@ -1,5 +1,6 @@
 """Named outputs are what transformers computes, however prompts are cut, cached, pushed out or forked."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -12,10 +13,12 @@ from transformers import PreTrainedModel
 from penstock.engine.batch import Batch
 from penstock.engine.compiled_layers import CompiledLayer
 from penstock.engine.decoder_layers import decoder_layers
+from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.native_decoder import NativeDecoder
 from penstock.engine.outputs import SequenceDelta
+from penstock.engine.request import Request
 from penstock.plugins.reasoning.seed_oss import seed_oss
 from tests.engine.test_native_decoder import needs_kernels
 from tests.engines import core_over, loaded_model
@@ -155,6 +158,31 @@ def test_preempted_sequences_get_each_row_once(enable_prefix_caching: bool) -> N
         assert first == 0
         assert_same(rows, wanted, 0, len(prompt), names)
         assert_same(generated(said[request_id]), wanted, len(prompt) - 1, len(prompt) + 19, names)
+
+
+def test_rows_are_the_same_where_steps_are_put_together_ahead() -> None:
+    core, reference = core_and_reference(max_num_batched_tokens=16, async_scheduling=True)
+    names = ("hidden_states.2", "logits")
+    stopping = make_request("stops", PROMPT[4:], max_tokens=30, temperature=1.0, seed=1, stop_token_ids=tuple(range(0, 200, 7)))
+    going_on = make_request("goes on", PROMPT, max_tokens=12, ignore_eos=True)
+    for request in (stopping, going_on):
+        request.outputs, request.with_context_outputs = names, True
+
+    async def collect(engine: Engine, request: Request) -> list[SequenceDelta]:
+        return [delta async for delta in engine.generate(request)]
+
+    async def main() -> list[list[SequenceDelta]]:
+        engine = Engine(core)
+        await engine.start()
+        said = await asyncio.gather(collect(engine, stopping), collect(engine, going_on))
+        await engine.stop()
+        return said
+
+    for request, deltas in zip((stopping, going_on), asyncio.run(main()), strict=True):
+        prompt = request.prompt_token_ids
+        wanted = reference(prompt + tokens(deltas)[:-1])
+        assert_same(context(deltas)[0], wanted, 0, len(prompt), names)
+        assert_same(generated(deltas), wanted, len(prompt) - 1, len(prompt) + len(tokens(deltas)) - 1, names)
 
 
 def test_logits_go_with_scores_of_the_prompt_and_are_raw() -> None:
