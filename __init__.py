@@ -8,6 +8,12 @@ if TYPE_CHECKING:
     from penstock.engine.errors import ConfigurationError, EngineUnavailable, GenerationFailed, InvalidRequest, PenstockError, QueueFull
     from penstock.engine.hooks import hookimpl
     from penstock.llm.async_llm import AsyncLLM
+    from penstock.llm.executor import Executor
+    from penstock.llm.executor_output import OutputConfig
+    from penstock.llm.executor_request import Request
+    from penstock.llm.executor_response import Response, Result
+    from penstock.llm.executor_retention import KvCacheRetentionConfig
+    from penstock.llm.executor_sampling import SamplingConfig
     from penstock.llm.llm import LLM
     from penstock.llm.prompts import TextPrompt, TokensPrompt
     from penstock.llm.request_output import (
@@ -30,21 +36,28 @@ _PUBLIC = {
     "CompletionOutput": "penstock.llm.request_output",
     "ConfigurationError": "penstock.engine.errors",
     "EngineUnavailable": "penstock.engine.errors",
+    "Executor": "penstock.llm.executor",
     "GenerationFailed": "penstock.engine.errors",
     "GuidedDecodingParams": "penstock.llm.sampling_params",
+    "hookimpl": "penstock.engine.hooks",
     "InvalidRequest": "penstock.engine.errors",
+    "KvCacheRetentionConfig": "penstock.llm.executor_retention",
     "LLM": "penstock.llm.llm",
     "Logprob": "penstock.llm.request_output",
+    "OutputConfig": "penstock.llm.executor_output",
     "PenstockError": "penstock.engine.errors",
     "QueueFull": "penstock.engine.errors",
+    "Request": "penstock.llm.executor_request",
     "RequestMetrics": "penstock.llm.request_output",
     "RequestOutput": "penstock.llm.request_output",
     "RequestOutputKind": "penstock.llm.sampling_params",
+    "Response": "penstock.llm.executor_response",
+    "Result": "penstock.llm.executor_response",
+    "SamplingConfig": "penstock.llm.executor_sampling",
     "SamplingParams": "penstock.llm.sampling_params",
     "StructuredOutputsParams": "penstock.llm.sampling_params",
     "TextPrompt": "penstock.llm.prompts",
     "TokensPrompt": "penstock.llm.prompts",
-    "hookimpl": "penstock.engine.hooks",
 }
 
 __all__ = [
@@ -56,15 +69,22 @@ __all__ = [
     "CompletionOutput",
     "ConfigurationError",
     "EngineUnavailable",
+    "Executor",
     "GenerationFailed",
     "GuidedDecodingParams",
     "InvalidRequest",
+    "KvCacheRetentionConfig",
     "Logprob",
+    "OutputConfig",
     "PenstockError",
     "QueueFull",
+    "Request",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
+    "Response",
+    "Result",
+    "SamplingConfig",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",

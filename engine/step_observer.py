@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class StepObserver(Protocol):
-    """Called on the engine's loop, twice for each step: must be quick and must not raise. A step may begin before the last one has ended."""
+    """Called on the engine's loop, twice for each step: must be quick and not raise. A step may begin before the last one has ended."""
 
     def begin(self, step: "Step") -> None:
         """The step has been scheduled, and nothing of it computed."""

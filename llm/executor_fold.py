@@ -38,7 +38,7 @@ class FoldSettings:
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence, or one beam, as far as it has come. `num_shown` of its tokens are in responses; model outputs are kept until they are."""
+    """One sequence, or one beam, as far as it has come. `num_shown` of its tokens are in responses; their model outputs may be gone."""
 
     stops: StopSequences
     token_ids: list[int] = field(default_factory=list)
@@ -116,6 +116,10 @@ class ResponseFold:
         self._num_steps = 0
         self._beams: list[BeamCandidate] = []  # as they were last, which is all there is of them where the search is cut short
         self.is_over = False
+
+    @property
+    def arrival_time(self) -> float:
+        return self._settings.arrival_time
 
     def feed(self, delta: SequenceDelta) -> list[Response]:
         """What there is to say of it, if anything. An error in one sequence ends the request."""
@@ -206,7 +210,9 @@ class ResponseFold:
     def _sums(self, states: list[SequenceState]) -> list[float] | None:
         if not self._request.output_config.return_log_probs:
             return None
-        return [sum(state.logprobs[: state.num_certain]) if state.cumulative_logprob is None else state.cumulative_logprob for state in states]
+        return [
+            sum(state.logprobs[: state.num_certain]) if state.cumulative_logprob is None else state.cumulative_logprob for state in states
+        ]
 
     def _logprobs(self, states: list[SequenceState], ranges: list[tuple[int, int]]) -> list[list[float]] | None:
         if not self._request.output_config.return_log_probs or self._is_beam_search:

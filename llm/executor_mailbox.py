@@ -17,8 +17,8 @@ ANY = 0  # requests count from 1
 class Mailbox:
     """Each response is given out once, to one of those who wait for its request, else to one who waits for any, else to whoever asks next.
 
-    A request is open until its final response has come, and known for ever. Nobody waits for what will never come: for a request that is not
-    open, or for any once the mailbox has been closed and none is open.
+    A request is open until its final response has come, and known for ever. Nobody waits for what will never come: for a request that is
+    not open, or for any once the mailbox has been closed and none is open.
     """
 
     def __init__(self) -> None:
@@ -77,13 +77,11 @@ class Mailbox:
             self._give_back(self._leave(request_id, waiter))
             raise
 
-    async def take_async(self, request_id: int | None, timeout: float | None) -> list[Response]:
-        """The same for a coroutine. Where it is cancelled, what it had been given is given to others."""
+    async def take_async(self, request_id: int | None) -> list[Response]:
+        """The same for a coroutine, without end. Where it is cancelled, what it had been given is given to others."""
         waiter = self._ask(request_id)
         try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(waiter)), timeout)
-        except TimeoutError:
-            return self._leave(request_id, waiter)
+            return await asyncio.shield(asyncio.wrap_future(waiter))
         except BaseException:
             self._give_back(self._leave(request_id, waiter))
             raise

@@ -1,23 +1,20 @@
 """From an executor's request to the engine's."""
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.api.common_protocol import LogitsProcessorChoice
 from penstock.api.context import ServerContext
-from penstock.api.preparing import answer_reader, logits_processors
+from penstock.api.preparing import answer_reader
 from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling_params import SamplingParams
+from penstock.llm.executor_fold import FoldSettings
 from penstock.llm.executor_refusals import check_supported
 from penstock.llm.executor_request import DEFAULT_PRIORITY, Request
 from penstock.llm.executor_sampling import SamplingConfig
+from penstock.plugins.chosen_processors import chosen_processors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,24 +23,27 @@ PRIORITY_LEVELS = 2**20
 NO_END = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The engine's request, and the token ids that end its sequences and are no part of the output."""
-
-    request: EngineRequest
-    stop_token_ids: frozenset[int]
-
-
-async def prepare(context: ServerContext, request: Request, request_id: int, arrival_time: float) -> Prepared:
-    """Raises `InvalidRequest` for what cannot be served, with the name of the field, and whatever compiling a grammar raises."""
+def fold_settings(context: ServerContext, request: Request, arrival_time: float, num_steps: Callable[[], int]) -> FoldSettings:
+    """What responses are made by. Raises `InvalidRequest` for what is not supported, with the name of the field."""
     check_supported(request)
-    deadline = _deadline(request, arrival_time)
+    return FoldSettings(
+        num_sequences=num_sequences(request),
+        stop_token_ids=_stop_token_ids(context, request),
+        stop_sequences=_sequences(request.stop_words, "stop_words", context.vocab_size),
+        arrival_time=arrival_time,
+        block_size=context.engine.core.scheduler.block_size,
+        num_steps=num_steps,
+    )
+
+
+async def prepare(context: ServerContext, request: Request, request_id: int, arrival_time: float) -> EngineRequest:
+    """Raises `InvalidRequest` for what cannot be served, with the name of the field, and whatever compiling a grammar raises."""
     params = sampling_params(request)
     params.check_token_ids(context.vocab_size)
     guide = request.guided_decoding_params
     grammar = None if guide is None else await context.compile_grammar.compile(guide.spec)
     prompt = list(request.input_token_ids)
-    prepared = EngineRequest(
+    return EngineRequest(
         request_id=str(request_id),
         prompt_token_ids=prompt,
         params=params,
@@ -55,13 +55,12 @@ async def prepare(context: ServerContext, request: Request, request_id: int, arr
         client_id=request.client_id,
         outputs=request.output_config.wanted,
         with_context_outputs=request.output_config.wants_context,
-        deadline=deadline,
+        deadline=None if request.allotted_seconds is None else arrival_time + request.allotted_seconds,
         beam=beam_params(request),
         bad_sequences=_sequences(request.bad_words, "bad_words", context.vocab_size),
         stop_sequences=_sequences(request.stop_words, "stop_words", context.vocab_size),
         retention=None if request.kv_cache_retention_config is None else request.kv_cache_retention_config.retention,
     )
-    return Prepared(prepared, _stop_token_ids(context, request, grammar))
 
 
 def num_sequences(request: Request) -> int:
@@ -98,7 +97,7 @@ def sampling_params(request: Request) -> SamplingParams:
         stop=tuple(word for word in request.stop_words or () if isinstance(word, str)),
         stop_token_ids=() if request.end_id in (None, NO_END) else (request.end_id,),
         bad_words=tuple(word for word in request.bad_words or () if isinstance(word, str)),
-        logprobs=0 if request.output_config.return_log_probs else None,
+        logprobs=0 if request.output_config.return_log_probs and config.beam_width == 1 else None,
     )
 
 
@@ -112,13 +111,13 @@ def beam_params(request: Request) -> BeamSearchParams | None:
     return BeamSearchParams(config.beam_width, length_penalty=penalty, early_stopping=early_stopping)  # type: ignore[arg-type]
 
 
-def processors(context: ServerContext, request: Request) -> list[Callable[[], LogitsProcessor]]:
+def processors(context: ServerContext, request: Request) -> list[Callable[[], Any]]:
     """What the request names, what its n-grams need, and its bias."""
-    choices = [LogitsProcessorChoice(choice.name, dict(choice.arguments)) for choice in request.processors]
+    choices: list[tuple[str, Mapping[str, Any]]] = [(choice.name, choice.arguments) for choice in request.processors]
     size = request.sampling_config.no_repeat_ngram_size
     if size is not None and size <= request.max_tokens:  # more tokens than that do not come even once
-        choices.append(LogitsProcessorChoice("no_repeat_ngram", {"size": size}))
-    made = list(logits_processors(context, choices))
+        choices.append(("no_repeat_ngram", {"size": size}))
+    made = chosen_processors(context.plugins.logits_processors, choices)
     if request.embedding_bias is not None:
         made.append(_adding(_checked_bias(request.embedding_bias, context.vocab_size)))
     return made
@@ -137,15 +136,6 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _deadline(request: Request, arrival_time: float) -> float | None:
-    seconds = request.allotted_seconds
-    if seconds is None:
-        return None
-    if not (isfinite(seconds) and seconds >= 0):
-        raise InvalidRequest(f"`allotted_time` must be 0 or more seconds, got {seconds}", "allotted_time")
-    return max(arrival_time + seconds, time.monotonic())
-
-
 def _sequences(words: Any, name: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The words that are token ids."""
     sequences = tuple(word for word in words or () if not isinstance(word, str))
@@ -159,9 +149,9 @@ def _sequences(words: Any, name: str, vocab_size: int) -> tuple[tuple[int, ...],
     return sequences
 
 
-def _stop_token_ids(context: ServerContext, request: Request, grammar: CompiledGrammar | None) -> frozenset[int]:
-    """A grammar's end is always one of the model's own."""
-    own = context.stop_token_ids if request.end_id is None or grammar is not None else frozenset[int]()
+def _stop_token_ids(context: ServerContext, request: Request) -> frozenset[int]:
+    """The ids that end its sequences, of which a grammar's end is always one of the model's own."""
+    own = context.stop_token_ids if request.end_id is None or request.guided_decoding_params is not None else frozenset[int]()
     return own if request.end_id in (None, NO_END) else own | {request.end_id}
 
 

@@ -1,5 +1,6 @@
 """What an executor's request may hold by its original's definition, and nothing here can honour."""
 
+from math import isfinite
 from typing import Any
 
 from penstock.engine.errors import InvalidRequest
@@ -31,7 +32,16 @@ OF_SAMPLING = {
     "beam_search_diversity_rate": "beams are scored by what the model says alone",
     "beam_width_array": "the beam width stays the same from step to step",
 }
-NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p_decay": (1,), "beam_search_diversity_rate": (0,), "top_k": (0, 1), "top_p": (0, 1), "min_p": (0,)}
+OF_BEAMS = dict.fromkeys(
+    ("return_context_logits", "return_generation_logits", "additional_model_outputs"), "beam search keeps no outputs of the model"
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p_decay": (1,),
+    "beam_search_diversity_rate": (0,),
+    "top_k": (0, 1),
+    "top_p": (0, 1),
+    "min_p": (0,),
+}
 
 
 def check_supported(request: Request) -> None:
@@ -45,16 +55,21 @@ def check_supported(request: Request) -> None:
     _refuse(config, OF_SAMPLING, "sampling_config.")
     if config.beam_width > 1:
         _refuse(config, dict.fromkeys(("top_k", "top_p", "min_p"), "beams are not drawn"), "sampling_config.")
+        _refuse(request.output_config, OF_BEAMS, "output_config.")
     if config.beam_width < 1:
         raise InvalidRequest(f"`beam_width` must be at least 1, got {config.beam_width}", "sampling_config.beam_width")
     if not 0 <= request.priority <= 1:
         raise InvalidRequest(f"`priority` must be from 0 to 1, got {request.priority}", "priority")
     if request.end_id is not None and request.end_id < -1:
         raise InvalidRequest(f"`end_id` must be a token id, or -1 for none, got {request.end_id}", "end_id")
+    seconds = request.allotted_seconds
+    if seconds is not None and not (isfinite(seconds) and seconds >= 0):
+        raise InvalidRequest(f"`allotted_time` must be 0 or more seconds, got {seconds}", "allotted_time")
 
 
 def _refuse(holder: object, reasons: dict[str, str], path: str) -> None:
     for name, reason in reasons.items():
         value = getattr(holder, name)
-        if value is not None and not (isinstance(value, int | float) and value in NEUTRAL.get(name, ())):
+        is_neutral = value is None or value is False or (isinstance(value, int | float) and value in NEUTRAL.get(name, ()))
+        if not is_neutral:
             raise InvalidRequest(f"`{name}` is not supported: {reason}", f"{path}{name}")

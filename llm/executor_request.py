@@ -103,7 +103,7 @@ class Request:
         check_type(self.output_config, "output_config", OutputConfig, "an OutputConfig")
         check_type(self.client_id, "client_id", (int, str), "an integer or a string")
         check_type(self.logits_post_processor_name, "logits_post_processor_name", str, "a name")
-        check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "GuidedDecodingParams")
+        check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "those of penstock.llm.executor")
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")
         check_type(self.allotted_time, "allotted_time", (int, float, timedelta), "a number of seconds or a timedelta")
         check_type(self.cache_salt, "cache_salt", str, "a string")

@@ -35,7 +35,7 @@ class Result:
     """What one response adds to one sequence, or the whole of it where nothing is streamed.
 
     The lists have one entry for each beam, which is one entry where the beam width is 1. `log_probs` are of the generated tokens in
-    `output_token_ids`, `cum_log_probs` their sum over all generated so far; from the raw logits, and for beams from what the search went by.
+    `output_token_ids`, `cum_log_probs` their sum over all generated so far: by the raw logits, and for beams by what the search went by.
     `generation_logits` are [beams, tokens, V]; `context_logits` [tokens, V] come with a sequence's first response, and begin with the
     prompt's token `first_context_token`: those before it were reused from the prefix cache, and have no logits.
 

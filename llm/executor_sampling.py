@@ -41,7 +41,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         check_integers(self, "beam_width", "top_k", "seed", "min_tokens", "early_stopping", "no_repeat_ngram_size", "num_return_sequences")
-        check_numbers(self, "top_p", "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty", "min_p")
+        check_numbers(
+            self, "top_p", "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty", "min_p"
+        )
 
     @property
     def is_drawn(self) -> bool:

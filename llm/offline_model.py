@@ -27,7 +27,7 @@ class OfflineModel:
         **engine_arguments: Any,
     ) -> None:
         self._model = LocalModel(model, engine_arguments, logits_processors)
-        with _threads_as_they_were():
+        with threads_as_they_were():
             self._model.load()
         self._loop = LoopThread()
         self._loop.run(self._model.start())
@@ -71,7 +71,7 @@ class OfflineModel:
 
 
 @contextmanager
-def _threads_as_they_were() -> Iterator[None]:
+def threads_as_they_were() -> Iterator[None]:
     """Loading leaves torch one thread in whichever thread it is done: a server's has nothing else to compute, a caller's may have."""
     num_threads = torch.get_num_threads()
     try:

@@ -1,0 +1,251 @@
+"""TensorRT-LLM's Executor API in Python: requests in, responses out, from any thread and any event loop."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, overload
+
+from penstock.api.context import ServerContext
+from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.tokenizer import Tokenizer
+from penstock.llm.executor_guide import GuidedDecodingParams, GuideType
+from penstock.llm.executor_jobs import Jobs
+from penstock.llm.executor_mailbox import Mailbox
+from penstock.llm.executor_metrics import KvCacheMetrics, RequestPerfMetrics, TimingMetrics
+from penstock.llm.executor_output import AdditionalModelOutput, OutputConfig
+from penstock.llm.executor_recorder import StepRecorder
+from penstock.llm.executor_request import LogitsProcessorConfig, Request, RequestType
+from penstock.llm.executor_response import AdditionalOutput, FinishReason, Response, Result
+from penstock.llm.executor_retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
+from penstock.llm.executor_sampling import SamplingConfig
+from penstock.llm.executor_stats import (
+    InflightBatchingStats,
+    IterationStats,
+    KvCacheStats,
+    RequestStage,
+    RequestStats,
+    RequestStatsPerIteration,
+)
+from penstock.llm.local_model import LocalModel
+from penstock.llm.loop_thread import LoopThread
+from penstock.llm.offline_model import threads_as_they_were
+
+__all__ = [
+    "AdditionalModelOutput",
+    "AdditionalOutput",
+    "Executor",
+    "FinishReason",
+    "GuideType",
+    "GuidedDecodingParams",
+    "InflightBatchingStats",
+    "IterationStats",
+    "KvCacheMetrics",
+    "KvCacheRetentionConfig",
+    "KvCacheStats",
+    "LogitsProcessorConfig",
+    "OutputConfig",
+    "Request",
+    "RequestPerfMetrics",
+    "RequestStage",
+    "RequestStats",
+    "RequestStatsPerIteration",
+    "RequestType",
+    "Response",
+    "Result",
+    "SamplingConfig",
+    "TimingMetrics",
+    "TokenRangeRetentionConfig",
+]
+
+MAX_ITERATIONS = 1000
+Timeout = float | timedelta | None
+Ids = int | Iterable[int] | None
+
+
+class Executor:
+    """Serves requests of all kinds in one batch, beam widths mixed.
+
+        with Executor("HuggingFaceTB/SmolLM2-135M-Instruct") as executor:
+            prompt = executor.tokenizer.encode("The capital of France is", add_special_tokens=True)
+            executor.enqueue_request(Request(prompt, max_tokens=8))
+            for response in executor.await_responses():
+                print(executor.tokenizer.decode(response.result.output_token_ids[0]))
+
+    `model` and the other keyword arguments are those of `LLM`; `context` is a server's context in their place, whose engine has not been
+    started. `logits_processors` are registered under their names, in any of the forms that a plug-in may register; requests name them.
+    Statistics are kept of the last `iter_stats_max_iterations` and `request_stats_max_iterations` steps; 0 keeps none.
+
+    Every method may be called in any thread, by several at once, and each response is given out once. A request that cannot be served
+    has a response that says why. `shutdown`, or leaving a `with` or `async with` block, ends it.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        logits_processors: Mapping[str, Callable[..., Any]] | None = None,
+        context: ServerContext | None = None,
+        iter_stats_max_iterations: int = MAX_ITERATIONS,
+        request_stats_max_iterations: int = MAX_ITERATIONS,
+        **engine_arguments: Any,
+    ) -> None:
+        if context is not None and (model is not None or logits_processors or engine_arguments):
+            raise TypeError("a context brings its own model, logits processors and engine")
+        self._context = context or load_context(model, engine_arguments, logits_processors)
+        core = self._context.engine.core
+        core.observer = self._recorder = StepRecorder(
+            core.scheduler, max_iterations=iter_stats_max_iterations, max_request_iterations=request_stats_max_iterations
+        )
+        self._mailbox = Mailbox()
+        self._jobs = Jobs(self._context, self._mailbox, lambda: self._recorder.num_iterations)
+        self._is_accepting = True
+        self._loop = LoopThread("penstock-executor")
+        self._loop.run(self._context.engine.start())
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's: `encode` makes input ids, `decode` reads output ids."""
+        return self._context.tokenizer
+
+    def enqueue_request(self, request: Request) -> int:
+        """Begins to serve it, and gives the id that its responses have. Raises `EngineUnavailable` after `shutdown`."""
+        return self.enqueue_requests([request])[0]
+
+    def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
+        """The same for several: all of them, or none where one is no `Request`."""
+        requests = list(requests)
+        for request in requests:
+            if not isinstance(request, Request):
+                raise TypeError(f"expected a Request of penstock.llm.executor, got {request!r:.100}")
+        arrival_time = time.monotonic()
+        with self._jobs.lock:  # a shutdown either sees them or refuses them
+            if not self._is_accepting:
+                raise EngineUnavailable("the executor has been shut down")
+            ids = [self._mailbox.open() for _ in requests]
+            self._loop.submit(self._jobs.begin(list(zip(ids, requests, strict=True)), arrival_time))
+        return ids
+
+    @overload
+    def await_responses(self, ids: int | None = None, timeout: Timeout = None) -> list[Response]: ...
+    @overload
+    def await_responses(self, ids: Iterable[int], timeout: Timeout = None) -> list[list[Response]]: ...
+    def await_responses(self, ids: Ids = None, timeout: Timeout = None) -> list[Response] | list[list[Response]]:
+        """All responses that are ready, of one request or of any; waits until there are some. For several ids, a list for each of them.
+
+        Empty once `timeout`, in seconds or as a timedelta, has passed, and where nothing will ever come: after a request's final response,
+        and after `shutdown`. Raises `InvalidRequest` for an id that no request has had.
+        """
+        deadline = _deadline(timeout)
+        if ids is None or isinstance(ids, int):
+            self._mailbox.check_known([] if ids is None else [ids])
+            return self._mailbox.take(ids, _left(deadline))
+        several = list(ids)
+        self._mailbox.check_known(several)
+        return [self._mailbox.take(request_id, _left(deadline)) for request_id in several]
+
+    @overload
+    async def responses(self, ids: int | None = None) -> list[Response]: ...
+    @overload
+    async def responses(self, ids: Iterable[int]) -> list[list[Response]]: ...
+    async def responses(self, ids: Ids = None) -> list[Response] | list[list[Response]]:
+        """What `await_responses` gives, in any event loop. Whoever is cancelled, by `asyncio.timeout` for one, has taken nothing."""
+        if ids is None or isinstance(ids, int):
+            self._mailbox.check_known([] if ids is None else [ids])
+            return await self._mailbox.take_async(ids)
+        several = list(ids)
+        self._mailbox.check_known(several)
+        return list(await asyncio.gather(*map(self._mailbox.take_async, several)))
+
+    async def stream(self, request: Request | int) -> AsyncGenerator[Response, None]:
+        """The responses of a request, which may be enqueued already, one by one up to its final one. Leaving early cancels the request."""
+        request_id = request if isinstance(request, int) else self.enqueue_request(request)
+        is_over = False
+        try:
+            while responses := await self.responses(request_id):
+                for response in responses:
+                    is_over = response.is_final
+                    yield response
+        finally:
+            if not is_over:
+                self.cancel_request(request_id)
+
+    def num_responses_ready(self, request_id: int | None = None) -> int:
+        """How many responses can be taken without waiting."""
+        self._mailbox.check_known([] if request_id is None else [request_id])
+        return self._mailbox.num_ready(request_id)
+
+    def cancel_request(self, request_id: int) -> None:
+        """Ends the request with what there is: each unfinished sequence has a last response, CANCELLED. One that has ended stays."""
+        self._mailbox.check_known([request_id])
+        with self._jobs.lock:
+            if not self._loop.is_closed:
+                self._loop.submit(self._jobs.cancel(request_id))
+
+    def latest_iteration_stats(self) -> list[IterationStats]:
+        """The steps since the last call, oldest first, as far as they are kept."""
+        return self._recorder.take_iterations()
+
+    def latest_request_stats(self) -> list[RequestStatsPerIteration]:
+        """The same for the requests in each step."""
+        return self._recorder.take_requests()
+
+    def can_enqueue_requests(self) -> bool:
+        """False after `shutdown`, and where the engine has failed for good."""
+        return self._is_accepting and self._context.engine.is_healthy
+
+    def shutdown(self, timeout: Timeout = None) -> None:
+        """Takes no more requests, waits until those there are have ended, at most `timeout`, cancels the others, and gives everything back.
+
+        What is ready may still be taken. Whoever waits for what will not come is woken. May be called twice.
+        """
+        with self._jobs.lock:
+            self._is_accepting = False
+        self._mailbox.close()
+        if not self._mailbox.wait_until_none_is_open(_left(_deadline(timeout))):
+            self._loop.run(self._jobs.cancel_all())
+            self._mailbox.wait_until_none_is_open(None)
+        with self._jobs.lock:
+            if not self._loop.is_closed:
+                self._loop.run(self._context.engine.stop())
+                self._loop.close()
+                self._context.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Waits for what runs, unless there was an error."""
+        self.shutdown(None if kind is None else 0)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        await asyncio.to_thread(self.shutdown, None if kind is None else 0)
+
+
+def load_context(
+    model: str | os.PathLike[str] | None, given: Mapping[str, Any], processors: Mapping[str, Callable[..., Any]] | None
+) -> ServerContext:
+    """A loaded model whose engine has not been started. Raises `InvalidRequest` for one that generates nothing."""
+    local = LocalModel(model, given, processors)
+    with threads_as_they_were():
+        local.load()
+    try:
+        return local.generating
+    except InvalidRequest:
+        local.context.close()
+        raise
+
+
+def _deadline(timeout: Timeout) -> float | None:
+    if timeout is None:
+        return None
+    return time.monotonic() + (timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

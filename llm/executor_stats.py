@@ -1,0 +1,74 @@
+"""What an executor counts, step by step. Names are those of TensorRT-LLM's statistics; times are in milliseconds."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCacheStats:
+    """Blocks of the KV cache, each of `tokens_per_block` tokens. Those kept for what may come again count as free.
+
+    `cache_hit_rate` is the share of all prompt tokens so far that were found in the cache.
+    """
+
+    max_num_blocks: int
+    free_num_blocks: int
+    used_num_blocks: int
+    tokens_per_block: int
+    cache_hit_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InflightBatchingStats:
+    """Sequences in one step: those whose prompt is computed, those that generate, and those that were pushed out to come again later."""
+
+    num_scheduled_requests: int
+    num_context_requests: int
+    num_gen_requests: int
+    num_paused_requests: int
+    num_ctx_tokens: int
+    avg_num_decoded_tokens_per_iter: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationStats:
+    """One step. `timestamp` is when it ended, in local time; requests are queued until their first token is computed."""
+
+    timestamp: str
+    iter: int
+    iter_latency_ms: float
+    new_active_requests_queue_latency_ms: float
+    num_new_active_requests: int
+    num_active_requests: int
+    num_queued_requests: int
+    num_completed_requests: int
+    max_num_active_requests: int
+    kv_cache_stats: KvCacheStats
+    inflight_batching_stats: InflightBatchingStats
+
+
+class RequestStage(Enum):
+    QUEUED = 0
+    CONTEXT_IN_PROGRESS = 2
+    GENERATION_IN_PROGRESS = 3
+    GENERATION_COMPLETE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStats:
+    """One request at the end of a step. With several sequences it is as far as the first of them, and its generated tokens are theirs."""
+
+    id: int
+    stage: RequestStage
+    context_prefill_position: int
+    num_generated_tokens: int
+    scheduled: bool
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStatsPerIteration:
+    """Requests that run, were paused or ended in this step, and of those that are queued the ones that may come next."""
+
+    iter: int
+    request_stats: list[RequestStats]

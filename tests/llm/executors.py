@@ -1,0 +1,103 @@
+"""Executors over the engine of `tests.fakes`: everything is real but the model."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from penstock.api.chat_template import ChatTemplate
+from penstock.api.context import ServerContext
+from penstock.engine.engine import Engine
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.grammar_cache import GrammarCompiler
+from penstock.llm.executor import Executor
+from penstock.llm.executor_output import OutputConfig
+from penstock.llm.executor_request import Request
+from penstock.llm.executor_response import Response, Result
+from penstock.plugins.manager import Plugins
+from tests.fakes import NextToken, ids, letter_after, make_core
+
+OUTPUT_ALONE = OutputConfig(exclude_input_from_output=True)
+
+
+def new_plugins() -> Plugins:
+    """Without a backend that takes seconds to start."""
+    return Plugins.start(without=("xgrammar",))
+
+
+builtin_plugins = cache(new_plugins)
+
+
+def context_over(core: EngineCore, processors: Mapping[str, Any] | None = None) -> ServerContext:
+    """What `assemble` makes for a server, of a core. `processors` are logits processors by name."""
+    plugins = builtin_plugins() if processors is None else new_plugins()
+    plugins.register_logits_processors(processors or {}, "tests")
+    workers = ThreadPoolExecutor(1)
+    return ServerContext(
+        engine=Engine(core),
+        tokenizer=core.tokenizer,
+        chat_template=ChatTemplate(None, {}, workers=workers),
+        model_names=("fake",),
+        max_model_len=core.max_model_len,
+        vocab_size=core.vocab_size,
+        stop_token_ids=core.stop_token_ids,
+        plugins=plugins,
+        reasoning_parser=None,
+        tool_parser=None,
+        compile_grammar=GrammarCompiler(plugins.grammar_backends, core.tokenizer, core.vocab_size, core.stop_token_ids),
+        default_thinking_budget=None,
+        default_sampling={},
+        workers=workers,
+    )
+
+
+@contextmanager
+def executor_over(core: EngineCore, processors: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[Executor]:
+    """Checks at the end that no block and no sequence is left."""
+    with Executor(context=context_over(core, processors), **settings) as executor:
+        yield executor
+    core.check_integrity()
+    assert not core.has_work
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
+
+
+@contextmanager
+def make_executor(next_token: NextToken = letter_after, processors: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[Executor]:
+    """`settings` are those of `make_core`."""
+    with executor_over(make_core(next_token, **settings), processors) as executor:
+        yield executor
+
+
+def ask(prompt: str = "?", max_tokens: int = 8, **fields: Any) -> Request:
+    """A request whose prompt is not part of the output unless `output_config` is given."""
+    return Request(ids(prompt), max_tokens, **({"output_config": OUTPUT_ALONE} | fields))
+
+
+def whole(executor: Executor, request: Request | int) -> list[Response]:
+    """All responses of a request."""
+    request_id = request if isinstance(request, int) else executor.enqueue_request(request)
+    responses: list[Response] = []
+    while more := executor.await_responses(request_id, timeout=60):
+        responses += more
+    assert responses[-1].is_final
+    assert not any(response.is_final for response in responses[:-1])
+    return responses
+
+
+def result_of(executor: Executor, request: Request | int) -> Result:
+    """The one result of a request with one sequence that is not streamed."""
+    [response] = whole(executor, request)
+    return response.result
+
+
+def error_of(executor: Executor, request: Request) -> str:
+    [response] = whole(executor, request)
+    assert response.error_msg is not None
+    return response.error_msg
+
+
+def output(results: Iterable[Response], index: int = 0) -> list[int]:
+    """What the responses to a streamed request say of one sequence."""
+    own = [response.result for response in results if response.result.sequence_index == index]
+    return [token_id for result in own for token_id in result.output_token_ids[0]]
