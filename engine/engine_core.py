@@ -249,9 +249,9 @@ class EngineCore:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequest(f"the prompt holds token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", "prompt")
         request.params.check_token_ids(self.vocab_size)
+        check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.params.n > self.scheduler.max_num_seqs:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
-        check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.outputs:
             self.runner.outputs.check(request.outputs)
         elif request.with_context_outputs:

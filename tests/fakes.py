@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from threading import Event
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from penstock.engine.answer import Answer
 from penstock.engine.batch import Batch
+from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine_core import EngineCore
@@ -257,6 +259,15 @@ def make_request(
         stop_sequences=stop_sequences,
         retention=retention,
     )
+
+
+def beam_request(request_id: str, prompt: str | list[int], beam: BeamSearchParams, *, priority: int = 0, **rules: Any) -> Request:
+    """One for beam search. `rules` are a grammar, logits processors, or fields of the sampling parameters."""
+    own = {name: rules.pop(name) for name in ("grammar", "logits_processors", "parser") if name in rules}
+    params = beam.sampling_params(**rules)
+    read_by = ("stop", "include_stop_str_in_output", "skip_special_tokens", "min_tokens")
+    reader = make_request(request_id, prompt, priority=priority, **{name: getattr(params, name) for name in read_by}, **own)
+    return replace(reader, params=params, beam=beam)
 
 
 def content(deltas: Sequence[SequenceDelta], index: int = 0) -> str:
