@@ -2,12 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.engine.errors import EngineUnavailable
+from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.outputs import SequenceDelta
 from penstock.llm.local_model import LocalModel
 from penstock.llm.metric_values import Metric, metric_values
@@ -33,7 +34,7 @@ class AsyncLLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        logits_processors: Mapping[str, Callable[..., Any]] | None = None,
+        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
         **engine_arguments: Any,
     ) -> None:
         self._model = LocalModel(model, engine_arguments, logits_processors)

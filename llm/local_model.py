@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,8 @@ from penstock.assembly import Assembled, assemble
 from penstock.engine.build import build_core, load, release
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
+from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.memory import release_heap
 from penstock.engine.model_loader import LoadedModel
 from penstock.engine.model_store import model_name, resolve_model
@@ -69,7 +70,7 @@ class LocalModel:
         self,
         model: str | os.PathLike[str] | None,
         given: Mapping[str, Any],
-        logits_processors: Mapping[str, Callable[..., Any]] | None = None,
+        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
     ) -> None:
         self.arguments = engine_arguments(model, given)
         self.plugins = Plugins.start(
@@ -78,10 +79,7 @@ class LocalModel:
             reasoning_parser=self.arguments.reasoning_parser,
             tool_parser=self.arguments.tool_parser,
         )
-        for name, factory in (logits_processors or {}).items():
-            if self.plugins.logits_processors.resolve(name) is not None:
-                raise ConfigurationError(f"the logits processor {name!r} is registered twice")
-            self.plugins.logits_processors.add(name, "logits_processors", factory)
+        self.plugins.register_logits_processors(logits_processors or {}, "logits_processors")
         self.name = (self.arguments.served_model_names or (model_name(self.arguments.engine.model),))[0]
         self._context: SharedContext | None = None
         self._core: EngineCore | None = None

@@ -1,13 +1,14 @@
 """What every call of the library stands on: a model in this process, for callers that are not asynchronous."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.llm.local_model import LocalModel
 from penstock.llm.loop_thread import LoopThread
 from penstock.llm.metric_values import Metric, metric_values
@@ -23,7 +24,7 @@ class OfflineModel:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        logits_processors: Mapping[str, Callable[..., Any]] | None = None,
+        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
         **engine_arguments: Any,
     ) -> None:
         self._model = LocalModel(model, engine_arguments, logits_processors)

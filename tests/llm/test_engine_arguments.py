@@ -1,0 +1,75 @@
+"""Keyword arguments as the command line's flags."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.arguments import build_parser, parse_arguments
+from penstock.engine.errors import ConfigurationError
+from penstock.llm.engine_arguments import ALIASES, OF_THE_SERVER, REFUSED, UNBOUNDED, engine_arguments, known_arguments
+
+
+def flags() -> set[str]:
+    return {action.dest for action in build_parser()._actions if action.option_strings} - {"help", "version"}
+
+
+def test_every_flag_is_taken_or_is_the_servers() -> None:
+    assert flags() == (set(known_arguments()) - set(ALIASES)) | OF_THE_SERVER
+    assert set(ALIASES.values()) <= flags()
+    assert not set(REFUSED) & (flags() | set(ALIASES))
+
+
+def test_arguments_mean_what_the_flags_mean() -> None:
+    ours = engine_arguments(
+        "some/model",
+        {
+            "dtype": torch.bfloat16,
+            "max_num_seqs": 7,
+            "kv_cache_memory": "2GiB",
+            "enable_prefix_caching": False,
+            "plugins": ["hermes", "deepseek_r1"],
+            "trust_remote_code": True,
+            "chat_template": None,
+            "seed": 0,
+        },
+    )
+    words = ["--model", "some/model", "--dtype", "bfloat16", "--max-num-seqs", "7", "--kv-cache-memory", "2GiB", "--no-prefix-caching"]
+    words += ["--plugin", "hermes", "--plugin", "deepseek_r1", "--trust-remote-code", "--seed", "0"]
+    words += ["--trust-request-chat-template", "--max-waiting-requests", str(UNBOUNDED)]
+    assert ours == parse_arguments(words)
+    assert engine_arguments(None, {"kv_cache_memory_bytes": 1024, "prefix_caching": True}).engine.kv_cache_memory == 1024
+    assert engine_arguments(None, {"plugins": "hermes", "max_waiting_requests": 3}).engine.max_waiting_requests == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_num_seqs": 0}, "`max_num_seqs`: '0' is not an integer of 1 or more"),
+        ({"dtype": "float8"}, "`dtype`: invalid choice: 'float8'"),
+        ({"trust_remote_code": "yes"}, "`trust_remote_code`: expected True or False"),
+        ({"threads": [1, 2]}, "`threads`: expected one value"),
+        ({"kv_cache_memory": "much"}, "`kv_cache_memory`: 'much' is not a size"),
+        ({"port": 8000}, "`port` is the server's"),
+        ({"gpu_memory_utilization": 0.9}, "`gpu_memory_utilization` is not supported: use `kv_cache_memory`"),
+        ({"tokenizer": "other"}, "`tokenizer` is not supported"),
+        ({"tensor_parallel_size": 2}, "`tensor_parallel_size` is not supported"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        engine_arguments(None, given)
+
+
+def test_vllms_arguments_that_ask_for_nothing_are_taken() -> None:
+    plain = engine_arguments(None, {})
+    for name, (_, neutral) in REFUSED.items():
+        for value in (None, *neutral):
+            assert engine_arguments(None, {name: value}) == plain
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="did you mean `max_num_seqs`"):
+        engine_arguments(None, {"max_num_seq": 3})
+    with pytest.raises(TypeError, match="no argument `zzz`"):
+        engine_arguments(None, {"zzz": 3})

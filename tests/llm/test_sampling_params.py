@@ -1,0 +1,53 @@
+"""Sampling parameters as a caller of the library writes them."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from penstock import GuidedDecodingParams, InvalidRequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+
+def test_lists_and_single_strings_are_taken() -> None:
+    params = SamplingParams(temperature=0.8, stop="end", stop_token_ids=[1, 2], bad_words=["no"], allowed_token_ids=[3], max_tokens=10)
+    assert (params.stop, params.stop_token_ids, params.bad_words, params.allowed_token_ids) == (("end",), (1, 2), ("no",), (3,))
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert dataclasses.replace(params, n=2).stop == ("end",)
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": True}, "top_p"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": None}, "n"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logits_processors": [{"name": 3}]}, "logits_processors[0]"),
+        ({"logits_processors": [len]}, "logits_processors[0]"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"structured_outputs": StructuredOutputsParams(regex=3)}, "structured_outputs"),  # type: ignore[arg-type]
+        ({"structured_outputs": StructuredOutputsParams(regex="a"), "guided_decoding": GuidedDecodingParams(regex="a")}, "guided_decoding"),
+        ({"output_kind": 1}, "output_kind"),
+        ({"detokenize": False, "stop": "x"}, "detokenize"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**given)
+    assert refused.value.param == field
+
+
+def test_fields_that_there_are_not_are_refused() -> None:
+    given: Any = {"best_of": 3}
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(**given)
+
+
+def test_kinds_of_outputs_have_vllms_names() -> None:
+    assert [kind.name for kind in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
