@@ -1,20 +1,26 @@
 // One query token per sequence attends to its keys. The query heads of one KV head are handled together, so that every key and
 // value is read from memory once. The softmax is computed online, one block at a time (Milakov and Gimelshein, arXiv:1805.02867).
+// Long contexts are split into parts, so that a single one keeps all threads busy. Where they are split depends on nothing else, so that
+// a sequence's output does not depend on what it is computed with.
 
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 #include <vector>
 
 #include "common.h"
 #include "decode_bfloat16.h"
+#include "decode_part.h"
 #include "parallel.h"
 
 namespace {
+
+constexpr int64_t KEYS_OF_PART = 1024;
+constexpr int64_t TASKS_PER_THREAD = 4;  // at least, where there are as many parts: so that all threads end at about the same time
 
 struct Shape {
     int64_t num_heads, num_kv_heads, key_size, value_size, block_size, blocks_per_sequence;
@@ -29,32 +35,29 @@ inline float dot(const float* query, const T* key, int64_t size) {
     return sum;
 }
 
-// One sequence, one KV head, all of its query heads. `scratch` holds, for each of the group's heads: query [key_size], accumulator [value_size],
-// scores [block_size].
+// One sequence, one KV head, all of its query heads, the keys from `first` to `last`. `scratch` holds, for each of the group's heads:
+// query [key_size], scores [block_size].
 template <typename T, int64_t SIZE>
-void decode_group(T* out, const T* query, const T* key_cache, const T* value_cache, const int64_t* blocks, int64_t context_len, int64_t kv_head,
-                  const Shape& shape, const Options& options, float* scratch) {
+void decode_part(const Part& part, const T* query, const T* key_cache, const T* value_cache, const int64_t* blocks, int64_t first, int64_t last,
+                 int64_t kv_head, const Shape& shape, const Options& options, float* scratch) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
     const int64_t key_size = SIZE > 0 ? SIZE : shape.key_size;
     const int64_t value_size = SIZE > 0 ? SIZE : shape.value_size;
     float* queries = scratch;
-    float* accumulators = queries + group * key_size;
-    float* scores = accumulators + group * value_size;
-    float* maxima = scores + group * shape.block_size;
-    float* sums = maxima + group;
+    float* scores = queries + group * key_size;
+    float *accumulators = part.sums, *maxima = part.maxima, *sums = part.totals;
     for (int64_t g = 0; g < group; ++g) {
         const int64_t head = kv_head * group + g;
         for (int64_t d = 0; d < key_size; ++d) queries[g * key_size + d] = to_float(query[head * key_size + d]) * options.scaling;
         std::fill_n(accumulators + g * value_size, value_size, 0.0f);
-        maxima[g] = options.sinks ? options.sinks[head] : -std::numeric_limits<float>::infinity();
-        sums[g] = options.sinks ? 1.0f : 0.0f;
+        maxima[g] = HIDDEN;
+        sums[g] = 0.0f;
     }
-    const int64_t first = options.window > 0 ? std::max<int64_t>(0, context_len - options.window) : 0;
     const int64_t key_stride = shape.num_kv_heads * key_size;
     const int64_t value_stride = shape.num_kv_heads * value_size;
-    for (int64_t block = first / shape.block_size; block * shape.block_size < context_len; ++block) {
+    for (int64_t block = first / shape.block_size; block * shape.block_size < last; ++block) {
         const int64_t begin = std::max<int64_t>(first - block * shape.block_size, 0);
-        const int64_t end = std::min(shape.block_size, context_len - block * shape.block_size);
+        const int64_t end = std::min(shape.block_size, last - block * shape.block_size);
         const T* keys = key_cache + (blocks[block] * shape.block_size) * key_stride + kv_head * key_size;
         const T* values = value_cache + (blocks[block] * shape.block_size) * value_stride + kv_head * value_size;
         for (int64_t i = begin; i < end; ++i) {
@@ -91,36 +94,64 @@ void decode_group(T* out, const T* query, const T* key_cache, const T* value_cac
             }
         }
     }
-    for (int64_t g = 0; g < group; ++g) {
-        const float scale = sums[g] > 0.0f ? 1.0f / sums[g] : 0.0f;
-        T* row = out + (kv_head * group + g) * value_size;
-        for (int64_t d = 0; d < value_size; ++d) store(row + d, accumulators[g * value_size + d] * scale);
-    }
+    for (int64_t g = 0; g < group; ++g) maxima[g] *= LOG2_E;
 }
 
 template <typename T, int64_t SIZE>
 void decode(T* out, const T* query, const T* key_cache, const T* value_cache, const int64_t* block_table, const int64_t* context_lens,
             int64_t num_sequences, const Shape& shape, const Options& options) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
-    const int64_t scratch_size = group * (shape.key_size + shape.value_size + shape.block_size + 2);
-    const int64_t num_tasks = num_sequences * shape.num_kv_heads;
-    parallel_for(num_tasks, [&](int64_t task) {
-        const int64_t sequence = task / shape.num_kv_heads;
-        T* sequence_out = out + sequence * shape.num_heads * shape.value_size;
-        const T* sequence_query = query + sequence * shape.num_heads * shape.key_size;
-        const int64_t* blocks = block_table + sequence * shape.blocks_per_sequence;
+    const int64_t part_size = Part::size(group, shape.value_size);
+    // Some parts of one sequence and KV head, one after the other. Its places are those of all parts of these two, side by side.
+    struct Task {
+        int64_t sequence, kv_head, first_key, first_part, end_part, first_place, num_parts;
+    };
+    static thread_local std::vector<Task> tasks;  // kept, as are the parts: fresh memory would be cleared by the system for each layer
+    static thread_local std::vector<float> parts;
+    auto first_key_of = [&](int64_t sequence) { return options.window > 0 ? std::max<int64_t>(0, context_lens[sequence] - options.window) : 0; };
+    auto end_part_of = [&](int64_t sequence) { return std::max<int64_t>((context_lens[sequence] + KEYS_OF_PART - 1) / KEYS_OF_PART, 1); };
+    int64_t num_all = 0;
+    for (int64_t sequence = 0; sequence < num_sequences; ++sequence)
+        num_all += (end_part_of(sequence) - first_key_of(sequence) / KEYS_OF_PART) * shape.num_kv_heads;
+    const int64_t run = std::max<int64_t>(num_all / (TASKS_PER_THREAD * omp_get_max_threads()), 1);
+    tasks.clear();
+    int64_t place = 0;
+    for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
+        const int64_t first_key = first_key_of(sequence), end_part = end_part_of(sequence), num_parts = end_part - first_key / KEYS_OF_PART;
+        for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head, place += num_parts)
+            for (int64_t part = first_key / KEYS_OF_PART; part < end_part; part += run)
+                tasks.push_back({sequence, kv_head, first_key, part, std::min(part + run, end_part), place, num_parts});
+    }
+    if (static_cast<int64_t>(parts.size()) < num_all * part_size) parts.resize(num_all * part_size);
+    const Task* const all_tasks = tasks.data();  // this thread's, whichever thread runs one
+    float* const all_parts = parts.data();
+    std::vector<std::atomic<int64_t>> num_done(num_all);
+    parallel_for(tasks.size(), [&](int64_t i) {
+        const Task& task = all_tasks[i];
+        const T* sequence_query = query + task.sequence * shape.num_heads * shape.key_size;
+        const int64_t* blocks = block_table + task.sequence * shape.blocks_per_sequence;
+        const int64_t context_len = context_lens[task.sequence];
+        float* const group_parts = all_parts + task.first_place * part_size;
+        for (int64_t part = task.first_part; part < task.end_part; ++part) {
+            const Part into(group_parts + (part - task.first_key / KEYS_OF_PART) * part_size, group, shape.value_size);
+            const int64_t first = std::max(task.first_key, part * KEYS_OF_PART), last = std::min(context_len, (part + 1) * KEYS_OF_PART);
 #ifdef __AVX512BF16__
-        if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
-            if (shape.block_size == BLOCK && group <= MAX_GROUP) {
-                decode_group_bfloat16<SIZE>(sequence_out, sequence_query, key_cache, value_cache, blocks, context_lens[sequence],
-                                            task % shape.num_kv_heads, group, shape.num_kv_heads, options);
-                return;
+            if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
+                if (shape.block_size == BLOCK && group <= MAX_GROUP) {
+                    const int64_t end = part + 1 < task.end_part ? context_len : last;  // the next part's first block is fetched in this one
+                    decode_part_bfloat16<SIZE>(into, sequence_query, key_cache, value_cache, blocks, first, last, end, task.kv_head, group,
+                                               shape.num_kv_heads, options);
+                    continue;
+                }
             }
-        }
 #endif
-        std::vector<float> scratch(scratch_size);
-        decode_group<T, SIZE>(sequence_out, sequence_query, key_cache, value_cache, blocks, context_lens[sequence], task % shape.num_kv_heads, shape,
-                              options, scratch.data());
+            std::vector<float> scratch(group * (shape.key_size + shape.block_size));
+            decode_part<T, SIZE>(into, sequence_query, key_cache, value_cache, blocks, first, last, task.kv_head, shape, options, scratch.data());
+        }
+        const int64_t done = num_done[task.first_place].fetch_add(task.end_part - task.first_part, std::memory_order_acq_rel);
+        if (done + task.end_part - task.first_part == task.num_parts)
+            join_parts(out + task.sequence * shape.num_heads * shape.value_size, group_parts, task.num_parts, task.kv_head * group, group,
+                       shape.value_size, options.sinks);
     });
 }
 

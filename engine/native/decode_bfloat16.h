@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common.h"
+#include "decode_part.h"
 #include "vector.h"
 
 namespace {
@@ -40,10 +41,11 @@ inline void fetch(const BFloat16* rows, int64_t stride) {
         for (int64_t d = 0; d < SIZE; d += 32) _mm_prefetch(reinterpret_cast<const char*>(rows + i * stride + d), _MM_HINT_T0);
 }
 
-// One sequence, one KV head, all of its query heads. What lies in a block before `begin` or from `end` on may be anything, NaN included.
+// One sequence, one KV head, all of its query heads, the keys from `first` to `last`, of those up to `end` that are next. What lies in their
+// blocks beside them may be anything, NaN included.
 template <int64_t SIZE>
-void decode_group_bfloat16(BFloat16* out, const BFloat16* query, const BFloat16* key_cache, const BFloat16* value_cache, const int64_t* blocks,
-                           int64_t context_len, int64_t kv_head, int64_t group, int64_t num_kv_heads, const Options& options) {
+void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat16* key_cache, const BFloat16* value_cache, const int64_t* blocks,
+                          int64_t first, int64_t last, int64_t end, int64_t kv_head, int64_t group, int64_t num_kv_heads, const Options& options) {
     constexpr int64_t HALVES = SIZE / 32, LANES = SIZE / 16;
     __m512 sums[MAX_GROUP][LANES];
     Vector totals[MAX_GROUP], scores[MAX_GROUP][CHUNK];
@@ -51,8 +53,8 @@ void decode_group_bfloat16(BFloat16* out, const BFloat16* query, const BFloat16*
     alignas(64) int32_t weights[MAX_GROUP][CHUNK * BLOCK / 2];  // pairs of bfloat16
     for (int64_t g = 0; g < group; ++g) {
         for (int64_t c = 0; c < LANES; ++c) sums[g][c] = _mm512_setzero_ps();
-        maxima[g] = options.sinks ? options.sinks[kv_head * group + g] * LOG2_E : HIDDEN;
-        totals[g] = Vector{options.sinks ? 1.0f : 0.0f};
+        maxima[g] = HIDDEN;
+        totals[g] = Vector{};
     }
     // Interleaves two rows of values, so that one product takes a pair of keys.
     alignas(64) int16_t low_half[32], high_half[32];
@@ -64,18 +66,17 @@ void decode_group_bfloat16(BFloat16* out, const BFloat16* query, const BFloat16*
     const bool is_capped = options.softcap > 0.0f;
     const float factor = (is_capped ? options.softcap : options.scaling) * LOG2_E;
     const int64_t stride = num_kv_heads * SIZE;
-    const int64_t first = options.window > 0 ? std::max<int64_t>(0, context_len - options.window) : 0;
-    const int64_t num_blocks = (context_len + BLOCK - 1) / BLOCK;
+    const int64_t num_blocks = (last + BLOCK - 1) / BLOCK;
     const BFloat16* all_keys = key_cache + kv_head * SIZE;
     const BFloat16* all_values = value_cache + kv_head * SIZE;
     auto visible_in = [&](int64_t block) {
-        const int64_t begin = std::max<int64_t>(first - block * BLOCK, 0), end = std::min(BLOCK, context_len - block * BLOCK);
+        const int64_t begin = std::max<int64_t>(first - block * BLOCK, 0), end = std::min(BLOCK, last - block * BLOCK);
         return static_cast<__mmask16>((0xffffu << begin) & (0xffffu >> (BLOCK - end)));
     };
     for (int64_t chunk = first / BLOCK; chunk < num_blocks; chunk += CHUNK) {
         const int64_t chunk_end = std::min(chunk + CHUNK, num_blocks);
         for (int64_t block = chunk; block < chunk_end; ++block) {
-            if (block + 1 < num_blocks) fetch<SIZE>(all_keys + blocks[block + 1] * BLOCK * stride, stride);
+            if ((block + 1) * BLOCK < end) fetch<SIZE>(all_keys + blocks[block + 1] * BLOCK * stride, stride);
             fetch<SIZE>(all_values + blocks[block] * BLOCK * stride, stride);
             const __mmask16 visible = visible_in(block);
             const BFloat16* keys = all_keys + blocks[block] * BLOCK * stride;
@@ -131,9 +132,9 @@ void decode_group_bfloat16(BFloat16* out, const BFloat16* query, const BFloat16*
         }
     }
     for (int64_t g = 0; g < group; ++g) {
-        const float scale = 1.0f / _mm512_reduce_add_ps((__m512)totals[g]);
-        BFloat16* row = out + (kv_head * group + g) * SIZE;
-        for (int64_t c = 0; c < LANES; ++c) convert(row + 16 * c, (Vector)sums[g][c] * scale);
+        part.maxima[g] = maxima[g];
+        part.totals[g] = _mm512_reduce_add_ps((__m512)totals[g]);
+        for (int64_t c = 0; c < LANES; ++c) _mm512_storeu_ps(part.sums + g * SIZE + 16 * c, sums[g][c]);
     }
 }
 

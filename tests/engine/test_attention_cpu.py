@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import itertools
 import math
@@ -78,6 +79,13 @@ class Paged:
             num_decodes=sum(length == 1 for length in self.query_lens),
             device=torch.device("cpu"),
         )
+
+    def first_of(self, num_sequences: int) -> "Paged":
+        """The same with fewer sequences."""
+        fewer = copy.copy(self)
+        for name in ("query_lens", "context_lens", "queries", "keys", "values", "tables"):
+            setattr(fewer, name, getattr(self, name)[:num_sequences])
+        return fewer
 
     def run(self, options: AttentionOptions) -> Tensor:
         """Puts earlier tokens into the cache, writes the new ones as a step does, and attends. Rows of padding hold NaN."""
@@ -176,6 +184,22 @@ def test_windows_soft_caps_and_sinks_combine(has_sinks: bool, softcap: float | N
     shape = Shape(8, 2, 64, 64)
     sinks_H = sinks(8).to(dtype) if has_sinks else None
     check([1, 1, 20, 3], [33, 5, 20, 40], shape, dtype, sliding_window=window, softcap=softcap, sinks_H=sinks_H, scaling=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 700, 1030])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_long_contexts_are_attended_part_by_part(has_sinks: bool, window: int | None, dtype: torch.dtype) -> None:
+    lengths = [1, 1023, 1024, 1025, 2049, 3500]
+    check([1] * len(lengths), lengths, Shape(6, 2, 64, 64), dtype, sliding_window=window, sinks_H=sinks(6) if has_sinks else None)
+
+
+def test_what_is_decoded_with_a_sequence_does_not_change_it() -> None:
+    shape, options = Shape(6, 2, 64, 64), AttentionOptions(0.125)
+    paged = Paged([1] * 9, [2500] * 9, shape, torch.bfloat16, 0)
+    together = paged.run(options)
+    alone = paged.first_of(1).run(options)
+    assert torch.equal(alone[0], together[0])
 
 
 @pytest.mark.usefixtures("kernel")
