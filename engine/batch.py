@@ -9,7 +9,7 @@ from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.pending_tokens import placeholder
 from penstock.engine.sampler_row import SamplerRow, sampler_rows
-from penstock.engine.scheduler import Step
+from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import LOGITS
 from penstock.engine.step_masks import StepMasks
@@ -50,8 +50,8 @@ class Batch:
     `kept_T` are the flat rows whose logits are computed. Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the
     sampler may share one where sequences fork. `masks` is None where no grammar has a say; it is still being filled.
 
-    To attention each token that is tried ahead, and the one before the first of them, is a sequence of its own with one new token, on the
-    blocks that they share: all keys are written before anybody attends, and decoding is what its kernels do best.
+    To attention each token that is tried ahead, and each of up to `SHORT_CHUNK` that are known, is a sequence of its own with one new
+    token, on the blocks that they share: all keys are written before anybody attends, and decoding is what its kernels do best.
 
     `num_pending` of the input ids are placeholders (`pending_tokens.py`) for what the step before this one samples.
     """
@@ -96,16 +96,17 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
             input_ids.append(placeholder(sequence.pending_row))
         positions += range(first, last + len(draft))
         slots += slots_of(sequence.block_table, first, last + len(draft), block_size)
-        starts.append(starts[-1] + num_tokens)
-        context_lens += range(last, last + len(draft) + 1)
-        block_tables += [sequence.block_table] * (1 + len(draft))
+        first_row, num_alone = starts[-1], num_tokens if num_tokens <= SHORT_CHUNK else 1
+        starts += range(first_row + 1 + num_tokens - num_alone, first_row + num_tokens + 1)
+        context_lens += range(last - num_alone + 1, last + len(draft) + 1)
+        block_tables += [sequence.block_table] * (num_alone + len(draft))
         scored, sampled, wanted = range(0), range(0), range(0)
         if sequence.prompt_logprobs is not None and first < sequence.num_prompt_tokens - 1:
-            scored = range(starts[-2], starts[-2] + min(last, sequence.num_prompt_tokens - 1) - first)
+            scored = range(first_row, first_row + min(last, sequence.num_prompt_tokens - 1) - first)
         if num_tokens == sequence.num_uncomputed_tokens:
             sampled = range(starts[-1] - 1, starts[-1] + len(draft))
         if sequence.outputs is not None:
-            wanted = range(starts[-2] + max(sequence.outputs.next_position - first, 0), starts[-1])
+            wanted = range(first_row + max(sequence.outputs.next_position - first, 0), starts[-1])
         own = _kept_rows(scored, sampled, wanted if LOGITS in sequence.request.outputs else range(0))
         if scored:
             start = len(kept) + own.index(scored.start)
@@ -116,7 +117,7 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
             samplers += rows
         if wanted:
             first_kept = len(kept) + (own.index(wanted.start) if wanted.start in own else 0)
-            first_wanted = first + wanted.start - starts[-2]
+            first_wanted = first + wanted.start - first_row
             outputs.append(OutputRows(sequence.sampling_sequences, wanted.start, wanted.stop, first_wanted, first_kept))
         kept += own
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
@@ -126,7 +127,7 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         starts,
         context_lens,
         block_tables,
-        num_decodes=sum(num_tokens == 1 for num_tokens in step.num_tokens.values()) + sum(map(len, step.drafts.values())),
+        num_decodes=sum(count for count in step.num_tokens.values() if count <= SHORT_CHUNK) + sum(map(len, step.drafts.values())),
         device=device,
     )
     return Batch(

@@ -48,7 +48,12 @@ class EngineCore:
 
     def __post_init__(self) -> None:
         self._outputs = OutputProcessor(
-            scheduler=self.scheduler, tokenizer=self.tokenizer, stop_token_ids=self.stop_token_ids, retire=self._retire
+            scheduler=self.scheduler,
+            masks=self.masks,
+            tokenizer=self.tokenizer,
+            stop_token_ids=self.stop_token_ids,
+            vocab_size=self.vocab_size,
+            retire=self._retire,
         )
         self._beams = BeamProcessor(self._outputs)
 
@@ -169,6 +174,7 @@ class EngineCore:
                 continue
             if draft:
                 self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
+            self._outputs.take_certain(sequence, delta)
             if sequence.outputs is not None:
                 delta.outputs = sequence.outputs.take(len(delta.token_ids))
             deltas.setdefault(sequence.request.request_id, []).append(delta)

@@ -89,7 +89,11 @@ class GrammarMatcher(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """Shared by all sequences with the same constraint; immutable."""
+    """Shared by all sequences with the same constraint; immutable.
+
+    It may have an attribute `has_quick_masks`, true where each mask takes well under a millisecond whatever the model says: the engine then
+    asks its matchers on the event loop, as soon as a token is there, so that nothing waits for another thread.
+    """
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,8 @@ class GrammarGate:
 
     Where the model may open its reasoning itself, its first token is either what the grammar allows or `start_token_id`, the marker.
     The backend knows the model's `stop_token_ids`; the request's own are allowed where those are, and nowhere else.
-    `may_force` says that what the grammar forces needs no sampling: nothing else in the request has a say in it.
+    `may_force` says that what the grammar forces needs no sampling: nothing else in the request has a say in it. `is_quick` says that the
+    grammar's masks take so little time that they may be filled on the event loop.
     `may_look_ahead` is whether it may be asked about tokens that are only guessed.
     """
 
@@ -27,8 +28,10 @@ class GrammarGate:
         stop_token_ids: frozenset[int] = frozenset(),
         client_stop_ids: frozenset[int] = frozenset(),
         may_force: bool = False,
+        is_quick: bool = False,
     ) -> None:
         self._matcher = matcher
+        self.is_quick = is_quick
         self._all_stop_ids = stop_token_ids | client_stop_ids
         self._stop_token_ids = sorted(stop_token_ids)
         self._client_stop_ids = sorted(client_stop_ids - stop_token_ids)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from penstock.engine import processor_time
 from penstock.engine.answer import Answer
 from penstock.engine.grammar_gate import GrammarGate
 
@@ -18,7 +19,7 @@ TOO_SLOW = "the constraint takes too long to say what may come next"
 
 
 class MaskFill:
-    """What a sequence may say next: `forced` where that is certain, else the bits of `rows_DW[0]`, int32 [1 + draft, ceil(V / 32)].
+    """What a sequence may say next: `forced` where that is certain, else the bits of `row_W`, the first of int32 [1 + draft, ceil(V / 32)].
 
     The other rows say what may follow the tokens of the draft, as far as the grammar lets these pass and there is time.
     It is run by whoever takes it, and nobody else touches the gate's matcher until `is_done`, which is set last. `error` says why there
@@ -34,11 +35,13 @@ class MaskFill:
         "_error",
         "_gate",
         "_num_filled",
+        "address",
         "forced",
         "is_apart",
         "is_done",
         "is_finished",
         "on_done",
+        "row_W",
         "rows_DW",
         "seconds",
     )
@@ -52,6 +55,8 @@ class MaskFill:
         self._num_filled = 0
         self._error: str | None = None
         self.rows_DW = rows_DW
+        self.row_W = rows_DW[0]
+        self.address = self.row_W.data_ptr()
         self.is_apart = is_apart
         self.forced: list[int] = []
         self.seconds = 0.0
@@ -89,6 +94,27 @@ class MaskFill:
         """For how many of its rows it has said what may come next, where that is more than one token."""
         return self._num_filled if self.is_done and not self.needs_no_sample else 0
 
+    def look_ahead(self, rows_DW: Tensor, draft: Sequence[int]) -> None:
+        """Goes on from the mask that is there, of which the first of these rows is a copy, to those after the tokens of a late draft."""
+        assert self._num_filled
+        self._num_filled = 1
+        self.rows_DW = rows_DW
+        self._draft = draft
+        if self._gate.may_look_ahead:
+            self._ask_ahead(time.monotonic() + DRAFT_TIME)
+
+    def run_at_once(self) -> None:
+        """Asks what may come next in this thread, and again for each token of a sequence: `row_W` is used anew."""
+        began = processor_time.now()
+        self._num_filled = 0
+        self._draft = ()
+        try:
+            self._ask()
+        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
+            self._fail(error)
+        self.is_done = True
+        self.seconds = processor_time.since(began)
+
     def run(self) -> None:
         self._begun_at = time.monotonic()
         try:
@@ -97,11 +123,14 @@ class MaskFill:
             if self._draft and self._num_filled and self._gate.may_look_ahead:
                 self._ask_ahead(self._begun_at + DRAFT_TIME)
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
-            logger.exception("A grammar failed")
-            self._error = f"the grammar raised {type(error).__name__}: {error}"
+            self._fail(error)
         self.is_done = True
         if self.on_done is not None:
             self.on_done()
+
+    def _fail(self, error: Exception) -> None:
+        logger.exception("A grammar failed")
+        self._error = f"the grammar raised {type(error).__name__}: {error}"
 
     def _ask(self) -> None:
         if self.is_apart and self._gate.is_finished(self._answer):
@@ -109,7 +138,7 @@ class MaskFill:
             return
         self.forced = self._gate.forced_tokens(self._answer)
         if not self.forced:
-            self._gate.fill_bitmask(self._answer, self.rows_DW[0])
+            self._gate.fill_bitmask(self._answer, self.row_W)
             self._num_filled = 1
 
     def _ask_ahead(self, deadline: float) -> None:

@@ -1,9 +1,13 @@
 """Fills the masks of constrained sequences off the event loop, so that a slow grammar holds up nobody but its own sequence."""
 
+import ctypes
 import threading
 from collections.abc import Callable, Mapping
 
-from penstock.engine.bitmask import allocate_bitmask
+import torch
+from torch import Tensor
+
+from penstock.engine.bitmask import allocate_bitmask, num_words
 from penstock.engine.mask_fill import MaskFill
 from penstock.engine.mask_worker import MaskTask, MaskWorker
 from penstock.engine.sampler_row import SamplerRow
@@ -12,6 +16,7 @@ from penstock.engine.step_masks import StepMasks
 
 GRACE = 0.01  # seconds beyond the forward pass
 SLOW = 0.005  # seconds
+NOT_QUICK = 0.001  # seconds of the processor on the event loop
 NUM_MASKS_APART = 16
 PATIENCE = 1.0  # seconds between two looks at whether a late mask is overdue
 
@@ -39,22 +44,52 @@ class MaskFiller:
         constrained = [(row, sampler.sequence) for row, sampler in enumerate(samplers) if _begins_constrained(sampler)]
         if not constrained:
             return None
-        bitmask_BW = allocate_bitmask(len(samplers), vocab_size, pin_memory=pin_memory).fill_(-1)
+        bitmask_BW = self._laid_out(constrained, len(samplers), vocab_size, pin_memory=pin_memory)
         fresh: list[MaskFill] = []
         fills: dict[range, MaskFill] = {}
         for row, sequence in constrained:
-            assert sequence.gate is not None
-            draft = drafts.get(sequence, [])
+            draft = drafts.get(sequence, ())
             rows = range(row, row + 1 + len(draft))
-            if sequence.mask is None:
+            mask = sequence.mask
+            if mask is None:
+                assert sequence.gate is not None
                 is_apart = sequence.num_masks_apart > 0
-                sequence.mask = MaskFill(sequence.gate, sequence.answer, bitmask_BW[row : rows.stop], draft, is_apart=is_apart)
-                fresh.append(sequence.mask)
-            elif sequence.mask.is_done:
-                bitmask_BW[row].copy_(sequence.mask.rows_DW[0])
-            fills[rows] = sequence.mask
-            self._under_way.append((sequence, sequence.mask))
+                mask = sequence.mask = MaskFill(sequence.gate, sequence.answer, bitmask_BW[row : rows.stop], draft, is_apart=is_apart)
+                fresh.append(mask)
+            elif mask is sequence.quick_mask:
+                if draft:
+                    mask.look_ahead(bitmask_BW[row : rows.stop], draft)
+                    fills[rows] = mask
+                continue
+            fills[rows] = mask
+            self._under_way.append((sequence, mask))
         return StepMasks(bitmask_BW, fills, self._submit(fresh), self._worker, self._grace)
+
+    def fill_at_once(self, sequence: Sequence, vocab_size: int) -> MaskFill:
+        """What comes next in a quick grammar, in this thread. One that turns out slow is asked apart from now on."""
+        mask = sequence.quick_mask
+        if mask is None:
+            assert sequence.gate is not None
+            mask = sequence.quick_mask = MaskFill(sequence.gate, sequence.answer, allocate_bitmask(1, vocab_size))
+        mask.run_at_once()
+        if mask.seconds > NOT_QUICK:
+            sequence.num_masks_apart = NUM_MASKS_APART
+        sequence.mask = mask
+        return mask
+
+    def _laid_out(self, constrained: list[tuple[int, Sequence]], num_rows: int, vocab_size: int, *, pin_memory: bool) -> Tensor:
+        """A step's rows: those of masks that are there, and all ones. Not by torch, of which each call takes as long as all of this."""
+        num_bytes = num_words(vocab_size) * torch.int32.itemsize
+        bitmask_BW = torch.empty(num_rows, num_words(vocab_size), dtype=torch.int32, pin_memory=pin_memory)
+        address = bitmask_BW.data_ptr()
+        there = {row: mask.address for row, sequence in constrained if (mask := sequence.mask) is not None and mask.is_done}
+        for row in range(num_rows):
+            target = address + row * num_bytes
+            if row in there:
+                ctypes.memmove(target, there[row], num_bytes)
+            else:
+                ctypes.memset(target, 0xFF, num_bytes)
+        return bitmask_BW
 
     def end(self) -> None:
         """The step is over, whether or not all its masks are there."""

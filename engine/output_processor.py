@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.engine.events import Reasoning, Text
-from penstock.engine.grammar_gate import GrammarGate
+from penstock.engine.grammar_gate import MAX_FORCED_TOKENS, GrammarGate
 from penstock.engine.mask_fill import TOO_SLOW, MaskFill
+from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.sampler import NO_TOKEN_LEFT, SamplerOutput
@@ -25,8 +26,10 @@ class OutputProcessor:
     """
 
     scheduler: Scheduler
+    masks: MaskFiller
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
+    vocab_size: int
     retire: Callable[[Sequence], None]
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -72,6 +75,14 @@ class OutputProcessor:
         else:
             sequence.mask = None
             self._read_or_fail(sequence, delta, lambda: self._accept_mask(sequence, delta, mask))
+
+    def take_certain(self, sequence: Sequence, delta: SequenceDelta) -> None:
+        """Has a quick grammar say what comes next, and takes what it leaves no choice in: that goes into the next step with the rest."""
+        while sequence.status is Status.RUNNING and sequence.has_quick_grammar and len(delta.token_ids) <= MAX_FORCED_TOKENS:
+            mask = self.masks.fill_at_once(sequence, self.vocab_size)
+            if not mask.needs_no_sample:
+                break
+            self.take_mask(sequence, delta, mask)
 
     def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
         """Has what comes next accepted, unless there was to be nothing but the prompt."""

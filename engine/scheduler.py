@@ -9,6 +9,7 @@ from penstock.engine.errors import QueueFull
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 
+SHORT_CHUNK = 8  # tokens that are computed as if each were a sequence's only one: a prompt's way costs more for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 
 
@@ -129,8 +130,8 @@ class Scheduler:
             self._extend_blocks(sequence, num_tokens)
             self._include(sequence, num_tokens, step)
             underway.update(self._hashes_to_come(sequence, num_tokens))
-        # A prompt's last token is a decode like any other; attention wants those first.
-        step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > 1))
+        # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
+        step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
         if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
         return step

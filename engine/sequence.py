@@ -34,7 +34,8 @@ class Sequence:
     `forks` are the request's other sequences. They have no blocks of their own until what they share with this one has been computed
     once, by this one: the prompt, and for the beams of a `search` perhaps more.
     `queue_seconds` is None until the sequence is first scheduled. `mask` is what the grammar allows next, from when that is asked for until
-    it has been used; the next `num_masks_apart` masks hold up no step. `proposer` is None where nothing is ever to be tried ahead.
+    it has been used; the next `num_masks_apart` masks hold up no step. `quick_mask` is filled again and again, where the grammar is quick.
+    `proposer` is None where nothing is ever to be tried ahead.
     `stops` is None where no token sequence ends the answer.
     `pending_row` is the row of the step under way that samples its next token, where another step is scheduled behind that one.
     """
@@ -48,6 +49,7 @@ class Sequence:
     sampling: SamplingState
     gate: GrammarGate | None = None
     mask: MaskFill | None = None
+    quick_mask: MaskFill | None = None
     num_masks_apart: int = 0
     thinking: ThinkingBudget | None = None
     proposer: NgramProposer | None = None
@@ -105,6 +107,11 @@ class Sequence:
         return self.gate is not None and self.gate.is_open(self.answer)
 
     @property
+    def has_quick_grammar(self) -> bool:
+        """Whether its masks are filled as soon as a token is there: not the first one, which may take longer."""
+        return self.gate is not None and self.gate.is_quick and self.gate.has_begun and self.num_masks_apart == 0
+
+    @property
     def is_held_up(self) -> bool:
         """Whether its mask was late and is not there yet: until then there is nothing to compute."""
         return self.mask is not None and self.mask.is_pending
@@ -116,7 +123,7 @@ class Sequence:
         Nobody before there is an answer, for a slow grammar, which would have masks to fill for them all, or while the model may yet open
         its reasoning.
         """
-        is_slow = self.mask is not None or self.num_masks_apart > 0
+        is_slow = self.num_masks_apart > 0 or (self.mask is not None and not self.has_quick_grammar)
         is_undecided = self.gate is not None and self.answer.phase is Phase.UNDECIDED and not self.gate.has_begun
         return None if is_slow or is_undecided or self.num_output_tokens == 0 else self.proposer
 

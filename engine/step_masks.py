@@ -34,5 +34,7 @@ class StepMasks:
         self.begin()
         if self.task is not None:
             self.task.is_over.wait(self.grace)
+        if not self.fills:
+            return list(range(len(self.bitmask_BW)))
         others = {row for rows, fill in self.fills.items() for row in rows[fill.num_to_sample :]}
         return [row for row in range(len(self.bitmask_BW)) if row not in others]

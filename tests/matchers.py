@@ -17,8 +17,9 @@ class Grammar:
     num_bytes = 0
     warnings = ()
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], *, has_quick_masks: bool = False) -> None:
         self.matcher = make
+        self.has_quick_masks = has_quick_masks
 
 
 class Matcher:

@@ -17,6 +17,7 @@ from penstock.plugins.grammars.llguidance_errors import Complaint, read_complain
 from penstock.plugins.grammars.llguidance_leaves import SCHEMA_PREFIX, Leaf, explain, make_leaf
 from penstock.plugins.grammars.llguidance_limits import MAX_STEP_SECONDS, TOO_SLOW, parser_limits
 from penstock.plugins.grammars.llguidance_tokenizer import can_force, make_tokenizer
+from penstock.plugins.grammars.quick_schema import has_quick_masks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -92,6 +93,7 @@ class LlguidanceBackend:
             can_force=self._can_force,
             num_bytes=num_bytes,
             warnings=warnings,
+            has_quick_masks=all(map(has_quick_masks, leaves.specs)) and spec.kind not in _CLIENT_GRAMMARS,
         )
 
     def _source(self, spec: GrammarSpec, leaves: "_Leaves") -> str:

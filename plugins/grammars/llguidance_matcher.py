@@ -1,13 +1,13 @@
 """A grammar compiled by llguidance, and one sequence's place in it."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from penstock.engine import processor_time
 from penstock.plugins.grammars.llguidance_limits import MAX_STEP_SECONDS, TOO_SLOW
 
 if TYPE_CHECKING:
@@ -45,11 +45,13 @@ class LlguidanceGrammar:
         can_force: bool,
         num_bytes: int,
         warnings: tuple[str, ...] = (),
+        has_quick_masks: bool = False,
     ) -> None:
         self._start = start
         self._make_start = make_start
         self._lexer = _Lexer()
         self._renewing = threading.Lock()
+        self.has_quick_masks = has_quick_masks
         self.vocab_size = vocab_size
         self.can_force = can_force
         self.stop_token_ids = frozenset(stop_token_ids)
@@ -109,9 +111,9 @@ class LlguidanceMatcher:
             row.zero_()
             return
         self._catch_up()
-        began_at = time.thread_time()
+        began = processor_time.now()
         self._fill(row)
-        self._is_slow = time.thread_time() - began_at > MAX_STEP_SECONDS
+        self._is_slow = processor_time.since(began) > MAX_STEP_SECONDS
         self._may_end = self._matcher.is_accepting()
 
     def _fill(self, row: Tensor) -> None:
@@ -135,9 +137,9 @@ class LlguidanceMatcher:
         return is_taken
 
     def _consume(self, token_id: int) -> bool:
-        began_at = time.thread_time()
+        began = processor_time.now()
         is_taken = self._matcher.try_consume_tokens([token_id]) == 1
-        if time.thread_time() - began_at > MAX_STEP_SECONDS:
+        if processor_time.since(began) > MAX_STEP_SECONDS:
             if is_taken and not self._is_spoiled:
                 self._matcher.rollback(1)
             raise MatcherFailed(TOO_SLOW)

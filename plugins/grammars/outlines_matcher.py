@@ -25,8 +25,12 @@ class _StateFacts:
 class OutlinesCoreGrammar:
     """An index and what has been learnt of its states; shared by all sequences with this constraint.
 
+    Its masks are looked up: `has_quick_masks`.
+
     In `index` the text stands between two NULs, which stop tokens spell and nothing else does. `index_bytes` is its size in memory.
     """
+
+    has_quick_masks = True
 
     def __init__(self, index: Any, vocab_size: int, stop_token_ids: Sequence[int], index_bytes: int) -> None:
         self.index = index

@@ -25,14 +25,15 @@ def test_slots_are_the_blocks_of_the_table_unrolled(table: list[int], block_size
     assert slots_of(table, start, stop, block_size) == whole[start:stop]
 
 
-def test_a_batch_is_flat_with_single_tokens_first() -> None:
-    batch = first_batch(make_core(), {"prompt": LETTERS[:3]}, {"prompt": LETTERS[3:4]}, {"prompt": LETTERS[4:6]})
-    assert batch.input_ids_1T.tolist() == [[LETTERS[3], *LETTERS[:3], *LETTERS[4:6]]]
-    assert batch.positions_1T.tolist() == [[0, 0, 1, 2, 0, 1]]
-    assert batch.attention.query_start_loc.tolist() == [0, 1, 4, 6]
-    assert batch.attention.context_lens_B.tolist() == [1, 3, 2]
-    assert batch.attention.num_decodes == 1
-    assert batch.kept_T.tolist() == [0, 3, 5]
+def test_a_batch_is_flat_with_few_tokens_first_each_on_its_own() -> None:
+    batch = first_batch(make_core(), {"prompt": LETTERS[:9]}, {"prompt": LETTERS[3:4]}, {"prompt": LETTERS[4:7]})
+    assert batch.input_ids_1T.tolist() == [[LETTERS[3], *LETTERS[4:7], *LETTERS[:9]]]
+    assert batch.positions_1T.tolist() == [[0, 0, 1, 2, *range(9)]]
+    assert batch.attention.query_start_loc.tolist() == [0, 1, 2, 3, 4, 13]
+    assert batch.attention.context_lens_B.tolist() == [1, 1, 2, 3, 9]
+    assert batch.attention.block_table_BN[1:4].tolist() == batch.attention.block_table_BN[[1]].tolist() * 3
+    assert batch.attention.num_decodes == 4
+    assert batch.kept_T.tolist() == [0, 3, 12]
     assert batch.sample_rows == [0, 1, 2]
     assert batch.masks is None
 

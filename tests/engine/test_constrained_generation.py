@@ -39,8 +39,8 @@ def letter_after(token_ids: Sequence[int]) -> int:
     return LETTERS[sum(token_ids[-3:]) % len(LETTERS)]
 
 
-def walk(seed: int, *, forces: bool = True) -> Grammar:
-    return Grammar(lambda: Walk(seed, forces=forces))
+def walk(seed: int, *, forces: bool = True, is_quick: bool = False) -> Grammar:
+    return Grammar(lambda: Walk(seed, forces=forces), has_quick_masks=is_quick)
 
 
 def end(deltas: list[SequenceDelta], index: int = 0) -> tuple[FinishReason | None, int | str | None]:
@@ -55,6 +55,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "n": draw(st.integers(1, 3)),
         "max_tokens": draw(st.sampled_from([0, 1, 7, 25, 25])),
         "seed": draw(st.integers(0, 30)),
+        "is_quick": draw(st.booleans()),
     }
     if draw(st.integers(0, 3)) == 0:
         options["stop"] = ("".join(draw(st.lists(st.sampled_from("abcdefghijklmnop"), min_size=1, max_size=2))),)
@@ -95,7 +96,8 @@ def test_forced_and_late_tokens_are_those_that_would_have_been_sampled(
     )
     said: dict[str, list[SequenceDelta]] = {}
     for number, (options, num_steps) in enumerate(plan):
-        core.add(make_request(str(number), grammar=walk(options["seed"]), **options))
+        grammar = walk(options["seed"], is_quick=options.pop("is_quick"))
+        core.add(make_request(str(number), grammar=grammar, **options))
         for _ in range(num_steps):
             for request_id, deltas in core.step().items():
                 said.setdefault(request_id, []).extend(deltas)

@@ -1,0 +1,129 @@
+"""Grammars whose masks are filled on the event loop, as soon as a token is there."""
+
+import time
+from typing import Any
+
+import pytest
+
+from penstock.engine import mask_filler
+from penstock.engine.grammar_gate import MAX_FORCED_TOKENS
+from penstock.engine.mask_filler import NUM_MASKS_APART
+from penstock.engine.outputs import FinishReason
+from tests.fakes import EOS, LETTERS, content, drive, generate, make_core, make_request, runner_of, saying, tokens
+from tests.matchers import Grammar, Matcher, Spelling, Walk
+
+
+def quick(make: Any) -> Grammar:
+    return Grammar(make, has_quick_masks=True)
+
+
+class Lettered(Matcher):
+    """Every other letter is the last; those between are free. `num_asked` counts the masks."""
+
+    def __init__(self, length: int = 20) -> None:
+        super().__init__()
+        self.length = length
+        self.num_asked = 0
+
+    def allowed(self, path: list[int]) -> list[int]:
+        if len(path) >= self.length:
+            return [EOS]
+        return LETTERS[:5] if len(path) % 2 == 0 else [LETTERS[-1]]
+
+    def fill_bitmask(self, row: Any) -> None:
+        self.num_asked += 1
+        super().fill_bitmask(row)
+
+
+def test_what_is_forced_after_a_sampled_token_takes_no_step_of_its_own() -> None:
+    num_steps = []
+    for has_quick_masks in (False, True):
+        core = make_core()
+        deltas = generate(core, make_request(grammar=Grammar(Lettered, has_quick_masks=has_quick_masks), max_tokens=20))
+        assert tokens(deltas)[1::2] == LETTERS[-1:] * 10
+        assert core.stats().num_forced_tokens == 10
+        num_steps.append(core.stats().num_steps)
+    assert num_steps == [20, 10]
+
+
+def test_each_mask_is_asked_for_once() -> None:
+    matcher = Lettered()
+    core = make_core(max_num_seqs=2)
+    core.add(make_request("r", grammar=quick(lambda: matcher), max_tokens=20))
+    core.add(make_request("free", max_tokens=20))
+    drive(core)
+    assert matcher.num_asked == 10
+    runner_of(core).shutdown()
+
+
+def test_much_that_is_forced_comes_in_portions_all_the_same() -> None:
+    class Long(Spelling):
+        def allowed(self, path: list[int]) -> list[int]:
+            return super().allowed(path) if path else LETTERS[:5]
+
+    core = make_core()
+    deltas = generate(core, make_request(grammar=quick(lambda: Long("x" * 180, forces=True))))
+    assert content(deltas)[1:] == "x" * 179
+    assert all(len(delta.token_ids) <= 1 + 2 * MAX_FORCED_TOKENS for delta in deltas)
+    assert len(deltas) > 1
+
+
+def test_one_that_fails_ends_its_own_request_by_name() -> None:
+    class Failing(Walk):
+        def fill_bitmask(self, row: Any) -> None:
+            if len(self.path) > 4:
+                raise RuntimeError("lost")
+            super().fill_bitmask(row)
+
+    core = make_core()
+    core.add(make_request("bad", grammar=quick(lambda: Failing(3, forces=False)), max_tokens=30))
+    core.add(make_request("good", grammar=quick(lambda: Walk(3)), max_tokens=30))
+    said = drive(core)
+    last = said["bad"][-1]
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "the grammar raised RuntimeError: lost")
+    assert len(tokens(said["bad"])) >= 5
+    assert tokens(said["good"]) == tokens(generate(make_core(), make_request(grammar=Grammar(lambda: Walk(3)), max_tokens=30)))
+    core.check_integrity()
+    runner_of(core).shutdown()
+
+
+def test_one_that_turns_out_slow_is_no_longer_asked_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[int] = []
+    fill_at_once = mask_filler.MaskFiller.fill_at_once
+
+    def counted(self: Any, sequence: Any, vocab_size: int) -> Any:
+        at_once.append(sequence.num_output_tokens)
+        return fill_at_once(self, sequence, vocab_size)
+
+    class Busy(Walk):
+        def fill_bitmask(self, row: Any) -> None:
+            if len(self.path) == 3:
+                until = time.thread_time() + 2 * mask_filler.NOT_QUICK
+                while time.thread_time() < until:
+                    pass
+            super().fill_bitmask(row)
+
+    monkeypatch.setattr(mask_filler.MaskFiller, "fill_at_once", counted)
+    core = make_core()
+    deltas = generate(core, make_request(grammar=quick(lambda: Busy(2, forces=False)), max_tokens=30))
+    assert len(tokens(deltas)) == 30
+    assert at_once[:3] == [1, 2, 3]
+    assert all(place > NUM_MASKS_APART for place in at_once[3:])
+    assert tokens(deltas) == tokens(generate(make_core(), make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=30)))
+
+
+def test_drafts_are_tried_with_quick_masks() -> None:
+    class Pairs(Matcher):
+        def allowed(self, path: list[int]) -> list[int]:
+            return LETTERS[:2] if len(path) < 60 else [EOS]
+
+    said = []
+    for has_quick_masks in (False, True):
+        core = make_core(saying("ab" * 40), rows_for_weights=1000.0)
+        request = make_request(prompt="ab" * 5, grammar=Grammar(Pairs, has_quick_masks=has_quick_masks), max_tokens=50)
+        request = make_request(prompt="ab" * 5, grammar=Grammar(Pairs, has_quick_masks=has_quick_masks), max_tokens=50)
+        said.append(tokens(generate(core, request)))
+        assert core.stats().num_drafts > 0
+        assert sum(core.stats().accepted_lengths) > 0
+        assert core.stats().num_steps < 50
+    assert said[0] == said[1]
