@@ -14,6 +14,8 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import LOGITS
 from penstock.engine.step_masks import StepMasks
 
+_NONE = range(0)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
@@ -100,14 +102,14 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         starts += range(first_row + 1 + num_tokens - num_alone, first_row + num_tokens + 1)
         context_lens += range(last - num_alone + 1, last + len(draft) + 1)
         block_tables += [sequence.block_table] * (num_alone + len(draft))
-        scored, sampled, wanted = range(0), range(0), range(0)
+        scored = sampled = wanted = _NONE
         if sequence.prompt_logprobs is not None and first < sequence.num_prompt_tokens - 1:
             scored = range(first_row, first_row + min(last, sequence.num_prompt_tokens - 1) - first)
         if num_tokens == sequence.num_uncomputed_tokens:
             sampled = range(starts[-1] - 1, starts[-1] + len(draft))
         if sequence.outputs is not None:
             wanted = range(first_row + max(sequence.outputs.next_position - first, 0), starts[-1])
-        own = _kept_rows(scored, sampled, wanted if LOGITS in sequence.request.outputs else range(0))
+        own = _kept_rows(scored, sampled, wanted if LOGITS in sequence.request.outputs else _NONE)
         if scored:
             start = len(kept) + own.index(scored.start)
             prompts.append(PromptRows(sequence, start, start + len(scored), first + 1))
@@ -145,7 +147,6 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
     )
 
 
-def _kept_rows(*wanted: range) -> list[int]:
-    """In order, and each once: most often there is one range at most, of one row."""
-    present = [rows for rows in wanted if rows]
-    return sorted({row for rows in present for row in rows}) if len(present) > 1 else [row for rows in present for row in rows]
+def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | range:
+    """In order, and each once."""
+    return sorted({*scored, *sampled, *wanted}) if scored or wanted else sampled

@@ -140,10 +140,10 @@ class EngineCore:
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
-        for rows, outputs in zip(batch.outputs, output.outputs, strict=True):
-            for sequence in rows.sequences:
+        for wanted, outputs in zip(batch.outputs, output.outputs, strict=True):
+            for sequence in wanted.sequences:
                 assert sequence.outputs is not None
-                sequence.outputs.add(rows.first_token, outputs)
+                sequence.outputs.add(wanted.first_token, outputs)
         for sampler in batch.samplers:
             sampler.sequence.pending_row = None
         self.scheduler.count_computed(step)

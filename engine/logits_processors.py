@@ -64,16 +64,16 @@ def bind(registered: RegisteredLogitsProcessor, arguments: Mapping[str, Any]) ->
 
     It is called once here, so that arguments which are refused are refused now: with `TypeError`, `ValueError` or `LookupError`.
     """
-    match registered_form(registered):
+    known: Any = registered  # of which form, the next line says
+    match registered_form(known):
         case Form.FACTORY:
-            make: Callable[[], Any] = partial(registered, **arguments)  # type: ignore[arg-type]
+            make: Callable[[], Any] = partial(known, **arguments)
         case Form.BATCH:
-            make = partial(_join, registered, arguments)
+            make = partial(_join, known, arguments)
         case _:
-            assert callable(registered)
-            num_positional = len([parameter for parameter in _parameters(registered) if _is_required(parameter)])
-            inspect.signature(registered).bind(*[None] * num_positional, **arguments)
-            process = partial(registered, **arguments) if arguments else registered
+            num_positional = len([parameter for parameter in _parameters(known) if _is_required(parameter)])
+            inspect.signature(known).bind(*[None] * num_positional, **arguments)
+            process = partial(known, **arguments) if arguments else known
             return lambda: process
     make()
     return make
