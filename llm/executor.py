@@ -3,13 +3,14 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, overload
 
 from penstock.api.context import ServerContext
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.tokenizer import Tokenizer
 from penstock.llm.executor_guide import GuidedDecodingParams, GuideType
 from penstock.llm.executor_jobs import Jobs
@@ -86,7 +87,7 @@ class Executor:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        logits_processors: Mapping[str, Callable[..., Any]] | None = None,
+        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
         context: ServerContext | None = None,
         iter_stats_max_iterations: int = MAX_ITERATIONS,
         request_stats_max_iterations: int = MAX_ITERATIONS,
@@ -228,7 +229,7 @@ class Executor:
 
 
 def load_context(
-    model: str | os.PathLike[str] | None, given: Mapping[str, Any], processors: Mapping[str, Callable[..., Any]] | None
+    model: str | os.PathLike[str] | None, given: Mapping[str, Any], processors: Mapping[str, RegisteredLogitsProcessor] | None
 ) -> ServerContext:
     """A loaded model whose engine has not been started. Raises `InvalidRequest` for one that generates nothing."""
     local = LocalModel(model, given, processors)

@@ -1,5 +1,7 @@
 """The clients of `examples/` and of the README against a running server, and a server that runs the plug-in of `examples/`."""
 
+import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -12,6 +14,7 @@ import openai
 import pytest
 
 from tests.helpers.example_plugin import install_example_plugin
+from tests.llm.model_directory import write_model
 from tests.test_server import server
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +32,40 @@ def url(default_model_dir: Path) -> Iterator[str]:
 
 def output_of(*command: str) -> str:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that says nothing in particular, but at once."""
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+def shown_by(name: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What `main` of an example prints, run in this process."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(list(flags))
+    return capsys.readouterr().out
+
+
+def test_the_executor_serves_requests_of_several_kinds(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("executor", capsys, "--model", tiny_model_dir)
+    assert len(re.findall(r"^.* \.\.\. ['\"].*$", shown, re.MULTILINE)) == 3
+    assert len(re.findall(r"^sequence [012]: ", shown, re.MULTILINE)) == 3
+    assert len(re.findall(r"^beam: ", shown, re.MULTILINE)) == 2
+    assert re.search(r"^held to a pattern: ' [A-Z][a-z]{2,9}'$", shown, re.MULTILINE)
+    assert re.search(r"^in 50 ms: \d+ tokens\n\d+ steps, at most \d sequences in one$", shown, re.MULTILINE)
+
+
+def test_the_executors_logits_processors_are_chosen_by_name_and_client(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = dict(line.split(": ", 1) for line in shown_by("executor_logits_processor", capsys, "--model", tiny_model_dir).splitlines())
+    assert shown["for editors"] == shown["without"]
+    assert not set(" Paris") & set(ast.literal_eval(shown["with house rules"]))
+    assert shown["unknown"].startswith("no logits processor 'nobody'")
+    assert shown["rows in one call"] == "2"
 
 
 def test_chat_shows_reasoning_and_then_content(url: str) -> None:
