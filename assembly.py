@@ -191,7 +191,7 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
         f"KV cache: {cache_bytes / 2**30:.2f} GiB, {pool.num_blocks * block_size} tokens",
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
     ]
-    parts += [f"{count} layers in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
+    parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts.append(f"threads: {core.runner.num_threads}")
     return "; ".join(parts)

@@ -43,10 +43,19 @@ class EngineCore:
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _num_steps: int = 0
+    _factory: SequenceFactory = field(init=False)
     _outputs: OutputProcessor = field(init=False)
     _beams: BeamProcessor = field(init=False)
 
     def __post_init__(self) -> None:
+        self._factory = SequenceFactory(
+            tokenizer=self.tokenizer,
+            stop_token_ids=self.stop_token_ids,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            device=self.runner.loaded.device,
+            speculates=self.scheduler.speculation is not None,
+        )
         self._outputs = OutputProcessor(
             scheduler=self.scheduler,
             masks=self.masks,
@@ -61,15 +70,7 @@ class EngineCore:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bound."""
         self._check(request)
         self._num_arrivals += 1
-        factory = SequenceFactory(
-            tokenizer=self.tokenizer,
-            stop_token_ids=self.stop_token_ids,
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            device=self.runner.loaded.device,
-            speculates=self.scheduler.speculation is not None,
-        )
-        sequences = factory.make(request, self._num_arrivals)
+        sequences = self._factory.make(request, self._num_arrivals)
         self.scheduler.add(sequences[0])
         self._sequences[request.request_id] = sequences
         self.deadlines.add(request.request_id, request.deadline)

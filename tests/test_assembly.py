@@ -7,6 +7,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from penstock import assembly
 from penstock.arguments import parse_arguments
 from penstock.assembly import ModelFiles, assemble_generation
 from penstock.plugins.manager import Plugins
@@ -63,5 +64,14 @@ def test_a_server_says_how_many_layers_are_in_few_bits(model_dir: Path, flags: l
     arguments = parse_arguments([*FLAGS, "--model", str(model_dir), *flags])
     assembled = assemble_generation(arguments, Plugins.start([]), ModelFiles.of(arguments))
     assert ("layers in 8 bits" in assembled.summary) == says
+    assembled.context.workers.shutdown()
+    assembled.context.compile_grammar.close()
+
+
+def test_a_single_layer_in_few_bits_is_one_layer(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "quantized_layers", lambda model: {4: 210, 8: 1})
+    arguments = parse_arguments([*FLAGS, "--model", str(model_dir)])
+    assembled = assemble_generation(arguments, Plugins.start([]), ModelFiles.of(arguments))
+    assert "; 210 layers in 4 bits; 1 layer in 8 bits; " in assembled.summary
     assembled.context.workers.shutdown()
     assembled.context.compile_grammar.close()
