@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from penstock.engine.beam_params import BeamSearchParams
     from penstock.engine.errors import ConfigurationError, EngineUnavailable, GenerationFailed, InvalidRequest, PenstockError, QueueFull
     from penstock.engine.hooks import hookimpl
+    from penstock.engine.pooling_params import PoolingParams
     from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.executor import Executor
     from penstock.llm.executor_output import OutputConfig
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from penstock.llm.executor_retention import KvCacheRetentionConfig
     from penstock.llm.executor_sampling import SamplingConfig
     from penstock.llm.llm import LLM
+    from penstock.llm.pooling_output import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from penstock.llm.prompts import TextPrompt, TokensPrompt
     from penstock.llm.request_output import (
         BeamSearchOutput,
@@ -33,8 +44,12 @@ _PUBLIC = {
     "BeamSearchOutput": "penstock.llm.request_output",
     "BeamSearchParams": "penstock.engine.beam_params",
     "BeamSearchSequence": "penstock.llm.request_output",
+    "ClassificationOutput": "penstock.llm.pooling_output",
+    "ClassificationRequestOutput": "penstock.llm.pooling_output",
     "CompletionOutput": "penstock.llm.request_output",
     "ConfigurationError": "penstock.engine.errors",
+    "EmbeddingOutput": "penstock.llm.pooling_output",
+    "EmbeddingRequestOutput": "penstock.llm.pooling_output",
     "EngineUnavailable": "penstock.engine.errors",
     "Executor": "penstock.llm.executor",
     "GenerationFailed": "penstock.engine.errors",
@@ -46,6 +61,9 @@ _PUBLIC = {
     "Logprob": "penstock.llm.request_output",
     "OutputConfig": "penstock.llm.executor_output",
     "PenstockError": "penstock.engine.errors",
+    "PoolingOutput": "penstock.llm.pooling_output",
+    "PoolingParams": "penstock.engine.pooling_params",
+    "PoolingRequestOutput": "penstock.llm.pooling_output",
     "QueueFull": "penstock.engine.errors",
     "Request": "penstock.llm.executor_request",
     "RequestMetrics": "penstock.llm.request_output",
@@ -55,6 +73,8 @@ _PUBLIC = {
     "Result": "penstock.llm.executor_response",
     "SamplingConfig": "penstock.llm.executor_sampling",
     "SamplingParams": "penstock.llm.sampling_params",
+    "ScoringOutput": "penstock.llm.pooling_output",
+    "ScoringRequestOutput": "penstock.llm.pooling_output",
     "StructuredOutputsParams": "penstock.llm.sampling_params",
     "TextPrompt": "penstock.llm.prompts",
     "TokensPrompt": "penstock.llm.prompts",
@@ -66,8 +86,12 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigurationError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineUnavailable",
     "Executor",
     "GenerationFailed",
@@ -77,6 +101,9 @@ __all__ = [
     "Logprob",
     "OutputConfig",
     "PenstockError",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "QueueFull",
     "Request",
     "RequestMetrics",
@@ -86,6 +113,8 @@ __all__ = [
     "Result",
     "SamplingConfig",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

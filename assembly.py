@@ -21,6 +21,7 @@ from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.model_kind import model_kind
 from penstock.engine.model_store import model_name, resolve_model
+from penstock.engine.packaged_model import PACKAGED_MODELS
 from penstock.engine.pooling_build import build_pooling_engine
 from penstock.engine.pooling_engine import PoolingEngine
 from penstock.engine.quantization import quantized_layers
@@ -153,7 +154,9 @@ def start_workers() -> ThreadPoolExecutor:
 
 
 def served_names(arguments: Arguments) -> tuple[str, ...]:
-    return arguments.served_model_names or (model_name(arguments.engine.model),)
+    """The operator's own names, else the model's, and what it was asked for by where that is a short name of ours."""
+    asked = arguments.engine.model
+    return arguments.served_model_names or (model_name(asked), *(name for name in PACKAGED_MODELS if name == asked))
 
 
 def server_options(arguments: Arguments) -> ServerOptions:

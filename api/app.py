@@ -22,7 +22,7 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.model_abilities import what_it_is, wrong_model
+from penstock.api.model_abilities import GENERATES, what_it_is, wrong_model
 from penstock.api.models import list_models, show_model
 from penstock.api.pooling import pool
 from penstock.api.pooling_metrics import PoolingCollector
@@ -86,7 +86,7 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     app[METRICS] = app[REQUEST_METRICS] = Metrics(context.engine.stats, model_name)
     app[METRICS].registry.register(GrammarCollector(context.compile_grammar.stats, model_name))
     app.on_cleanup.append(stop_checking)
-    add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, "a model that generates text", GENERATION))))
+    add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, GENERATES, GENERATION))))
 
 
 def serve_pooling(app: web.Application, context: PoolingContext) -> None:

@@ -7,6 +7,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling_model import PoolingModel
 from penstock.engine.pooling_params import PoolingTask
 
+GENERATES = "a model that generates text"
 SCORING_ROUTES = ("/v1/score", "/v1/rerank")
 ROUTES: dict[PoolingTask, tuple[str, ...]] = {
     "embed": ("/v1/embeddings", *SCORING_ROUTES, "/pooling"),

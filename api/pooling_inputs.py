@@ -1,6 +1,8 @@
 """From the inputs of a body to what the engine pools. Whatever is wrong with any of them is found before the first one runs."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from penstock.api.context import PoolingContext
 from penstock.api.errors import ContextLengthExceeded
@@ -12,6 +14,17 @@ from penstock.api.workers import MANY, run
 from penstock.engine.encoder_batch import EncoderInput
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling_text import EncodedText
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingOptions:
+    """`max_tokens` cuts what is longer; None: nothing is cut. `prompt_name` names an instruction of the model's."""
+
+    max_tokens: int | None = None
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
 
 
 async def read_inputs(context: PoolingContext, body: InputFields) -> list[EncodedText]:
@@ -25,14 +38,17 @@ async def read_inputs(context: PoolingContext, body: InputFields) -> list[Encode
     given = await run(context, lambda: split_prompts(source, param), is_long=len(source) > MANY)
     is_list = not isinstance(source, str) and not isinstance(source[0], int)
     paths = [f"{param}[{position}]" if is_list else param for position in range(len(given))]
-    limit = token_limit(context, body.truncate_prompt_tokens)
+    options = EncodingOptions(token_limit(context, body.truncate_prompt_tokens), add_special_tokens, body.prompt_name)
+    return await encode_inputs(context, given, paths, options)
+
+
+async def encode_inputs(
+    context: PoolingContext, given: Sequence[str | list[int]], paths: Sequence[str], options: EncodingOptions
+) -> list[EncodedText]:
+    """Texts, or token ids as they are. Raises `InvalidRequest` with the path of one that is empty, too long or no text of this model's."""
     texts = [(item, path) for item, path in zip(given, paths, strict=True) if isinstance(item, str)]
-    await check_texts(context, texts, is_cut=limit is not None)
-
-    def encode() -> list[EncodedText]:
-        return [encoded(context, item, limit, add_special_tokens, body.prompt_name) for item in given]
-
-    inputs = await run(context, encode, is_long=is_long(given))
+    await check_texts(context, texts, is_cut=options.max_tokens is not None)
+    inputs = await run_encoding(context, lambda: [encoded(context, item, options) for item in given], is_long=is_long(given))
     num_tokens = sum(len(item.tokens.token_ids) for item in inputs)
     await run(context, lambda: check_inputs(context, inputs, paths), is_long=num_tokens > LONG_TEXT)
     return inputs
@@ -57,12 +73,22 @@ def token_limit(context: PoolingContext, asked: int | None) -> int | None:
 
 
 async def check_texts(context: PoolingContext, texts: Sequence[tuple[str, str]], *, is_cut: bool) -> None:
-    """Texts with their paths: raises `InvalidRequest` for an empty one, and for one that is too long to be worth counting its tokens."""
+    """Texts with their paths: raises `InvalidRequest` for one that is empty, cannot be encoded, or is too long to count its tokens."""
     for text, path in texts:
         if not text:
             raise InvalidRequest("the text is empty", path)
+        if not text.isascii() and LONE_SURROGATE.search(text):
+            raise InvalidRequest("the text holds a lone surrogate and cannot be encoded as UTF-8", path)
         if not is_cut:
             await check_text_length(context, text, path)
+
+
+async def run_encoding(context: PoolingContext, call: Callable[[], list[EncodedText]], *, is_long: bool) -> list[EncodedText]:
+    """For texts that have been checked: nothing but the limit can be wrong with them."""
+    try:
+        return await run(context, call, is_long=is_long)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, error.param or "truncate_prompt_tokens") from None
 
 
 def check_inputs(context: PoolingContext, inputs: Sequence[EncodedText], paths: Sequence[str]) -> None:
@@ -87,12 +113,10 @@ def is_long(given: Sequence[str | list[int]]) -> bool:
     return len(given) > MANY or sum(len(item) for item in given if isinstance(item, str)) >= LONG_TEXT
 
 
-def encoded(
-    context: PoolingContext, source: str | list[int], limit: int | None, add_special_tokens: bool, prompt_name: str | None
-) -> EncodedText:
-    """Token ids are taken as they are, and so is a text without special tokens: its caller has written all that there is to be."""
+def encoded(context: PoolingContext, source: str | list[int], options: EncodingOptions) -> EncodedText:
+    """A text without special tokens has all that there is to be written in it already, instructions included."""
     if isinstance(source, list):
-        return EncodedText(EncoderInput(source[:limit]))
-    if not add_special_tokens:
-        return EncodedText(EncoderInput(context.tokenizer.encode(source, add_special_tokens=False)[:limit]))
-    return context.engine.encode(source, max_tokens=limit, prompt_name=prompt_name)
+        return EncodedText(EncoderInput(source[: options.max_tokens]))
+    if not options.add_special_tokens:
+        return EncodedText(EncoderInput(context.tokenizer.encode(source, add_special_tokens=False)[: options.max_tokens]))
+    return context.engine.encode(source, max_tokens=options.max_tokens, prompt_name=options.prompt_name)

@@ -34,13 +34,14 @@ class PoolingCollector(Collector):
 
 
 class PoolingTimer:
-    """One HTTP request's counts, from what it has pooled."""
+    """One request's counts, from what it has pooled. `on_output` is told of each output as it comes."""
 
-    __slots__ = ("_metrics", "_start", "num_prompt_tokens")
+    __slots__ = ("_metrics", "_on_output", "_start", "num_prompt_tokens")
 
-    def __init__(self, metrics: RequestMetrics, arrived: float) -> None:
+    def __init__(self, metrics: RequestMetrics, arrived: float, on_output: Callable[[PoolingOutput], None] | None = None) -> None:
         self._metrics = metrics
         self._start = arrived
+        self._on_output = on_output
         self.num_prompt_tokens = 0
 
     @property
@@ -48,7 +49,7 @@ class PoolingTimer:
         return f"prompt={self.num_prompt_tokens}"
 
     async def pool(
-        self, engine: PoolingEngine, inputs: Sequence[EncodedText], params: PoolingParams, *, priority: int | None
+        self, engine: PoolingEngine, inputs: Sequence[EncodedText], params: PoolingParams | Sequence[PoolingParams], *, priority: int | None
     ) -> list[PoolingOutput]:
         """As `pool_all`; each output is counted as it comes."""
         return await pool_all(engine, inputs, params, priority=priority or 0, on_output=self._observe)
@@ -59,6 +60,8 @@ class PoolingTimer:
         self._metrics.prompt_tokens.observe(num_tokens)
         self._metrics.e2e_latency.observe(time.monotonic() - self._start)
         self._metrics.count_finished("stop")
+        if self._on_output is not None:
+            self._on_output(output)
 
 
 def begin_pooling_timer(request: web.Request) -> PoolingTimer:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from penstock.api.context import PoolingContext
 from penstock.api.model_abilities import check_task
-from penstock.api.pooling_inputs import check_inputs, check_texts, is_long, usage_of
+from penstock.api.pooling_inputs import check_inputs, check_texts, is_long, run_encoding, usage_of
 from penstock.api.pooling_metrics import PoolingTimer
 from penstock.api.pooling_protocol import PoolingUsage
 from penstock.api.prompts import LONG_TEXT, MAX_PROMPTS
@@ -45,7 +45,7 @@ async def score_pairs(
         await check_texts(context, list(zip(side.texts, side.paths, strict=True)), is_cut=is_cut)
     scoring = scoring_of(context.engine.model.tasks)
     takes_long = is_long(first.texts + second.texts) or len(second.texts) * len(first.texts[0]) >= LONG_TEXT
-    inputs = await run(context, lambda: scoring.inputs(context.engine, first.texts, second.texts, limits), is_long=takes_long)
+    inputs = await run_encoding(context, lambda: scoring.inputs(context.engine, first.texts, second.texts, limits), is_long=takes_long)
     check_inputs(context, inputs, input_paths(inputs, first, second))
     outputs = await timer.pool(context.engine, inputs, scoring.params, priority=priority)
     scores = await run(context, lambda: scoring.scores(outputs, len(first.texts)), is_long=len(outputs) > MANY)

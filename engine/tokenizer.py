@@ -110,7 +110,7 @@ class Tokenizer:
                 raise InvalidRequest(f"{max_tokens} tokens hold nothing of the text")
             for encoding, size in zip(encodings, _longest_first([len(encoding) for encoding in encodings], room), strict=True):
                 encoding.truncate(size)
-        whole = self._backend.post_process(encodings[0], *encodings[1:], add_special_tokens=True)
+        whole = self._backend.post_process(encodings[0], encodings[1] if pair is not None else None, True)
         return whole.ids, whole.type_ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:

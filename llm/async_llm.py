@@ -10,9 +10,12 @@ from typing import Any, Self
 from penstock.engine.errors import EngineUnavailable
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.outputs import SequenceDelta
+from penstock.engine.pooling_params import PoolingParams
 from penstock.llm.local_model import LocalModel
 from penstock.llm.metric_values import Metric, metric_values
 from penstock.llm.output_fold import OutputFold
+from penstock.llm.pooling_llm import PoolingOptions, pool
+from penstock.llm.pooling_output import PoolingRequestOutput
 from penstock.llm.preparing import ChatOptions, Message, Prepared, prepare_chat, prepare_prompt
 from penstock.llm.prompts import Prompt, read_prompt
 from penstock.llm.request_output import RequestOutput
@@ -101,6 +104,23 @@ class AsyncLLM:
         async with aclosing(self._stream(prepared)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """What a pooling model computes of one prompt: one output, of the task that the parameters name or the model's own first one."""
+        options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name, priority=priority)
+        (output,) = await pool(self._model, [read_prompt(prompt, "prompt")], [pooling_params or PoolingParams()], options)
+        if request_id is not None:
+            output.request_id = request_id
+        yield output
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's authors recommend, by its generation_config; what a call without parameters uses."""

@@ -5,9 +5,17 @@ from typing import Any, NoReturn, cast
 
 from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.pooling_params import PoolingParams, PoolingTask
 from penstock.llm.batch import run_batch
 from penstock.llm.beams import beam_output, prepare_beams
 from penstock.llm.offline_model import OfflineModel
+from penstock.llm.pooling_llm import PoolingOptions, as_classification, as_embedding, params_for_each, pool, score
+from penstock.llm.pooling_output import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from penstock.llm.preparing import ChatOptions, Message, Prepared, located, prepare_chat, prepare_prompt
 from penstock.llm.progress import Progress, UseTqdm
 from penstock.llm.prompts import Prompt, PromptSource, read_prompts
@@ -93,6 +101,70 @@ class LLM(OfflineModel):
         batch = self._loop.run(prepare_beams(self._model.generating, read_prompts(prompts), params))
         return [beam_output(output, self._model.generating.tokenizer) for output in self._run(batch, use_tqdm)]
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        use_tqdm: UseTqdm = True,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> list[PoolingRequestOutput]:
+        """What a pooling model computes of each prompt, as it is, in their order: `pooling_task`, or else the model's own first one.
+
+        `truncate_prompt_tokens` cuts what is longer, and with -1 what does not fit the model. `prompt_name` names one of the instructions
+        in the model's sentence-transformers files, to be put before each text.
+        """
+        options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name, priority=priority)
+        return self._pool(prompts, pooling_params, pooling_task, options, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        priority: int = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, by an embedding model. Options are those of `encode`."""
+        options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name, priority=priority)
+        return [as_embedding(output) for output in self._pool(prompts, pooling_params, "embed", options, use_tqdm)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> list[ClassificationRequestOutput]:
+        """How probable each label is for each prompt, by a classifier. Options are those of `encode`."""
+        options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, priority=priority)
+        outputs = self._pool(prompts, pooling_params, "classify", options, use_tqdm)
+        return [as_classification(self._model, output) for output in outputs]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_tqdm: UseTqdm = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """A score for each pair of texts: one with one, one with many, or as many with as many.
+
+        A cross-encoder reads both at once; of an embedding model it is the cosine of the two vectors.
+        """
+        options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, priority=priority)
+        with Progress(use_tqdm, None) as progress:
+            return self._loop.run(score(self._model, text_1, text_2, options, progress.count_pooled))
+
     def start_profile(self) -> NoReturn:
         raise InvalidRequest("profiles are not taken here: see benchmarks/profile_step.py, or run the process under a profiler")
 
@@ -126,6 +198,19 @@ class LLM(OfflineModel):
                 outputs[place] = output
                 progress.add(output)
         return [outputs[place] for place in range(len(batch))]
+
+    def _pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        task: PoolingTask | None,
+        options: PoolingOptions,
+        use_tqdm: UseTqdm,
+    ) -> list[PoolingRequestOutput]:
+        sources = read_prompts(prompts)
+        each = params_for_each(params, len(sources), task)
+        with Progress(use_tqdm, len(sources)) as progress:
+            return self._loop.run(pool(self._model, sources, each, options, progress.count_pooled))
 
     def _for_each(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str) -> Sequence[SamplingParams]:
         if given is None:

@@ -13,9 +13,11 @@ from typing import Any, cast
 
 import torch
 
-from penstock.api.context import ServerContext, SharedContext
-from penstock.api.metrics import Metrics
-from penstock.assembly import Assembled, assemble
+from penstock.api.context import PoolingContext, ServerContext, SharedContext
+from penstock.api.metrics import Metrics, RequestMetrics
+from penstock.api.model_abilities import GENERATES, description, wrong_model
+from penstock.api.pooling_metrics import PoolingCollector
+from penstock.assembly import Assembled, AssembledPooling, assemble
 from penstock.engine.build import build_core, load, release
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
@@ -28,6 +30,7 @@ from penstock.engine.outputs import SequenceDelta
 from penstock.engine.request import Request
 from penstock.engine.stats import EngineStats
 from penstock.engine.tokenizer import Tokenizer
+from penstock.llm.calls import GENERATION_CALLS, pooling_calls
 from penstock.llm.engine_arguments import engine_arguments
 from penstock.plugins.manager import Plugins
 
@@ -85,7 +88,8 @@ class LocalModel:
         self._core: EngineCore | None = None
         self._loaded: LoadedModel | None = None  # while it sleeps
         self._is_closed = False
-        self.metrics = Metrics(lambda: self.generating.engine.stats(), self.name)
+        self._metrics = Metrics(lambda: self.generating.engine.stats(), self.name)
+        self._pooling_metrics: RequestMetrics | None = None
 
     @property
     def context(self) -> SharedContext:
@@ -99,8 +103,20 @@ class LocalModel:
         """The same of a model that generates. Raises `InvalidRequest` for one that does not."""
         context = self.context
         if not isinstance(context, ServerContext):
-            raise InvalidRequest(f"{self.name} is a pooling model and generates nothing: use encode, embed, classify or score")
+            raise InvalidRequest(wrong_model(self.name, description(self.pooling.engine.model), pooling_calls(self.pooling.engine.model)))
         return context
+
+    @property
+    def pooling(self) -> PoolingContext:
+        """The same of a model that turns text into numbers. Raises `InvalidRequest` for one that does not."""
+        context = self.context
+        if not isinstance(context, PoolingContext):
+            raise InvalidRequest(wrong_model(self.name, GENERATES, GENERATION_CALLS))
+        return context
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return self._pooling_metrics or self._metrics
 
     @property
     def directory(self) -> Path:
@@ -124,6 +140,8 @@ class LocalModel:
         assembled = assemble(self.arguments, self.plugins)
         self._core = assembled.core if isinstance(assembled, Assembled) else None
         self._context = assembled.context
+        if isinstance(assembled, AssembledPooling):
+            self._pooling_metrics = RequestMetrics(PoolingCollector(assembled.context.engine.stats, self.name), self.name)
         logger.info("%s: %s", self.name, assembled.summary)
 
     async def start(self) -> None:
@@ -131,7 +149,7 @@ class LocalModel:
 
     def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         """The engine's deltas, counted as they pass. Raises as `Engine.generate`."""
-        return self.metrics.begin(time.monotonic()).watch(self.generating.engine.generate(request))
+        return self._metrics.begin(time.monotonic()).watch(self.generating.engine.generate(request))
 
     async def close(self) -> None:
         """Ends what runs and gives everything back. May be called twice."""

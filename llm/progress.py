@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from penstock.engine.pooling_engine import PoolingOutput
 from penstock.llm.request_output import RequestOutput
 
 
@@ -20,9 +21,9 @@ UseTqdm = bool | Callable[..., Any]
 
 
 class Progress:
-    """A bar over `total` prompts, or nothing. To be used as a context manager."""
+    """A bar over `total` prompts, None where that is not known, or nothing. To be used as a context manager."""
 
-    def __init__(self, use_tqdm: UseTqdm, total: int) -> None:
+    def __init__(self, use_tqdm: UseTqdm, total: int | None) -> None:
         self._bar: Any = None
         self._started = time.perf_counter()
         self._num_input = self._num_output = 0
@@ -37,10 +38,17 @@ class Progress:
             self._bar.close()
 
     def add(self, output: RequestOutput) -> None:
+        self.count(len(output.prompt_token_ids), sum(len(answer.token_ids) for answer in output.outputs))
+
+    def count_pooled(self, output: PoolingOutput) -> None:
+        self.count(len(output.prompt_token_ids), 0)
+
+    def count(self, num_input: int, num_output: int) -> None:
+        """One more prompt is done: its tokens, and those of its answers."""
         if self._bar is None:
             return
-        self._num_input += len(output.prompt_token_ids)
-        self._num_output += sum(len(answer.token_ids) for answer in output.outputs)
+        self._num_input += num_input
+        self._num_output += num_output
         seconds = max(time.perf_counter() - self._started, 1e-9)
         if hasattr(self._bar, "postfix"):
             self._bar.postfix = _speeds(self._num_input / seconds, self._num_output / seconds)

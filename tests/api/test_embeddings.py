@@ -102,6 +102,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "dimensions": 16}, "dimensions"),
     ({"input": "a", "dimensions": 0}, "dimensions"),
     ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+    ({"input": "a", "prompt_name": "query"}, "prompt_name"),
     ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
     ({"input": "a", "inputs": "a"}, "inputs"),

@@ -94,6 +94,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"text_1": "a", "text_2": ["b", "x" * MAX_LEN]}, "text_2[1]"),
     ({"text_1": "x" * MAX_LEN, "text_2": ["b", "c"]}, "text_1"),
     ({"text_1": "a", "text_2": ["b", 5]}, "text_2[1]"),
+    ({"text_1": "a", "text_2": ["b"], "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
     ({"text_1": "a", "text_2": ["b"] * 2049}, "text_2"),
     ({"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation"),
 ]

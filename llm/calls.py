@@ -1,0 +1,18 @@
+"""Which calls serve which model."""
+
+from penstock.engine.pooling_model import PoolingModel
+from penstock.engine.pooling_params import PoolingTask
+
+GENERATION_CALLS = ("generate", "chat", "beam_search")
+CALLS: dict[PoolingTask, tuple[str, ...]] = {
+    "embed": ("embed", "score", "encode"),
+    "token_embed": ("encode",),
+    "score": ("score", "encode"),
+    "classify": ("classify", "encode"),
+    "token_classify": ("encode",),
+}
+
+
+def pooling_calls(model: PoolingModel) -> list[str]:
+    """Those for this model, each once."""
+    return list(dict.fromkeys(call for task, calls in CALLS.items() if task in model.tasks for call in calls))

@@ -1,0 +1,128 @@
+"""The calls of `LLM` and `AsyncLLM` that turn text into numbers, over the same checks as HTTP."""
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.api.model_abilities import description, wrong_model
+from penstock.api.pooling_inputs import EncodingOptions, encode_inputs, token_limit
+from penstock.api.pooling_metrics import PoolingTimer
+from penstock.api.scores import Side, score_pairs
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.pooling_engine import PoolingOutput as Pooled
+from penstock.engine.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.scoring import ScoreLimits
+from penstock.llm.calls import pooling_calls
+from penstock.llm.local_model import LocalModel
+from penstock.llm.pooling_output import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from penstock.llm.prompts import PromptSource
+
+OnOutput = Callable[[Pooled], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingOptions:
+    """`truncate_prompt_tokens` cuts each input to so many tokens, and with -1 to what the model takes; without it none is cut.
+
+    `prompt_name` names one of the instructions in the model's sentence-transformers files. Lower `priority` goes first.
+    """
+
+    truncate_prompt_tokens: int | None = None
+    prompt_name: str | None = None
+    priority: int = 0
+
+
+async def pool(
+    model: LocalModel,
+    sources: Sequence[PromptSource],
+    params: Sequence[PoolingParams],
+    options: PoolingOptions,
+    on_output: OnOutput | None = None,
+) -> list[PoolingRequestOutput]:
+    """Outputs in the order of the prompts. Raises `InvalidRequest` for whatever is wrong with one of them, before anything runs."""
+    context = model.pooling
+    for own in params:
+        check_task(model, own.task or context.engine.model.default_task)
+    limit = token_limit(context, options.truncate_prompt_tokens)
+    given = [source.text or "" if source.token_ids is None else source.token_ids for source in sources]
+    paths = [source.path for source in sources]
+    inputs = await encode_inputs(context, given, paths, EncodingOptions(limit, prompt_name=options.prompt_name))
+    timer = PoolingTimer(model.metrics, time.monotonic(), on_output)
+    outputs = await timer.pool(context.engine, inputs, params, priority=options.priority)
+    return [
+        PoolingRequestOutput(request_id=_request_id("pool"), prompt_token_ids=output.prompt_token_ids, outputs=PoolingOutput(output.data))
+        for output in outputs
+    ]
+
+
+async def score(
+    model: LocalModel, first: str | Sequence[str], second: str | Sequence[str], options: PoolingOptions, on_output: OnOutput | None = None
+) -> list[ScoringRequestOutput]:
+    """A score for each pair, in the order of the second texts. Raises `InvalidRequest`."""
+    context = model.pooling
+    check_task(model, "score", "embed")
+    limits = ScoreLimits(token_limit(context, options.truncate_prompt_tokens))
+    timer = PoolingTimer(model.metrics, time.monotonic(), on_output)
+    scores, _ = await score_pairs(context, timer, _side("text_1", first), _side("text_2", second), limits, options.priority)
+    return [
+        ScoringRequestOutput(request_id=_request_id("score"), prompt_token_ids=score.prompt_token_ids, outputs=ScoringOutput(score.value))
+        for score in scores
+    ]
+
+
+def as_embedding(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+    embedding: list[float] = output.outputs.data.tolist()
+    return EmbeddingRequestOutput(
+        request_id=output.request_id, prompt_token_ids=output.prompt_token_ids, outputs=EmbeddingOutput(embedding)
+    )
+
+
+def as_classification(model: LocalModel, output: PoolingRequestOutput) -> ClassificationRequestOutput:
+    probs: list[float] = output.outputs.data.tolist()
+    label = model.pooling.engine.model.id2label.get(probs.index(max(probs)))
+    return ClassificationRequestOutput(
+        request_id=output.request_id, prompt_token_ids=output.prompt_token_ids, outputs=ClassificationOutput(probs, label)
+    )
+
+
+def check_task(model: LocalModel, *tasks: PoolingTask) -> None:
+    """Raises `InvalidRequest`, naming the calls that do serve the model, where it can do none of these."""
+    pooling = model.pooling.engine.model
+    if not set(tasks) & pooling.tasks:
+        raise InvalidRequest(wrong_model(model.name, description(pooling), pooling_calls(pooling)))
+
+
+def params_for_each(given: PoolingParams | Sequence[PoolingParams] | None, count: int, task: PoolingTask | None) -> list[PoolingParams]:
+    """With the call's own task. Raises `InvalidRequest` where there are not as many as prompts, and for those that name another task."""
+    params = [given or PoolingParams()] * count if given is None or isinstance(given, PoolingParams) else list(given)
+    if not all(isinstance(own, PoolingParams) for own in params):
+        raise InvalidRequest("`pooling_params` must be PoolingParams, or a list of them", "pooling_params")
+    if len(params) != count:
+        raise InvalidRequest(f"there are {count} prompts and {len(params)} pooling_params: give one, or one for each", "pooling_params")
+    for own in params:
+        if task is not None and own.task not in (None, task):
+            raise InvalidRequest(f"`pooling_params` ask for {own.task}, and this call is for {task}", "pooling_params")
+    return params if task is None else [dataclasses.replace(own, task=task) for own in params]
+
+
+def _side(param: str, given: Any) -> Side:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"`{param}` must be a string or a list of strings", param)
+    return Side(param, list(texts), is_list=not isinstance(given, str))
+
+
+def _request_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
