@@ -6,6 +6,7 @@ from aiohttp import web
 
 from penstock.api.answer_check import AnswerCheck, warning_header
 from penstock.api.answering import answer
+from penstock.api.beams import beam_search, searched, searched_defaults
 from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest
@@ -39,7 +40,7 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     request, view = await prepare(context, body, client_of(http))
     check = await answer_check(context, body, request.grammar)
     fold = ChatFold(context, body, request, view, model, check.found)
-    deltas = check.watch(timer.watch(context.engine.generate(request)))
+    deltas = check.watch(timer.watch(searched(body, context.engine.generate(request))))
     return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers | warning_header(request.grammar))
 
 
@@ -83,12 +84,14 @@ async def conversation_request(
         logits_processors=processors,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        beam=beam_search(body),
     )
 
 
 def check(context: ServerContext, body: ChatCompletionRequest) -> None:
     """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
     check_streaming(body)
+    beam_search(body)
     check_template_fields(context, body)
     if body.top_logprobs is not None and body.top_logprobs > 0 and not body.logprobs:
         raise InvalidRequest("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
@@ -161,7 +164,7 @@ def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, nu
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         thinking_token_budget=thinking_budget(context, body, max_tokens),
-        defaults=context.default_sampling,
+        defaults=searched_defaults(body, context.default_sampling),
         vocab_size=context.vocab_size,
     )
 
@@ -173,7 +176,7 @@ def thinking_budget(context: ServerContext, body: ChatCompletionRequest, max_tok
     """
     if context.reasoning_parser is None or body.thinking_token_budget == -1:
         return None
-    if body.thinking_token_budget is not None or context.default_thinking_budget is None:
+    if body.thinking_token_budget is not None or context.default_thinking_budget is None or body.use_beam_search:
         return body.thinking_token_budget
     parser = context.reasoning_parser(Turn(response_template=context.tokenizer.response_template))
     marker = context.tokenizer.encode(parser.end_marker, add_special_tokens=False)

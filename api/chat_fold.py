@@ -59,7 +59,7 @@ class ChatFold:
         self._messages[delta.index].feed(self._choices[delta.index].feed(delta))
 
     def body(self) -> ChatCompletion:
-        choices = [message.choice(has_reasoning_parser=self._has_reasoning_parser) for message in self._messages]
+        choices = [message.choice(has_reasoning_parser=self._has_reasoning_parser) for message in self._messages if message.is_finished]
         usage = self._usage.usage()
         return ChatCompletion(self._id, "chat.completion", self._created, self._model, choices, usage, self._prompt_logprobs())
 

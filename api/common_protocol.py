@@ -117,6 +117,10 @@ class GenerationFields(FieldsWithoutEffect, kw_only=True):
     allowed_token_ids: Annotated[list[Int32], Meta(max_length=2**18)] | None = None  # as many as the largest vocabularies have
     bad_words: Annotated[list[BadWord], Meta(max_length=1024)] | None = None
     logits_processors: Annotated[list[LogitsProcessorChoice], Meta(max_length=16)] | None = None
+    use_beam_search: bool | None = None
+    best_of: Int32 | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
 

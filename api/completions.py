@@ -6,6 +6,7 @@ from aiohttp import web
 
 from penstock.api.answer_check import AnswerCheck, warning_header
 from penstock.api.answering import answer
+from penstock.api.beams import beam_search, searched, searched_defaults
 from penstock.api.bodies import read_body, served_model
 from penstock.api.completion_fold import CompletionFold, Prompt
 from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -37,7 +38,7 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     schema = await run(context, lambda: open_schema(body, requests[0].grammar), is_long=is_large(body))
     check = AnswerCheck(context.conformance, schema)
     fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden, check.found)
-    streams = [timer.watch(context.engine.generate(request)) for request in requests]
+    streams = [timer.watch(searched(body, context.engine.generate(request))) for request in requests]
     deltas = streams[0] if len(streams) == 1 else merge(streams, n)
     headers |= warning_header(requests[0].grammar)
     return await answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers)
@@ -50,6 +51,7 @@ async def prepare(
     check_streaming(body)
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
+    beam = beam_search(body)
     given = await run(context, lambda: split_prompts(body.prompt, "prompt"), is_long=len(body.prompt) > MANY)
     for position, source in enumerate(given):
         if isinstance(source, str):
@@ -72,6 +74,7 @@ async def prepare(
             logits_processors=processors,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            beam=beam,
         )
         for position, (token_ids, prompt_params) in enumerate(zip(encoded, params, strict=True))
     ]
@@ -111,7 +114,7 @@ def completion_sampling_params(context: ServerContext, body: CompletionRequest, 
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
-        defaults=context.default_sampling,
+        defaults=searched_defaults(body, context.default_sampling),
         vocab_size=context.vocab_size,
     )
 

@@ -262,6 +262,11 @@ class MessageFold:
                 self._stop_reason = None if choice.stop_reason is UNSET else choice.stop_reason
                 self._structured_output = choice.structured_output
 
+    @property
+    def is_finished(self) -> bool:
+        """False for an answer that beam search did not find."""
+        return bool(self._finish_reason)
+
     def choice(self, *, has_reasoning_parser: bool) -> ChatChoice:
         """`reasoning_content` is there, if only as null, wherever the server tells reasoning apart."""
         content = "".join(self._content)

@@ -9,7 +9,7 @@ MAX_CANDIDATES = 4096  # that one beam may bring to a step
 
 _NEUTRAL = SamplingParams()
 # What is about drawing a token, or about a text that is certain as it comes.
-_WITHOUT_MEANING = ("top_p", "top_k", "min_p", "logprobs", "thinking_token_budget")
+_WITHOUT_MEANING = ("top_p", "min_p", "logprobs", "thinking_token_budget")
 
 
 def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: frozenset[int], max_model_len: int) -> None:
@@ -27,6 +27,8 @@ def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: f
     for name in _WITHOUT_MEANING:
         if getattr(params, name) != getattr(_NEUTRAL, name):
             raise InvalidRequest(f"`{name}` has no meaning in beam search", name)
+    if params.top_k > 0:
+        raise InvalidRequest("`top_k` has no meaning in beam search", "top_k")
     if request.outputs:
         raise InvalidRequest("`outputs` are not available with beam search", "outputs")
     if num_candidates(width, len(end_token_ids(request, stop_token_ids))) > MAX_CANDIDATES:

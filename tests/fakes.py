@@ -77,6 +77,15 @@ def letter_like_before(token_ids: Sequence[int]) -> int:
     return token_ids[-3] if repeats else letter_after(token_ids)
 
 
+def undecided(history: Sequence[int]) -> Tensor:
+    """Logits that like several letters, and ends not much less; others if any token before were another."""
+    generator = torch.Generator().manual_seed(zlib.crc32(str(list(history)).encode()))
+    logits_V = torch.randn(VOCAB_SIZE, generator=generator)
+    logits_V[LETTERS] += 5
+    logits_V[EOS] += 5
+    return logits_V
+
+
 def saying(text: str, prompt: str = "?") -> NextToken:
     """What follows `prompt` is `text`, then stop ids. Tokens that the engine puts in count as said."""
     said, start = [*ids(text), EOS], len(ids(prompt))

@@ -310,7 +310,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 10**9}, "min_tokens"),
     ({"n": 0}, "n"),
     ({"n": 10**30}, "n"),
-    ({"n": 2, "use_beam_search": True}, "use_beam_search"),
+    ({"early_stopping": True}, "early_stopping"),
     ({"best_of": 3}, "best_of"),
     ({"top_k": -7}, "top_k"),
     ({"thinking_token_budget": -2}, "thinking_token_budget"),

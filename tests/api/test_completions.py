@@ -147,7 +147,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "logprobs": True}, "logprobs"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
-    ({"prompt": "a", "use_beam_search": True, "n": 2}, "use_beam_search"),
+    ({"prompt": "a", "use_beam_search": True, "n": 2, "best_of": 1}, "best_of"),
+    ({"prompt": "a", "use_beam_search": True, "stream": True}, "stream"),
+    ({"prompt": "a", "use_beam_search": 2}, "use_beam_search"),
+    ({"prompt": "a", "length_penalty": 2}, "length_penalty"),
     ({"prompt": "a", "messages": []}, "messages"),
 ]
 

@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from tests.fakes import (
     EOS,
     LETTERS,
     TOKENIZER,
-    VOCAB_SIZE,
     beam_request,
     content,
     drive,
@@ -30,19 +28,11 @@ from tests.fakes import (
     make_request,
     runner_of,
     tokens,
+    undecided,
 )
 from tests.matchers import Grammar, Spelling, Walk
 
 Answers = list[tuple[list[int], float | None]]
-
-
-def undecided(history: Sequence[int]) -> Tensor:
-    """Logits that like several letters, and ends not much less; others if any token before were another."""
-    generator = torch.Generator().manual_seed(zlib.crc32(str(list(history)).encode()))
-    logits_V = torch.randn(VOCAB_SIZE, generator=generator)
-    logits_V[LETTERS] += 5
-    logits_V[EOS] += 5
-    return logits_V
 
 
 def answers(deltas: Sequence[SequenceDelta]) -> Answers:
