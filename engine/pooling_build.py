@@ -7,12 +7,13 @@ import torch
 from penstock.engine.build import NUM_THREADS
 from penstock.engine.config import EngineConfig
 from penstock.engine.memory import settle_memory
+from penstock.engine.packed_linear import pack_linears
 from penstock.engine.pooling_engine import PoolingEngine
 from penstock.engine.pooling_loader import load_pooling_model
 from penstock.engine.pooling_queue import PoolingQueue
 from penstock.engine.tokenizer import Tokenizer
 
-MAX_NUM_BATCHED_TOKENS_CPU = 2048
+MAX_NUM_BATCHED_TOKENS_CPU = 1024  # larger matrices are no faster, and a batch is what a short text waits behind
 MAX_NUM_BATCHED_TOKENS_CUDA = 16384
 
 
@@ -21,6 +22,7 @@ def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineCo
     torch.set_num_threads(1)  # as for models that generate: only the model's own thread has more
     model = load_pooling_model(directory, config)
     if model.device.type == "cpu":
+        pack_linears(model.encoder)
         settle_memory(model.encoder)
     default = MAX_NUM_BATCHED_TOKENS_CUDA if model.device.type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
     queue = PoolingQueue(config.max_num_batched_tokens or default, config.max_waiting_requests)

@@ -7,20 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 
 class _GivenStates(nn.Module):
     """Stands where the encoder stood in a classifier, and answers with token vectors that have been computed already."""
 
-    def __init__(self, pooler: nn.Module | None) -> None:
+    def __init__(self, encoder: PreTrainedModel) -> None:
         super().__init__()
-        self.pooler = pooler
+        self.pooler: nn.Module | None = getattr(encoder, "pooler", None)
+        self.pooler_activation: nn.Module | None = getattr(encoder, "pooler_activation", None)  # Albert's own is outside of its pooler
         self.states_BLD = torch.empty(0)
 
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPooling:
-        pooled = None if self.pooler is None else self.pooler(self.states_BLD)
-        return BaseModelOutputWithPooling(last_hidden_state=self.states_BLD, pooler_output=pooled)
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.states_BLD, pooler_output=self._pooled())
+
+    def _pooled(self) -> Tensor | None:
+        if self.pooler is None:
+            return None
+        pooled: Tensor
+        if self.pooler_activation is not None:
+            pooled = self.pooler_activation(self.pooler(self.states_BLD[:, 0]))
+        else:
+            pooled = self.pooler(self.states_BLD)
+        return pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +44,9 @@ class Head:
     def detach(cls, classifier: PreTrainedModel) -> "tuple[PreTrainedModel, Head]":
         """Takes a classifier apart into its encoder and its head. The classifier itself is changed."""
         encoder = classifier.base_model
-        given = _GivenStates(getattr(encoder, "pooler", None))
+        given = _GivenStates(encoder)
         setattr(classifier, classifier.base_model_prefix, given)
         return encoder, cls(classifier, given)
-
-    def attach(self, encoder: PreTrainedModel) -> None:
-        """Undoes `detach`."""
-        setattr(self.classifier, self.classifier.base_model_prefix, encoder)
 
     def __call__(self, states_BLD: Tensor) -> Tensor:
         """Logits, float32: of B texts where the class has one output for each, [B, labels], else of every token, [B, L, labels]."""
