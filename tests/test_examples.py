@@ -12,7 +12,12 @@ from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
 
+from penstock.api.app import build_app, build_runner
+from penstock.arguments import parse_arguments
+from penstock.assembly import ModelFiles, assemble_pooling
+from penstock.llm.loop_thread import LoopThread
 from tests.helpers.example_plugin import install_example_plugin
 from tests.llm.model_directory import write_model
 from tests.test_server import server
@@ -79,6 +84,51 @@ def test_structured_gives_an_instance_of_its_model(url: str) -> None:
     assert re.search(
         r"^reasoning: .*^content: .*^parsed:    name='.*' country='.*' continent='.*' is_capital=\w+$", shown, re.MULTILINE | re.DOTALL
     )
+
+
+@pytest.fixture(scope="module")
+def pooling_url() -> Iterator[str]:
+    """Of a server over `--model minilm`, in a thread of this process."""
+    arguments = parse_arguments(["--model", "minilm", "--threads", "1"])
+    context = assemble_pooling(arguments, ModelFiles.of(arguments)).context
+    runner = build_runner(build_app(context))
+
+    async def start() -> str:
+        await context.engine.start()
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        return f"http://{host}:{port}/v1"
+
+    async def stop() -> None:
+        await context.engine.stop()
+        await runner.cleanup()
+
+    loop = LoopThread()
+    yield loop.run(start())
+    loop.run(stop())
+    loop.close()
+    context.workers.shutdown()
+
+
+def test_passages_are_found_by_their_embeddings(pooling_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    nearest, *others, last = shown_by("embeddings", capsys, "--base-url", pooling_url, "Where is Paris?").splitlines()
+    assert nearest.endswith("The capital of France lies on the river Seine.")
+    assert len(others) == 4
+    assert re.fullmatch(r"384 dimensions, \d+ tokens", last)
+
+
+def test_documents_are_ordered_by_their_answer_to_a_query(pooling_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("rerank", capsys, "--base-url", pooling_url, "--top-n", "2").splitlines()
+    assert len(shown) == 2
+    assert {line[8:] for line in shown} == {"Yeast turns the sugar in dough into gas.", "Bread is sold by weight in this market."}
+
+
+def test_texts_are_compared_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("embed_offline", capsys)
+    assert len(re.findall(r"^'.*': 384 numbers from \d+ tokens$", shown, re.MULTILINE)) == 3
+    near, far = (float(score) for score in re.findall(r"^ *(-?\d\.\d+)  '", shown, re.MULTILINE))
+    assert near > 0.5 > far
 
 
 def test_the_readme_has_two_clients() -> None:
