@@ -6,6 +6,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from penstock.engine.transfer import sent
+
 NUM_HEADER_FIELDS = 6
 
 
@@ -46,8 +48,8 @@ class AttentionMetadata:
         block_tables: list[list[int]],
         *,
         num_decodes: int,
-        device: torch.device,
     ) -> "AttentionMetadata":
+        """On the CPU."""
         width = max((len(table) for table in block_tables), default=0)
         max_query_len = max((end - start for start, end in pairwise(query_start_loc)), default=0)
         header = [len(slot_mapping), len(context_lens), width, num_decodes, max_query_len, max(context_lens, default=0)]
@@ -55,7 +57,13 @@ class AttentionMetadata:
         for table in block_tables:
             flat += table
             flat += [0] * (width - len(table))
-        return cls._view(torch.tensor(flat, dtype=torch.int64, device=device), header)
+        return cls._view(torch.tensor(flat, dtype=torch.int64), header)
+
+    def on(self, device: torch.device) -> "AttentionMetadata":
+        """The same on another device. Does not wait for what that has to do before."""
+        num_sequences, width = self.block_table_BN.shape
+        header = [len(self.slot_mapping_T), num_sequences, width, self.num_decodes, self.max_query_len, self.max_context_len]
+        return self._view(sent(self.packed, device), header)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "AttentionMetadata":

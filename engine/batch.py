@@ -1,6 +1,6 @@
 """A step as tensors."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import LOGITS
 from penstock.engine.step_masks import StepMasks
+from penstock.engine.transfer import sent
 
 _NONE = range(0)
 
@@ -47,7 +48,7 @@ class OutputRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What crosses to the device for one step: T flat tokens, and which of their rows are turned into logits.
+    """What crosses to the device for one step: T flat tokens, and which of their rows are turned into logits. It is built on the CPU.
 
     `kept_T` are the flat rows whose logits are computed. Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the
     sampler may share one where sequences fork. `masks` is None where no grammar has a say; it is still being filled.
@@ -70,13 +71,25 @@ class Batch:
     num_pending: int = 0
     outputs: list[OutputRows] = field(default_factory=list)
 
+    def on(self, device: torch.device) -> "Batch":
+        """The same batch on the device of the model, for the thread that runs it. Does not wait for what that has to do before."""
+        if self.input_ids_1T.device.type == device.type:
+            return self
+        return replace(
+            self,
+            input_ids_1T=sent(self.input_ids_1T, device),
+            positions_1T=sent(self.positions_1T, device),
+            attention=self.attention.on(device),
+            kept_T=sent(self.kept_T, device),
+        )
+
 
 def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> list[int]:
     """Where the positions [start, stop) of a sequence lie in the cache."""
     return [block_table[position // block_size] * block_size + position % block_size for position in range(start, stop)]
 
 
-def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: int, min_tokens: int, device: torch.device) -> Batch:
+def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: int, min_tokens: int, pin_masks: bool) -> Batch:
     """Pads to `min_tokens` with tokens that belong to no sequence. `masks` begins to fill those of the step."""
     input_ids: list[int] = []
     positions: list[int] = []
@@ -130,17 +143,16 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         context_lens,
         block_tables,
         num_decodes=sum(count for count in step.num_tokens.values() if count <= SHORT_CHUNK) + sum(map(len, step.drafts.values())),
-        device=device,
     )
     return Batch(
-        input_ids_1T=torch.tensor([input_ids + [0] * num_padding], device=device),
-        positions_1T=torch.tensor([positions + [0] * num_padding], device=device),
+        input_ids_1T=torch.tensor([input_ids + [0] * num_padding]),
+        positions_1T=torch.tensor([positions + [0] * num_padding]),
         attention=attention,
-        kept_T=torch.tensor(kept, dtype=torch.long, device=device),
+        kept_T=torch.tensor(kept, dtype=torch.long),
         sample_rows=sample_rows,
         samplers=samplers,
         prompts=prompts,
-        masks=masks.begin(samplers, step.drafts, vocab_size, pin_memory=device.type == "cuda"),
+        masks=masks.begin(samplers, step.drafts, vocab_size, pin_memory=pin_masks),
         copies=step.copies,
         num_pending=sum(sequence.pending_row is not None for sequence in step.num_tokens),
         outputs=outputs,

@@ -19,6 +19,7 @@ from penstock.engine.forward import compute_logits
 from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.fused_norm import fuse_norms
 from penstock.engine.fused_rotary import fuse_rotary
+from penstock.engine.host_copies import CudaHostCopies
 from penstock.engine.kv_cache import KVCache, block_bytes
 from penstock.engine.memory import num_cache_blocks, settle_memory
 from penstock.engine.model_config import answer_tokens
@@ -136,6 +137,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             vocab_size=tokens.vocab_size,
             compilation=compilation,
             graphs=decode_graphs(loaded, config),
+            copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
             seed=config.seed,
             num_threads=config.num_threads or NUM_THREADS,
         ),

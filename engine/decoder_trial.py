@@ -57,7 +57,6 @@ def check(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -> None:
         [1, PROMPT_TOKENS],
         [[0], prompt_table],
         num_decodes=1,
-        device=loaded.device,
     )
     generator = torch.Generator().manual_seed(0)
     ids_1T = torch.randint(loaded.vocab_size, (1, 1 + PROMPT_TOKENS), generator=generator)

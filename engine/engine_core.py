@@ -131,7 +131,7 @@ class EngineCore:
             block_size=self.scheduler.block_size,
             vocab_size=self.vocab_size,
             min_tokens=self.runner.min_tokens,
-            device=self.runner.loaded.device,
+            pin_masks=self.runner.loaded.device.type == "cuda",
         )
 
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.kv_layout import LayerKV
+from penstock.engine.transfer import sent
 
 
 class KVCache:
@@ -39,7 +40,7 @@ class KVCache:
         """Copies whole blocks, (source, target) pairs, in every layer."""
         if not copies:
             return
-        sources, targets = (torch.tensor(blocks, device=self.keys[0].device) for blocks in zip(*copies, strict=True))
+        sources, targets = sent(torch.tensor(copies), self.keys[0].device).unbind(1)
         for cache in (*self.keys, *self.values):
             cache[targets] = cache[sources]
 

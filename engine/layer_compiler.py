@@ -75,7 +75,7 @@ def capture_call(model: nn.Module, layer: nn.Module) -> tuple[tuple[Any, ...], d
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     handle = layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     tokens = torch.zeros(1, NUM_EXAMPLE_TOKENS, dtype=torch.long, device="meta")
-    metadata = AttentionMetadata.pack([-1] * NUM_EXAMPLE_TOKENS, [0], [], [], num_decodes=0, device=torch.device("meta"))
+    metadata = AttentionMetadata.pack([-1] * NUM_EXAMPLE_TOKENS, [0], [], [], num_decodes=0).on(torch.device("meta"))
     with torch.no_grad():
         model(input_ids=tokens, position_ids=tokens, use_cache=False, attention_metadata=metadata)
     handle.remove()

@@ -1,7 +1,7 @@
 """The forward pass and the sampling of one step, in the one thread that touches the model."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,15 +13,18 @@ from penstock.engine.batch import Batch, OutputRows, PromptRows
 from penstock.engine.compiled_layers import LayerCompilation
 from penstock.engine.cuda_graphs import DecodeGraphs
 from penstock.engine.forward import compute_logits
+from penstock.engine.host_copies import HostCopies
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.logprobs import prompt_logprobs
 from penstock.engine.model_loader import LoadedModel
 from penstock.engine.model_outputs import Capture, ModelOutputs, rows_on_cpu
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.pending_tokens import PendingTokens
-from penstock.engine.sampler import Sampler, SamplerOutput
+from penstock.engine.sampler import Sampler
+from penstock.engine.sampler_output import SamplerOutput
 from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import LOGITS
+from penstock.engine.transfer import sent
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +60,16 @@ class StepHandle:
         return self.future.result()
 
 
+def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
+    """The logits of these of the batch's samplers."""
+    kept_rows = [batch.sample_rows[row] for row in rows]
+    return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[_index(kept_rows, logits_KV.device)]
+
+
 def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> tuple[SamplerOutput, list[int]]:
     """Samples what can be sampled in this step, once its masks are there, and says which of `batch.samplers` that are."""
     rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
-    kept_rows = [batch.sample_rows[row] for row in rows]
-    logits_BV = logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[_index(kept_rows, logits_KV.device)]
+    logits_BV = _logits_of(batch, rows, logits_KV)
     bitmask_BW = None
     if batch.masks is not None:
         bitmask_BW = batch.masks.bitmask_BW
@@ -71,7 +79,11 @@ def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> tuple[Samp
 
 
 def _index(rows: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.long, device=device)
+    return sent(torch.tensor(rows, dtype=torch.long), device)
+
+
+def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:
+    return started.result()()
 
 
 def _with_places(outputs: list[OutputRows]) -> Iterator[tuple[OutputRows, slice]]:
@@ -96,7 +108,8 @@ def _output_rows(rows: OutputRows, logits_KV: Tensor, capture: Capture | None, p
 class ModelRunner:
     """Runs batches, one at a time, in a thread of its own: torch releases the interpreter lock in its kernels, so the loop goes on.
 
-    `min_tokens` is the least number of tokens in a batch: a compiler would make a special case of one.
+    `min_tokens` is the least number of tokens in a batch: a compiler would make a special case of one. With `copies`, the thread has the
+    device begin with a step and goes on to the next one; another waits for the results.
     """
 
     min_tokens = 2
@@ -109,6 +122,7 @@ class ModelRunner:
         vocab_size: int,
         compilation: LayerCompilation | None = None,
         graphs: DecodeGraphs | None = None,
+        copies: HostCopies | None = None,
         seed: int | None = None,
         num_threads: int,
     ) -> None:
@@ -116,11 +130,13 @@ class ModelRunner:
         self.num_threads = num_threads
         self._compilation = compilation
         self._graphs = graphs
+        self._copies = copies
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
         self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
+        self._waiting = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(self.num_threads)  # OpenMP keeps it per thread
@@ -128,7 +144,9 @@ class ModelRunner:
             torch.cuda.set_device(self.loaded.device)  # Triton launches on the thread's current device
 
     def launch(self, batch: Batch) -> StepHandle:
-        return StepHandle(self.thread.submit(self.run, batch))
+        if self._waiting is None:
+            return StepHandle(self.thread.submit(self.run, batch))
+        return StepHandle(self._waiting.submit(_finish, self.thread.submit(self.start, batch)))
 
     def optimize(self) -> None:
         """Captures and compiles what makes steps faster, and swaps it in between two steps. Takes long, outside the model's thread."""
@@ -159,11 +177,19 @@ class ModelRunner:
         if self._compilation is not None:
             self._compilation.cancel()
         self.thread.shutdown()
+        if self._waiting is not None:
+            self._waiting.shutdown()
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Computes a step and waits for what comes of it."""
+        return self.start(batch)()
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepOutput:
+    def start(self, batch: Batch) -> Callable[[], StepOutput]:
+        """Has the device begin with a step. What comes back waits, where there is anything to wait for, and gives the results."""
         if batch.masks is not None:
             batch.masks.begin()
+        batch = batch.on(self.loaded.device)
         if batch.num_pending:
             self._pending.fill_in(batch.input_ids_1T)
         self._pending.clear()
@@ -174,13 +200,22 @@ class ModelRunner:
         else:
             logits_KV, capture = self.forward(batch), None
         outputs = [_output_rows(rows, logits_KV, capture, places) for rows, places in _with_places(batch.outputs)]
+        rows = list(range(len(batch.samplers)))
+        if self._copies is not None and batch.masks is None and not batch.prompts:
+            launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.samplers])
+            if launched is not None:
+                self._pending.keep(launched.token_ids_B)
+                wait = self._copies.begin(launched.packed_2B())
+                return lambda: StepOutput(launched.read(wait()), rows, outputs=outputs)
         samples, rows = sample_rows(batch, logits_KV, self.sampler)
         self._pending.keep(samples.token_ids)
-        return StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts], outputs)
+        output = StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts], outputs)
+        return lambda: output
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
+        batch = batch.on(self.loaded.device)
         logits_KV = None if self._graphs is None else self._graphs.run(batch)
         if logits_KV is None:
             logits_KV = self._forward_plainly(batch)

@@ -10,7 +10,7 @@ from penstock.engine.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
-from penstock.engine.sampler import NO_TOKEN_LEFT, SamplerOutput
+from penstock.engine.sampler_output import NO_TOKEN_LEFT, SamplerOutput
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.tokenizer import Tokenizer

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.engine.transfer import sent
+
 FIRST_CAPACITY = 64
 
 
@@ -31,7 +33,7 @@ class TokenCounts:
         self._slots = {token_id: slot for slot, token_id in enumerate(distinct)}
         self._ids = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._counts = torch.zeros(capacity, dtype=torch.float32, device=device)
-        self._ids[: len(distinct)] = torch.tensor(distinct, dtype=torch.int64, device=device)
+        self._ids[: len(distinct)] = sent(torch.tensor(distinct, dtype=torch.int64), device)
 
     @property
     def ids(self) -> Tensor:

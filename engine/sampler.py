@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,37 +11,18 @@ from torch.nn.functional import threshold
 from penstock.engine.bitmask import apply_bitmask
 from penstock.engine.draw import draw, most_probable, most_probable_k, padded_width
 from penstock.engine.greedy import greedy_tokens
+from penstock.engine.launched_samples import LaunchedSamples
 from penstock.engine.logprobs import token_logprobs, top_pairs
 from penstock.engine.native_library import native_library
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.penalties import apply_penalties
 from penstock.engine.processor_pass import ProcessorPass
+from penstock.engine.sampler_output import NO_TOKEN_LEFT, SamplerOutput
 from penstock.engine.sampling_state import SamplingState
+from penstock.engine.transfer import sent
 
 # On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
 CPU_PASS_ELEMENTS = 2**19
-
-
-NO_TOKEN_LEFT = "no token is left to choose from: together the constraints of this request allow none here"
-
-
-@dataclass(slots=True)
-class SamplerOutput:
-    """One entry per row. `failures` maps a row to why it has no token; its token id and log probability then mean nothing.
-
-    Nor do they for a row whose state wants candidates: it has the best (token id, log probability) pairs in `candidates`, best first.
-    """
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
-    failures: dict[int, str] = field(default_factory=dict)
-    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-
-    def extend(self, other: "SamplerOutput") -> None:
-        self.failures.update((len(self.token_ids) + row, reason) for row, reason in other.failures.items())
-        self.candidates.update((len(self.token_ids) + row, pairs) for row, pairs in other.candidates.items())
-        self.token_ids += other.token_ids
-        self.logprobs += other.logprobs
 
 
 class Sampler:
@@ -80,6 +60,16 @@ class Sampler:
             output.extend(self._sample_pass(logits_BV[rows], states[rows], bitmask, processed[rows]))
         return output
 
+    def launch(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> LaunchedSamples | None:
+        """Does what `sample` does without a mask, and does not wait for the device. None where some row asks for more than a token by
+        rules of its own.
+        """
+        if not all(state.is_predictable and state.num_logprobs is None for state in states):
+            return None
+        work_BV = self._float_copy(logits_BV, states)
+        self._edit(work_BV, states)
+        return LaunchedSamples(*self._choose(work_BV, states), work_BV, self._reason)
+
     def _sample_pass(
         self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, processed: Sequence[Tensor | str | None]
     ) -> SamplerOutput:
@@ -93,7 +83,7 @@ class Sampler:
         self._edit(work_BV, states)
         if bitmask_BW is not None:
             self._constrain(work_BV, bitmask_BW)
-        token_ids, is_possible = self._choose(work_BV, states)
+        token_ids, is_possible = torch.stack(self._choose(work_BV, states)).tolist()
         for row, possible in enumerate(is_possible):
             if not possible and row not in failures:
                 failures[row] = self._reason(logits_BV[row], work_BV[row])
@@ -137,7 +127,7 @@ class Sampler:
             apply_penalties(work_BV, *zip(*penalised, strict=True))
         masked = [(row, token_id) for row, state in enumerate(states) for token_id in state.masked_ids()]
         if masked:
-            rows, ids = torch.tensor(masked, device=work_BV.device).unbind(1)
+            rows, ids = sent(torch.tensor(masked), work_BV.device).unbind(1)
             work_BV[rows, ids] = -torch.inf
 
     def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:
@@ -148,20 +138,21 @@ class Sampler:
         if rows:
             apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW[rows], rows)
 
-    def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[list[int], list[bool]]:
-        """A token for each row, and whether the row had any to give."""
+    def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[Tensor, Tensor]:
+        """A token for each row, and whether the row had any to give: int64 [B] both."""
         if work_BV.is_cuda:
             from penstock.engine.device_choice import choose_on_device  # needs triton
 
             return choose_on_device(work_BV, states, self._shared_generator)
         token_ids = most_probable(work_BV)
-        is_possible: list[bool] = work_BV.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
+        is_possible_B = work_BV.gather(1, token_ids[:, None])[:, 0].isfinite().long()
+        is_possible = is_possible_B.tolist()
         drawn = [row for row, state in enumerate(states) if is_possible[row] and not state.takes_first]
         for rows in ([row for row in drawn if states[row].top_k is None], [row for row in drawn if states[row].top_k is not None]):
             if rows:
                 logits_BV = work_BV if len(rows) == len(states) else work_BV[rows]
                 token_ids[rows] = self._draw(logits_BV, [states[row] for row in rows])
-        return token_ids.tolist(), is_possible
+        return token_ids, is_possible_B
 
     def _draw(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
         """Draws for rows with a temperature, which all have a top_k or all have none."""

@@ -13,6 +13,7 @@ from penstock.engine.penalties import Penalties, TokenCounts
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.seeded_numbers import SeededNumbers
 from penstock.engine.sequence_processor import SequenceProcessor
+from penstock.engine.transfer import sent
 
 MAX_LOGIT_BIAS = 100.0
 
@@ -61,8 +62,8 @@ class SamplingState:
             self.counts = TokenCounts(in_vocabulary if params.repetition_penalty != 1 else (), device)
         self.allowed_ids = _ids_tensor(params.allowed_token_ids, device)
         self.bias_ids = _ids_tensor(params.logit_bias, device)
-        self.biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64, device=device)
-        self.biases = self.biases.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float()
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
+        self.biases = sent(biases.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float(), device)
 
     @property
     def top_k(self) -> int | None:
@@ -138,4 +139,4 @@ class SamplingState:
 
 def _ids_tensor(token_ids: Iterable[int], device: torch.device) -> Tensor | None:
     ids = list(token_ids)
-    return torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
+    return sent(torch.tensor(ids, dtype=torch.int64), device) if ids else None

@@ -51,7 +51,6 @@ def prompt(num_tokens: int) -> AttentionMetadata:
         [num_tokens],
         [blocks],
         num_decodes=int(num_tokens == 1),
-        device=torch.device("cpu"),
     )
 
 

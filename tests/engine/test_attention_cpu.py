@@ -77,7 +77,6 @@ class Paged:
             list(self.context_lens),
             self.tables,
             num_decodes=sum(length == 1 for length in self.query_lens),
-            device=torch.device("cpu"),
         )
 
     def first_of(self, num_sequences: int) -> "Paged":

@@ -20,7 +20,7 @@ def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], nu
     tables = [table for _, _, table in batch]
     starts = [sum(query_lens[:index]) for index in range(len(batch) + 1)]
     slots = [*range(starts[-1]), *[-1] * num_padding]
-    packed = AttentionMetadata.pack(slots, starts, context_lens, tables, num_decodes=query_lens.count(1), device=CPU)
+    packed = AttentionMetadata.pack(slots, starts, context_lens, tables, num_decodes=query_lens.count(1))
     for metadata in (packed, AttentionMetadata.unpack(packed.packed)):
         assert metadata.slot_mapping_T.tolist() == slots
         assert metadata.query_start_loc.tolist() == starts

@@ -54,9 +54,7 @@ def make_batch(context_lens: Sequence[int], num_rows_kept: int | None = None, qu
     return Batch(
         input_ids_1T=torch.tensor([chance.choices(range(3, 259), k=len(slots)) + [0] * num_padding]),
         positions_1T=torch.tensor([positions + [0] * num_padding]),
-        attention=AttentionMetadata.pack(
-            slots + [-1] * num_padding, starts, list(context_lens), tables, num_decodes=num_decodes, device=CPU
-        ),
+        attention=AttentionMetadata.pack(slots + [-1] * num_padding, starts, list(context_lens), tables, num_decodes=num_decodes),
         kept_T=torch.tensor(kept),
         sample_rows=[],
         samplers=[],

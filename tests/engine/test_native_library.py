@@ -61,7 +61,7 @@ def fake_compiler(directory: Path, body: str) -> Path:
 def decode_and_prefill() -> torch.Tensor:
     """Attention of a sequence's second token and of another's two tokens, over keys and values that are all ones."""
     keys, values = torch.zeros(2, 2, 4, 1, 8)
-    metadata = AttentionMetadata.pack([1, 4, 5], [0, 1, 3], [2, 2], [[0], [1]], num_decodes=1, device=torch.device("cpu"))
+    metadata = AttentionMetadata.pack([1, 4, 5], [0, 1, 3], [2, 2], [[0], [1]], num_decodes=1)
     for cache in (keys, values):
         cache[0, 0] = 1.0
         write_kv(cache, torch.ones(3, 1, 8), metadata.slot_mapping_T)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from penstock.engine import sampler as sampler_module
 from penstock.engine.hooks import LogitsProcessor
-from penstock.engine.sampler import Sampler, SamplerOutput
+from penstock.engine.sampler import Sampler
+from penstock.engine.sampler_output import SamplerOutput
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.sampling_state import SamplingState
 

@@ -25,4 +25,5 @@ def choose(logits_BV: Tensor, settings: Sequence[dict[str, Any]]) -> tuple[list[
         )
         for kinds in settings
     ]
-    return choose_on_device(logits_BV, states, random.Random(0))
+    token_ids_B, is_possible_B = choose_on_device(logits_BV, states, random.Random(0))
+    return token_ids_B.tolist(), is_possible_B.bool().tolist()

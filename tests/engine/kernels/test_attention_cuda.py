@@ -47,7 +47,6 @@ def make_arguments(
         list(context_lens),
         block_tables,
         num_decodes=sum(query_len == 1 for query_len in query_lens),
-        device=torch.device("cpu"),
     )
     return {
         "query_THD": torch.randn(len(slots), num_heads, KEY_SIZE, generator=generator),
