@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 
+from penstock.api.constraint_size import check_text
 from penstock.api.json_source import read_json, write_json
 from penstock.api.structural_tag import TagReader
 from penstock.engine.errors import InvalidRequest
@@ -46,6 +47,7 @@ class GuidedDecodingParams:
             return GrammarSpec(GrammarKind.JSON_SCHEMA, ANY_JSON, PARAM)
         if not self.guide:
             raise InvalidRequest(f"a guide of type {self.guide_type.name} needs its text", PARAM)
+        check_text(self.guide, PARAM)
         match self.guide_type:
             case GuideType.JSON_SCHEMA:
                 schema = read_json(self.guide, PARAM)

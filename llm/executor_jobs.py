@@ -18,6 +18,8 @@ from penstock.llm.executor_response import Response
 
 logger = logging.getLogger(__name__)
 
+MAX_COMPILING = 8
+
 
 class Jobs:
     """Serves each request in a task of its own. Its final response comes whatever happens to the task.
@@ -31,6 +33,7 @@ class Jobs:
         self._mailbox = mailbox
         self._num_steps = num_steps
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._turns = asyncio.Semaphore(MAX_COMPILING)
 
     async def begin(self, requests: Sequence[tuple[int, Request]], arrival_time: float) -> None:
         for request_id, request in requests:
@@ -57,7 +60,7 @@ class Jobs:
         limit = asyncio.timeout(request.allotted_seconds)  # from here on for what comes before the engine, which has the deadline itself
         try:
             async with limit:
-                prepared = await prepare(self._context, request, request_id, fold.arrival_time)
+                prepared = await prepare(self._context, request, request_id, fold.arrival_time, self._turns)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -1,10 +1,13 @@
 """From an executor's request to the engine's."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from penstock.api.constraint_size import LONG
 from penstock.api.context import ServerContext
 from penstock.api.preparing import answer_reader
+from penstock.api.workers import run
 from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.hooks import LogitsProcessor
@@ -36,12 +39,22 @@ def fold_settings(context: ServerContext, request: Request, arrival_time: float,
     )
 
 
-async def prepare(context: ServerContext, request: Request, request_id: int, arrival_time: float) -> EngineRequest:
-    """Raises `InvalidRequest` for what cannot be served, with the name of the field, and whatever compiling a grammar raises."""
+async def prepare(
+    context: ServerContext, request: Request, request_id: int, arrival_time: float, turns: asyncio.Semaphore
+) -> EngineRequest:
+    """Raises `InvalidRequest` for what cannot be served, with the name of the field.
+
+    Requests take `turns` at having their grammars compiled: the compiler refuses those that it cannot come to in time, and a batch may
+    bring any number.
+    """
     params = sampling_params(request)
     params.check_token_ids(context.vocab_size)
-    guide = request.guided_decoding_params
-    grammar = None if guide is None else await context.compile_grammar.compile(guide.spec)
+    grammar = None
+    if request.guided_decoding_params is not None:
+        guide = request.guided_decoding_params
+        async with turns:
+            spec = await run(context, lambda: guide.spec, is_long=len(guide.guide or "") > LONG)
+            grammar = await context.compile_grammar.compile(spec)
     prompt = list(request.input_token_ids)
     return EngineRequest(
         request_id=str(request_id),

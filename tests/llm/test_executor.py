@@ -14,7 +14,7 @@ from penstock.llm.executor_request import Request
 from penstock.llm.executor_response import FinishReason, Response
 from penstock.llm.executor_sampling import SamplingConfig
 from tests.fakes import ids, letter_after, make_core, runner_of
-from tests.llm.executors import ask, executor_over, make_executor, output, result_of, whole
+from tests.llm.executors import ask, context_over, executor_over, make_executor, output, result_of, whole
 
 
 def together(*works: Callable[[], object]) -> None:
@@ -245,6 +245,16 @@ def test_whoever_waits_is_woken_by_the_shutdown() -> None:
             executor.enqueue_request(ask())
         executor.cancel_request(waiting)
         executor.shutdown()
+
+
+def test_an_executor_has_either_a_context_or_a_model() -> None:
+    context = context_over(make_core())
+    for arguments in ({"model": "any"}, {"logits_processors": {"any": letter_after}}, {"max_model_len": 10}):
+        with pytest.raises(TypeError, match="a context brings its own"):
+            Executor(context=context, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="did you mean `max_model_len`"):
+        Executor(max_model_length=10)
+    context.close()
 
 
 def test_a_shutdown_lets_requests_end_and_leaves_their_responses() -> None:

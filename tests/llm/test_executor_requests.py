@@ -177,6 +177,14 @@ def test_answers_keep_to_their_guide(kind: GuideType, guide: str | None, matches
         assert result.finish_reasons == [FinishReason.END_ID]
 
 
+def test_a_batch_may_bring_more_guides_than_the_compiler_lets_wait() -> None:
+    with make_executor() as executor:
+        guides = [GuidedDecodingParams(GuideType.REGEX, f"{number:03d}") for number in range(260)]
+        request_ids = executor.enqueue_requests([ask(guided_decoding_params=guide) for guide in guides])
+        for number, request_id in enumerate(request_ids):
+            assert result_of(executor, request_id).output_token_ids == [ids(f"{number:03d}")]
+
+
 def test_answers_keep_to_a_structural_tag() -> None:
     tag = '{"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}'
     with make_executor() as executor:
@@ -192,6 +200,7 @@ def test_answers_keep_to_a_structural_tag() -> None:
         (GuideType.JSON_SCHEMA, "{"),
         (GuideType.JSON_SCHEMA, "3"),
         (GuideType.REGEX, "("),
+        (GuideType.REGEX, "a" * 10**6),
         (GuideType.EBNF_GRAMMAR, "root ::= unknown"),
         (GuideType.STRUCTURAL_TAG, "{}"),
     ],
