@@ -141,11 +141,11 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1) -> None:
         """Frees the KV cache, at level 2 the weights too, once what runs has ended. Until `wake_up`, `EngineUnavailable` is raised."""
-        await self._model.sleep(level)
+        await self._model.rest.sleep(level)
 
     async def wake_up(self) -> None:
         """Serves again, with an empty KV cache and new counters. Raises `ConfigurationError` where there is no room any more."""
-        await self._model.wake_up()
+        await self._model.rest.wake_up()
 
     async def is_sleeping(self) -> bool:
         return self._model.is_sleeping

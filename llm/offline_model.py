@@ -60,11 +60,11 @@ class OfflineModel:
 
     def sleep(self, level: int = 1) -> None:
         """Frees the KV cache, at level 2 the weights too, once what runs has ended. Until `wake_up`, `EngineUnavailable` is raised."""
-        self._loop.run(self._model.sleep(level))
+        self._loop.run(self._model.rest.sleep(level))
 
     def wake_up(self) -> None:
         """Serves again, with an empty KV cache and new counters. Raises `ConfigurationError` where there is no room any more."""
-        self._loop.run(self._model.wake_up())
+        self._loop.run(self._model.rest.wake_up())
 
     @property
     def is_sleeping(self) -> bool:

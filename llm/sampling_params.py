@@ -123,8 +123,8 @@ class SamplingParams(EngineParams):
             is_text = name in TEXTS
             if value is None or (is_text and isinstance(value, str)):
                 continue
-            kind = str if is_text else Integral
-            is_list = isinstance(value, Sequence) and all(isinstance(item, kind) for item in value)
+            item_kind = str if is_text else Integral
+            is_list = isinstance(value, Sequence) and all(isinstance(item, item_kind) for item in value)
             self._require(is_list, name, "made of strings" if is_text else "made of token ids")
         bias = self.logit_bias or {}
         is_bias = isinstance(bias, Mapping) and all(isinstance(key, Integral) and isinstance(bias[key], Real) for key in bias)

@@ -233,8 +233,7 @@ def test_a_model_that_sleeps_refuses_and_says_the_same_when_awake(llm: LLM) -> N
 
 def test_sleep_gives_the_kv_cache_back_and_then_the_weights(model_dir: Path) -> None:
     with LLM(model_dir, **SETTINGS) as llm:
-        core = llm._model._core
-        assert core is not None
+        core = llm._model.rest.awake()
         cache, weights = weakref.ref(core.runner.cache.keys[0]), weakref.ref(core.runner.loaded.model)
         del core
         llm.sleep(1)
