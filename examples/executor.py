@@ -20,7 +20,7 @@ NO_INPUT = OutputConfig(exclude_input_from_output=True)
 def several(executor: Executor, prompts: list[list[int]]) -> None:
     """One response for each request, as they come."""
     request_ids = executor.enqueue_requests([Request(prompt, 12, output_config=NO_INPUT) for prompt in prompts])
-    texts = {}
+    texts: dict[int, str] = {}
     while len(texts) < len(request_ids):
         for response in executor.await_responses():
             texts[response.request_id] = executor.tokenizer.decode(response.result.output_token_ids[0])

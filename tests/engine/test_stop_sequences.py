@@ -18,7 +18,8 @@ sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_si
 def test_an_output_ends_where_it_first_ends_with_a_sequence(output: list[int], stops: list[list[int]], min_tokens: int) -> None:
     def longest(end: int) -> tuple[int, ...] | None:
         found = [stop for stop in stops if end >= max(len(stop), min_tokens) and output[end - len(stop) : end] == stop]
-        return tuple(max(found, key=len)) if found else None
+        longest_first: list[list[int]] = sorted(found, key=len, reverse=True)
+        return tuple(longest_first[0]) if found else None
 
     matcher = StopSequences(stops, min_tokens)
     for end, token_id in enumerate(output, 1):

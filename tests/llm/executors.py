@@ -71,7 +71,8 @@ def make_executor(next_token: NextToken = letter_after, processors: Mapping[str,
 
 def ask(prompt: str = "?", max_tokens: int = 8, **fields: Any) -> Request:
     """A request whose prompt is not part of the output unless `output_config` is given."""
-    return Request(ids(prompt), max_tokens, **({"output_config": OUTPUT_ALONE} | fields))
+    given: dict[str, Any] = {"output_config": OUTPUT_ALONE} | fields
+    return Request(ids(prompt), max_tokens, **given)
 
 
 def whole(executor: Executor, request: Request | int) -> list[Response]:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -249,9 +250,10 @@ def test_whoever_waits_is_woken_by_the_shutdown() -> None:
 
 def test_an_executor_has_either_a_context_or_a_model() -> None:
     context = context_over(make_core())
-    for arguments in ({"model": "any"}, {"logits_processors": {"any": letter_after}}, {"max_model_len": 10}):
+    given: list[dict[str, Any]] = [{"model": "any"}, {"logits_processors": {"any": letter_after}}, {"max_model_len": 10}]
+    for arguments in given:
         with pytest.raises(TypeError, match="a context brings its own"):
-            Executor(context=context, **arguments)  # type: ignore[arg-type]
+            Executor(context=context, **arguments)
     with pytest.raises(TypeError, match="did you mean `max_model_len`"):
         Executor(max_model_length=10)
     context.close()
@@ -302,7 +304,7 @@ def test_more_requests_than_places_are_served_in_order_of_priority() -> None:
         time.sleep(0.05)  # until it is under way
         low, middle, high = executor.enqueue_requests([ask("low", 1, priority=0.1), ask("middle", 1), ask("high", 1, priority=0.9)])
         gate.set()
-        order = []
+        order: list[int] = []
         while len(order) < 4:
             order += [response.request_id for response in executor.await_responses()]
     assert order == [first, high, middle, low]
@@ -313,5 +315,5 @@ def test_anything_but_requests_is_refused_and_nothing_is_enqueued() -> None:
         with pytest.raises(TypeError, match="expected a Request"):
             executor.enqueue_requests([ask(), "hello"])  # type: ignore[list-item]
         with pytest.raises(TypeError):
-            executor.await_responses("1")  # type: ignore[call-overload]
+            executor.await_responses("1")  # type: ignore[arg-type]
         assert executor.enqueue_request(ask()) == 1

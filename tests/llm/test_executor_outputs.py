@@ -54,7 +54,8 @@ def computed(model: PreTrainedModel, token_ids: list[int]) -> tuple[Tensor, list
 
 
 def request(max_tokens: int = 6, **fields: Any) -> Request:
-    return Request(PROMPT, max_tokens, **({"end_id": -1, "output_config": EVERYTHING} | fields))
+    given: dict[str, Any] = {"end_id": -1, "output_config": EVERYTHING} | fields
+    return Request(PROMPT, max_tokens, **given)
 
 
 def by_name(outputs: list[AdditionalOutput]) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ def test_a_whole_result_holds_what_the_model_computed(executor: Executor, refere
     assert result.log_probs is not None
     assert result.cum_log_probs is not None
     torch.testing.assert_close(torch.tensor(result.log_probs[0]), expected, atol=1e-4, rtol=1e-4)
-    assert result.cum_log_probs == [pytest.approx(sum(result.log_probs[0]))]
+    torch.testing.assert_close(result.cum_log_probs, [sum(result.log_probs[0])])
     outputs = by_name(result.additional_outputs)
     assert outputs.keys() == {"context_hidden_states.last", "hidden_states.last", "hidden_states.1"}
     torch.testing.assert_close(outputs["context_hidden_states.last"], states[-1][: len(PROMPT)], atol=1e-4, rtol=1e-4)
@@ -100,12 +101,12 @@ def test_streamed_results_add_up_to_the_whole(executor: Executor, gives_all: boo
     if gives_all:
         assert results[-1].output_token_ids == expected.output_token_ids
         torch.testing.assert_close(logits[-1], expected.generation_logits)
-        assert logprobs[-1] == pytest.approx(expected.log_probs[0])
+        torch.testing.assert_close(torch.tensor(logprobs[-1]), torch.tensor(expected.log_probs[0]))
     else:
         assert output(responses) == expected.output_token_ids[0]
         torch.testing.assert_close(torch.cat([rows for rows in logits if rows.numel()], 1), expected.generation_logits)
-        assert [score for scores in logprobs for score in scores] == pytest.approx(expected.log_probs[0])
-    assert results[-1].cum_log_probs == [pytest.approx(sum(expected.log_probs[0]))]
+        torch.testing.assert_close([score for scores in logprobs for score in scores], expected.log_probs[0])
+    torch.testing.assert_close(results[-1].cum_log_probs, [sum(expected.log_probs[0])])
     assert [result.context_logits is not None for result in results] == [True] + [False] * (len(results) - 1)
 
 

@@ -39,7 +39,7 @@ def test_what_is_given_to_draw_by_is_used_and_the_rest_changes_nothing(given: di
 
 
 def test_penalties_seed_and_lengths_reach_the_engine() -> None:
-    given = {"seed": 3, "min_tokens": 2, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    given: dict[str, Any] = {"seed": 3, "min_tokens": 2, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
     assert params_of(top_k=3, num_return_sequences=4, **given) == SamplingParams(n=4, top_k=3, max_tokens=8, **given)
 
 
@@ -247,13 +247,15 @@ def test_retained_blocks_stay_longer() -> None:
 @pytest.mark.parametrize("name", OF_REQUESTS)
 def test_a_field_that_is_not_supported_is_named(name: str) -> None:
     with make_executor() as executor:
-        assert f"`{name}` is not supported" in error_of(executor, ask(**{name: object()}))
+        fields: dict[str, Any] = {name: object()}
+        assert f"`{name}` is not supported" in error_of(executor, ask(**fields))
 
 
 @pytest.mark.parametrize("name", OF_SAMPLING)
 def test_a_way_of_sampling_that_is_not_supported_is_named(name: str) -> None:
     with make_executor() as executor:
-        assert f"`{name}` is not supported" in error_of(executor, ask(sampling_config=SamplingConfig(**{name: 0.5})))
+        fields: dict[str, Any] = {name: 0.5}
+        assert f"`{name}` is not supported" in error_of(executor, ask(sampling_config=SamplingConfig(**fields)))
 
 
 @pytest.mark.parametrize(
@@ -319,8 +321,9 @@ def test_what_cannot_be_is_an_error_that_names_it(fields: dict[str, Any], what: 
     ],
 )
 def test_what_is_of_the_wrong_type_is_refused_where_it_is_written(fields: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"input_token_ids": [1], "max_tokens": 1} | fields
     with pytest.raises(TypeError):
-        Request(**({"input_token_ids": [1], "max_tokens": 1} | fields))
+        Request(**given)
 
 
 def test_configs_refuse_what_is_of_the_wrong_type() -> None:
