@@ -60,6 +60,7 @@ def embedding_with_penstock(model: str, threads: int | None) -> Iterator[Embed]:
 
     from penstock.engine.config import EngineConfig
     from penstock.engine.model_store import resolve_model
+    from penstock.engine.pooling_batch import pool_all
     from penstock.engine.pooling_build import build_pooling_engine
     from penstock.engine.pooling_params import PoolingParams
     from penstock.engine.tokenizer import Tokenizer
@@ -70,8 +71,8 @@ def embedding_with_penstock(model: str, threads: int | None) -> Iterator[Embed]:
     loop.run_until_complete(engine.start())
 
     async def embed(texts: list[str]) -> list[list[float]]:
-        inputs = [engine.encode(text, max_tokens=engine.model.max_model_len).tokens for text in texts]
-        return [output.data.tolist() for output in await engine.pool_all(inputs, PoolingParams(task="embed"))]
+        inputs = [engine.encode(text, max_tokens=engine.model.max_model_len) for text in texts]
+        return [output.data.tolist() for output in await pool_all(engine, inputs, PoolingParams(task="embed"))]
 
     try:
         yield lambda texts: loop.run_until_complete(embed(texts))

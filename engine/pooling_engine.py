@@ -119,27 +119,14 @@ class PoolingEngine:
 
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable` at once, `GenerationFailed` where the model fails.
         """
-        return (await self.pool_all([EncoderInput(prompt_token_ids, token_type_ids)], params, priority=priority))[0]
-
-    async def pool_all(self, inputs: Sequence[EncoderInput], params: PoolingParams, *, priority: int = 0) -> list[PoolingOutput]:
-        """`pool` of many texts of one request: all of them are taken, whatever the queue's bound, or none.
-
-        The first text that fails fails the call.
-        """
         if not self._is_accepting or self._task is None or self._task.done():
             is_stopping = self._task is not None and not self._is_accepting
             raise EngineUnavailable("the server is shutting down" if is_stopping else "the engine is not running")
-        checked = [self.model.check(each, params) for each in inputs]
-        loop = asyncio.get_running_loop()
-        waiting = [WaitingInput(each, loop.create_future()) for each in checked]
+        checked = self.model.check(EncoderInput(prompt_token_ids, token_type_ids), params)
+        waiting = WaitingInput(checked, asyncio.get_running_loop().create_future())
         self._queue.add(waiting, priority)
         self._wake.set()
-        try:
-            return [PoolingOutput(await each.future, each.input.tokens.token_ids) for each in waiting]
-        finally:
-            for each in waiting:
-                if not each.future.cancel():
-                    each.future.exception()  # marks one as seen that nobody will ask for now
+        return PoolingOutput(await waiting.future, prompt_token_ids)
 
     @property
     def _has_work(self) -> bool:
@@ -148,6 +135,7 @@ class PoolingEngine:
     async def _run(self) -> None:
         try:
             while True:
+                await asyncio.sleep(0)  # callers who have just had an answer may have more to ask
                 self._running = self._queue.take_batch()
                 if not self._running:
                     self._idle.set()
@@ -160,24 +148,28 @@ class PoolingEngine:
             self._end_all(ENGINE_FAILED)
 
     async def _compute(self, batch: list[WaitingInput]) -> None:
+        """Where the model fails, one of the texts may be at fault: each is tried alone, so that the others do not pay for it."""
+        is_done = await self._try(batch)
+        if not is_done and len(batch) > 1:
+            is_done = any([await self._try([waiting]) for waiting in batch])
+        self._num_failed_steps = 0 if is_done else self._num_failed_steps + 1
+        for waiting in batch:
+            self._fail(waiting, GenerationFailed(BATCH_FAILED))
+
+    async def _try(self, batch: list[WaitingInput]) -> bool:
+        """Whether the model has answered these."""
         try:
             answers = await self._in_thread([waiting.input for waiting in batch])
-            self._num_failed_steps = 0
-        except Exception:  # whatever the model raised: one of these texts may be at fault, and the others should not pay for it
+        except Exception:  # whatever the model raised: it ends these texts and nothing else
             logger.exception("A batch of %d inputs failed", len(batch))
-            if len(batch) > 1:
-                for waiting in batch:
-                    await self._compute([waiting])
-                return
-            self._num_failed_steps += 1
-            self._fail(batch[0], GenerationFailed(BATCH_FAILED))
-            return
+            return False
         self._num_steps += 1
         for waiting, answer in zip(batch, answers, strict=True):
             self._num_inputs += 1
             self._num_prompt_tokens += waiting.num_tokens
             if not waiting.future.done():
                 waiting.future.set_result(answer)
+        return True
 
     async def _in_thread(self, inputs: Sequence[PoolingInput]) -> list[Tensor]:
         """Not by a future of asyncio's own, which never ends where the model raises StopIteration."""
@@ -195,5 +187,6 @@ class PoolingEngine:
         self._idle.set()
 
     def _fail(self, waiting: WaitingInput, error: Exception) -> None:
+        """Nothing where there is an answer, or nobody waits for one."""
         if not waiting.future.done():
             waiting.future.set_exception(error)

