@@ -1,5 +1,6 @@
 """Beam search as decisions alone: which beams go on, which answers are kept, and when to stop. Knows no model and no cache."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -120,4 +121,4 @@ class BeamGroup:
         self.hypotheses = sorted([*self.hypotheses, *ended], key=lambda hypothesis: -hypothesis.score)[: self.width]
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        return cumulative_logprob / max(1, num_tokens) ** self.length_penalty
+        return cumulative_logprob / math.pow(max(1, num_tokens), self.length_penalty)

@@ -1,15 +1,17 @@
 """Whatever arrives, whenever, and whoever leaves: every answer is the one that its request gets alone, and nothing is lost."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.batch import Batch
+from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.request import Request
 from penstock.engine.scheduler import Step
 from tests.fakes import LETTERS, generate, letter_like_before, make_core, make_request, runner_of, tokens
 
@@ -31,7 +33,11 @@ class Arrival:
     priority: int
     cache_salt: str
     leaves_at: int | None  # this many half-steps after it came
+    beam: BeamSearchParams | None = None
     deltas: list[SequenceDelta] = field(default_factory=list)
+
+    def make(self, name: str, **options: Any) -> Request:
+        return replace(make_request(name, self.prompt, **options, **self.params), beam=self.beam)
 
 
 @st.composite
@@ -41,13 +47,17 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         params |= {"temperature": 1.5, "seed": draw(st.integers(0, 3))}
     if draw(st.integers(0, 3)) == 0:
         params["prompt_logprobs"] = 1
+    beam = None
+    if draw(st.integers(0, 2)) == 0:
+        beam = BeamSearchParams(draw(st.integers(params["n"], 3)), early_stopping=draw(st.booleans()))
+        params["max_tokens"] = draw(st.integers(1, 9))
     leaves_at = draw(st.one_of(st.none(), st.none(), st.integers(0, 12)))
-    return Arrival(draw(PROMPTS), params, draw(st.integers(-1, 1)), draw(st.sampled_from(["", "salt"])), leaves_at)
+    return Arrival(draw(PROMPTS), params, draw(st.integers(-1, 1)), draw(st.sampled_from(["", "salt"])), leaves_at, beam)
 
 
 def said_alone(arrival: Arrival) -> list[SequenceDelta]:
     core = make_core(letter_like_before, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False, max_num_batched_tokens=1000)
-    deltas = generate(core, make_request("alone", arrival.prompt, **arrival.params))
+    deltas = generate(core, arrival.make("alone"))
     runner_of(core).shutdown()
     return deltas
 
@@ -61,8 +71,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
     def interrupt(half_step: int) -> None:
         for number, (begin, arrival) in enumerate(plan):
             if begin == half_step:
-                options: dict[str, Any] = {"priority": arrival.priority, "cache_salt": arrival.cache_salt}
-                core.add(make_request(str(number), arrival.prompt, **options, **arrival.params))
+                core.add(arrival.make(str(number), priority=arrival.priority, cache_salt=arrival.cache_salt))
             if ends.get(number) == half_step:
                 core.abort(str(number))
         core.check_integrity()
@@ -116,10 +125,11 @@ def test_every_request_gets_the_answer_it_gets_alone(
     rows_for_weights: float | None,
     is_async: bool,
 ) -> None:
+    num_beam_blocks = -(-9 // block_size) + 1 if any(arrival.beam for _, arrival in plan) else 0
     core = make_core(
         letter_like_before,
         block_size=block_size,
-        num_blocks=-(-MAX_MODEL_LEN // block_size) + num_spare_blocks,
+        num_blocks=-(-MAX_MODEL_LEN // block_size) + num_spare_blocks + 2 * num_beam_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
