@@ -78,10 +78,10 @@ class ModelOutputs:
             yield capture
 
 
-def rows_on_cpu(rows: Tensor) -> Tensor:
+def owned_rows(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A copy that is like any other tensor: one that is made in inference mode stays forbidden to autograd and to most changes."""
     with torch.inference_mode(False):
-        copy = torch.empty(rows.shape, dtype=rows.dtype)
+        copy = torch.empty(rows.shape, dtype=dtype or rows.dtype)
     return copy.copy_(rows)
 
 

@@ -17,7 +17,7 @@ from penstock.engine.host_copies import HostCopies
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.logprobs import prompt_logprobs
 from penstock.engine.model_loader import LoadedModel
-from penstock.engine.model_outputs import Capture, ModelOutputs, rows_on_cpu
+from penstock.engine.model_outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.pending_tokens import PendingTokens
 from penstock.engine.sampler import Sampler
@@ -86,23 +86,20 @@ def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:
     return started.result()()
 
 
-def _with_places(outputs: list[OutputRows]) -> Iterator[tuple[OutputRows, slice]]:
-    """Each with where its rows are among those that were captured."""
+def _output_rows(outputs: list[OutputRows], logits_KV: Tensor, capture: Capture | None) -> Iterator[dict[str, Tensor]]:
+    """For each entry its rows of each of its names, on the CPU: one copy brings there what all entries have of a name."""
+    captured = {} if capture is None else {name: states.cpu() for name, states in capture.rows.items()}
+    if any(LOGITS in rows.names for rows in outputs):
+        logits_KV = logits_KV.cpu()
     start = 0
     for rows in outputs:
         stop = start + rows.stop - rows.start
-        yield rows, slice(start, stop)
+        kept = slice(rows.first_kept, rows.first_kept + stop - start)
+        yield {
+            name: owned_rows(logits_KV[kept], torch.float32) if name == LOGITS else owned_rows(captured[name][start:stop])
+            for name in rows.names
+        }
         start = stop
-
-
-def _output_rows(rows: OutputRows, logits_KV: Tensor, capture: Capture | None, places: slice) -> dict[str, Tensor]:
-    def of(name: str) -> Tensor:
-        if name == LOGITS:
-            return rows_on_cpu(logits_KV[rows.first_kept : rows.first_kept + rows.stop - rows.start].float())
-        assert capture is not None
-        return rows_on_cpu(capture.rows[name][places])
-
-    return {name: of(name) for name in rows.names}
 
 
 class ModelRunner:
@@ -199,7 +196,7 @@ class ModelRunner:
             logits_KV, capture = self._forward_seen(batch, names)
         else:
             logits_KV, capture = self.forward(batch), None
-        outputs = [_output_rows(rows, logits_KV, capture, places) for rows, places in _with_places(batch.outputs)]
+        outputs = list(_output_rows(batch.outputs, logits_KV, capture))
         rows = list(range(len(batch.samplers)))
         if self._copies is not None and batch.masks is None and not batch.prompts:
             launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.samplers])
