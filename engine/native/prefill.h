@@ -2,7 +2,8 @@
 // (Dao et al., arXiv:2205.14135; Rabe and Staats, arXiv:2112.05682).
 //
 // Keys and values are first laid out so that a row of 64 numbers is what one step of the inner product multiplies. With AVX-512's bfloat16
-// products that is two rows at once, interleaved; everywhere else the products are float32.
+// products that is two rows at once, interleaved; everywhere else the products are float32. Of a long context only so many keys are laid out at a
+// time, and what the queries have summed up over them is put by until the next.
 
 #pragma once
 
@@ -23,6 +24,7 @@ namespace {
 
 constexpr int64_t KEY_TILE = 64;
 constexpr int64_t QUERY_TILE = 48;
+constexpr int64_t TILES_AT_A_TIME = 128;  // of keys: 8,192 of them
 constexpr int64_t ROWS = 6;       // of a register tile: 6 x 64 sums, as many as registers hold
 constexpr int64_t COLUMNS = 64;
 constexpr int64_t MAX_VALUE_SIZE = 256;
@@ -109,16 +111,34 @@ struct Prefill {
     static constexpr int64_t STEP = Product<T>::STEP;
     Element* keys = nullptr;    // packed: see `pack`
     Element* values = nullptr;
+    int64_t first_tile = 0, end_tile = 0;  // that are packed
+    float* states = nullptr;               // of all query tiles and heads, where not all keys are packed at once
 
+    int64_t num_query_tiles() const { return (num_queries + QUERY_TILE - 1) / QUERY_TILE; }
     int64_t num_key_tiles() const { return (context_len + KEY_TILE - 1) / KEY_TILE; }
+    int64_t first_visible(int64_t position) const { return options.window > 0 ? std::max<int64_t>(0, position - options.window + 1) : 0; }
+    int64_t first_needed_tile() const { return first_visible(context_len - num_queries) / KEY_TILE; }
+    int64_t num_needed_tiles() const { return num_key_tiles() - first_needed_tile(); }
+    int64_t num_packed_tiles() const { return std::min(num_needed_tiles(), TILES_AT_A_TIME); }
     int64_t value_columns() const { return (value_size + COLUMNS - 1) / COLUMNS * COLUMNS; }
     int64_t key_depth() const { return (key_size + STEP - 1) / STEP * STEP; }
-    int64_t keys_size() const { return num_kv_heads * num_key_tiles() * key_depth() * KEY_TILE; }
-    int64_t values_size() const { return num_kv_heads * num_key_tiles() * KEY_TILE * value_columns(); }
+    int64_t keys_size() const { return num_kv_heads * num_packed_tiles() * key_depth() * KEY_TILE; }
+    int64_t values_size() const { return num_kv_heads * num_packed_tiles() * KEY_TILE * value_columns(); }
+    int64_t state_size() const { return QUERY_TILE * (value_columns() + 1 + 16); }  // sums, maximum and totals of each row
+    int64_t states_size() const { return num_needed_tiles() > TILES_AT_A_TIME ? num_query_tiles() * num_heads * state_size() : 0; }
 
-    Element* key_tile(int64_t head, int64_t tile) const { return keys + (head * num_key_tiles() + tile) * key_depth() * KEY_TILE; }
+    Element* key_tile(int64_t head, int64_t tile) const {
+        return keys + (head * num_packed_tiles() + tile - first_tile) * key_depth() * KEY_TILE;
+    }
     Element* value_tile(int64_t head, int64_t tile) const {
-        return values + (head * num_key_tiles() + tile) * KEY_TILE * value_columns();
+        return values + (head * num_packed_tiles() + tile - first_tile) * KEY_TILE * value_columns();
+    }
+
+    // Whether the queries of a tile see any of the keys that are packed.
+    bool sees(int64_t first_query) const {
+        const int64_t first_position = context_len - num_queries + first_query;
+        const int64_t last_position = std::min(first_position + QUERY_TILE, context_len) - 1;
+        return first_visible(first_position) / KEY_TILE < end_tile && last_position / KEY_TILE >= first_tile;
     }
 
     // Keys become [depth / STEP][64 keys][STEP], values [64 / STEP][columns][STEP]; what lies past the end is zero.
@@ -157,7 +177,7 @@ struct Prefill {
         }
     }
 
-    // One query head, one tile of queries.
+    // One query head, one tile of queries, the keys that are packed.
     void attend(int64_t head, int64_t first_query) const {
         const int64_t num_rows = std::min(QUERY_TILE, num_queries - first_query);
         const int64_t padded_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
@@ -170,16 +190,23 @@ struct Prefill {
         float maxima[QUERY_TILE];
         Vector totals[QUERY_TILE];  // of each row's weights, added up lane by lane
         std::memset(static_cast<void*>(rows), 0, padded_rows * depth * sizeof(Element));
-        std::memset(sums, 0, padded_rows * columns * sizeof(float));
+        const int64_t first_key_tile = first_visible(first_position) / KEY_TILE;
+        const bool begins = first_key_tile >= first_tile, ends = last_position / KEY_TILE < end_tile;
+        float* const state = begins && ends ? nullptr : states + (first_query / QUERY_TILE * num_heads + head) * state_size();
+        if (begins)
+            std::memset(sums, 0, padded_rows * columns * sizeof(float));
+        else
+            std::memcpy(sums, state, padded_rows * columns * sizeof(float));
+        float* const state_maxima = state + QUERY_TILE * columns;
+        Vector* const state_totals = reinterpret_cast<Vector*>(state_maxima + QUERY_TILE);
         std::memset(static_cast<void*>(weights), 0, sizeof(weights));
         for (int64_t r = 0; r < num_rows; ++r) {
             const T* row = query + ((first_query + r) * num_heads + head) * key_size;
             for (int64_t d = 0; d < key_size; ++d) convert(rows + r * depth + d, row[d]);
-            maxima[r] = options.sinks ? options.sinks[head] * LOG2_E : HIDDEN;
-            totals[r] = Vector{options.sinks ? 1.0f : 0.0f};
+            maxima[r] = !begins ? state_maxima[r] : options.sinks ? options.sinks[head] * LOG2_E : HIDDEN;
+            totals[r] = !begins ? state_totals[r] : Vector{options.sinks ? 1.0f : 0.0f};
         }
-        const int64_t first_visible = options.window > 0 ? std::max<int64_t>(0, first_position - options.window + 1) : 0;
-        for (int64_t tile = first_visible / KEY_TILE; tile * KEY_TILE <= last_position; ++tile) {
+        for (int64_t tile = std::max(first_key_tile, first_tile); tile * KEY_TILE <= last_position && tile < end_tile; ++tile) {
             const Element* packed_keys = key_tile(kv_head, tile);
             const Element* packed_values = value_tile(kv_head, tile);
             for (int64_t first = 0; first < num_rows; first += ROWS) {
@@ -191,6 +218,12 @@ struct Prefill {
                 for (int64_t r = 0; r < padded_rows; r += ROWS)
                     multiply<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP, columns * STEP,
                              KEY_TILE);
+        }
+        if (!ends) {
+            std::memcpy(state, sums, padded_rows * columns * sizeof(float));
+            std::copy_n(maxima, num_rows, state_maxima);
+            std::copy_n(totals, num_rows, state_totals);
+            return;
         }
         for (int64_t r = 0; r < num_rows; ++r) {
             T* row = out + ((first_query + r) * num_heads + head) * value_size;
@@ -236,7 +269,7 @@ struct Prefill {
     }
 };
 
-// All sequences at once: with one pair of parallel loops however many there are, short prompts do not wait for each other's last tile.
+// All sequences at once: with one pair of parallel loops a round however many there are, short prompts do not wait for each other's last tile.
 template <typename T>
 void prefill(std::vector<Prefill<T>>& sequences) {
     using Element = typename Prefill<T>::Element;
@@ -244,25 +277,41 @@ void prefill(std::vector<Prefill<T>>& sequences) {
         const Prefill<T>* sequence;
         int64_t head, tile, num_keys;
     };
-    int64_t size = 0;
-    for (const auto& sequence : sequences) size += sequence.keys_size() + sequence.values_size();
+    int64_t size = 0, states_size = 0, num_rounds = 0;
+    for (const auto& sequence : sequences) {
+        size += sequence.keys_size() + sequence.values_size();
+        states_size += sequence.states_size();
+        num_rounds = std::max(num_rounds, (sequence.num_needed_tiles() + TILES_AT_A_TIME - 1) / TILES_AT_A_TIME);
+    }
     const std::unique_ptr<Element[]> packed(new Element[size]);
-    std::vector<Task> pack_tasks, attend_tasks;
+    const std::unique_ptr<float[]> states(new float[states_size]);
     Element* next = packed.get();
+    float* next_states = states.get();
     for (auto& sequence : sequences) {
         sequence.keys = next;
         sequence.values = next + sequence.keys_size();
         next = sequence.values + sequence.values_size();
-        for (int64_t head = 0; head < sequence.num_kv_heads; ++head)
-            for (int64_t tile = 0; tile < sequence.num_key_tiles(); ++tile) pack_tasks.push_back({&sequence, head, tile, KEY_TILE});
-        for (int64_t first = 0; first < sequence.num_queries; first += QUERY_TILE)
-            for (int64_t head = 0; head < sequence.num_heads; ++head)
-                attend_tasks.push_back({&sequence, head, first, sequence.context_len - sequence.num_queries + first});
+        sequence.states = next_states;
+        next_states += sequence.states_size();
     }
-    // The longest first, so that no thread is left with a long one at the end.
-    std::stable_sort(attend_tasks.begin(), attend_tasks.end(), [](const Task& a, const Task& b) { return a.num_keys > b.num_keys; });
-    parallel_for(pack_tasks.size(), [&](int64_t i) { pack_tasks[i].sequence->pack(pack_tasks[i].head, pack_tasks[i].tile); });
-    parallel_for(attend_tasks.size(), [&](int64_t i) { attend_tasks[i].sequence->attend(attend_tasks[i].head, attend_tasks[i].tile); });
+    std::vector<Task> pack_tasks, attend_tasks;
+    for (int64_t round = 0; round < num_rounds; ++round) {
+        pack_tasks.clear();
+        attend_tasks.clear();
+        for (auto& sequence : sequences) {
+            sequence.first_tile = sequence.first_needed_tile() + round * TILES_AT_A_TIME;
+            sequence.end_tile = std::min(sequence.first_tile + TILES_AT_A_TIME, sequence.num_key_tiles());
+            for (int64_t head = 0; head < sequence.num_kv_heads; ++head)
+                for (int64_t tile = sequence.first_tile; tile < sequence.end_tile; ++tile) pack_tasks.push_back({&sequence, head, tile, KEY_TILE});
+            for (int64_t first = 0; first < sequence.num_queries; first += QUERY_TILE)
+                for (int64_t head = 0; head < sequence.num_heads && sequence.sees(first); ++head)
+                    attend_tasks.push_back({&sequence, head, first, sequence.context_len - sequence.num_queries + first});
+        }
+        // The longest first, so that no thread is left with a long one at the end.
+        std::stable_sort(attend_tasks.begin(), attend_tasks.end(), [](const Task& a, const Task& b) { return a.num_keys > b.num_keys; });
+        parallel_for(pack_tasks.size(), [&](int64_t i) { pack_tasks[i].sequence->pack(pack_tasks[i].head, pack_tasks[i].tile); });
+        parallel_for(attend_tasks.size(), [&](int64_t i) { attend_tasks[i].sequence->attend(attend_tasks[i].head, attend_tasks[i].tile); });
+    }
 }
 
 }  // namespace

@@ -185,6 +185,12 @@ def test_windows_soft_caps_and_sinks_combine(has_sinks: bool, softcap: float | N
     check([1, 1, 20, 3], [33, 5, 20, 40], shape, dtype, sliding_window=window, softcap=softcap, sinks_H=sinks_H, scaling=0.2)
 
 
+@pytest.mark.parametrize("window", [None, 8000, 12_000])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_prompts_in_long_contexts_are_attended_some_thousands_of_keys_at_a_time(has_sinks: bool, window: int | None) -> None:
+    check([60, 3, 5], [16_450, 8193, 70], Shape(2, 1), sliding_window=window, sinks_H=sinks(2) if has_sinks else None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 700, 1030])
 @pytest.mark.parametrize("has_sinks", [False, True])
