@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from penstock.engine.answer import Answer
-from penstock.engine.batch import Batch
+from penstock.engine.batch import Batch, OutputRows
 from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.detokenizer import Detokenizer
@@ -34,6 +34,7 @@ from penstock.engine.retention import Retention
 from penstock.engine.sampler import Sampler
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence_outputs import LOGITS
 from penstock.engine.speculation import Speculation
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
@@ -96,7 +97,7 @@ class FakeRunner:
     """Keeps tokens and their positions where a model keeps keys and values, and reads every history from there, through the block tables.
 
     The next token in order of preference is `next_token(history)`, then the ids after it; or it gives logits, [V]. `failure` is raised by
-    the steps to come, `gate` holds them up.
+    the steps to come, `gate` holds them up. Of every token its `logits` can be had, and as `inputs` its position and its id.
     """
 
     min_tokens = 2
@@ -112,6 +113,7 @@ class FakeRunner:
         self.failure: Exception | None = None
         self.gate: Event | None = None
         self.num_tokens_per_step: list[int] = []
+        self.outputs = SimpleNamespace(check=lambda names: None)
         self.thread = ThreadPoolExecutor(1)
 
     def launch(self, batch: Batch) -> StepHandle:
@@ -142,7 +144,12 @@ class FakeRunner:
             targets = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.stop - rows.start]
             num_top = rows.sequence.request.params.prompt_logprobs or 0
             scores.append((rows.sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop], targets, num_top)))
-        return StepOutput(samples, sampled, scores)
+        return StepOutput(samples, sampled, scores, [self._outputs(batch, rows, logits_KV) for rows in batch.outputs])
+
+    def _outputs(self, batch: Batch, rows: OutputRows, logits_KV: Tensor) -> dict[str, Tensor]:
+        inputs_TI = torch.stack([batch.positions_1T[0], batch.input_ids_1T[0]], 1)[rows.start : rows.stop]
+        logits_TV = logits_KV[rows.first_kept : rows.first_kept + rows.stop - rows.start]
+        return {name: logits_TV.clone() if name == LOGITS else inputs_TI for name in rows.names}
 
     def _forward(self, batch: Batch) -> Tensor:
         """The logits of the kept rows. Asserts that each history is whole and, where one is sampled from, that it is the sequence's own."""
