@@ -358,3 +358,21 @@ def test_beams_are_transformers(llm: LLM, reference: Any) -> None:
             assert sequence.score == pytest.approx(score, abs=1e-4)
             assert sequence.cum_logprob == pytest.approx(score * 6, abs=1e-3)
             assert sequence.text.startswith(text)
+
+
+def test_named_outputs_of_prompt_and_answer_are_transformers(llm: LLM, reference: Any) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, additional_outputs=["hidden_states.last", "logits"], additional_context_outputs=True
+    )
+    output = llm.generate("a prompt that nobody has asked before", params, use_tqdm=False)[0]
+    answer, num_prompt = output.outputs[0], len(output.prompt_token_ids)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([output.prompt_token_ids + answer.token_ids[:-1]]), output_hidden_states=True)
+    hidden_TH, logits_TV = expected.hidden_states[-1][0], expected.logits[0]
+    assert output.first_prompt_output == 0
+    torch.testing.assert_close(output.prompt_outputs["hidden_states.last"], hidden_TH[:num_prompt], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(answer.additional_outputs["hidden_states.last"], hidden_TH[num_prompt - 1 :], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(answer.additional_outputs["logits"], logits_TV[num_prompt - 1 :], atol=1e-4, rtol=1e-4)
+    assert "logits=<[4, 262]>" in repr(answer)
+    with pytest.raises(InvalidRequest, match="hidden_states"):
+        llm.generate("a", SamplingParams(additional_outputs=["hidden_states.99"]))
