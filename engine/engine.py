@@ -79,7 +79,8 @@ class Engine:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
-            logger.warning("%d requests were cut off by the shutdown", len(self._streams))
+            if self._streams:  # the last of them may have gone in the same moment
+                logger.warning("%d requests were cut off by the shutdown", len(self._streams))
         self._end_all(FinishReason.ABORT)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

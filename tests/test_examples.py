@@ -56,6 +56,26 @@ def shown_by(name: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().out
 
 
+def test_prompts_are_continued_without_a_server(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("offline", capsys, "--model", tiny_model_dir)
+    assert len(re.findall(r"^    16 tokens, log probability -\d+\.\d\d, ended by length$", shown, re.MULTILINE)) == 3
+    assert re.search(r"^'Once upon a time' \.\.\. .+ \| .+$", shown, re.MULTILINE)
+    assert re.search(r"^'The year is' \.\.\. ' [0-9]{2,4}'$", shown, re.MULTILINE)
+    assert re.search(r"Answer:' \.\.\. ' (yes|no)'$", shown, re.MULTILINE)
+
+
+def test_conversations_are_answered_without_a_server(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("offline_chat", capsys, "--model", tiny_model_dir, "--max-tokens", "30")
+    assert len(re.findall(r"^  content:   ['\"]", shown, re.MULTILINE)) == 2
+    assert re.search(r"^call: get_weather\(\{", shown, re.MULTILINE)
+
+
+def test_answers_are_streamed_side_by_side(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("async_llm", capsys, "--model", tiny_model_dir)
+    assert {line.split(" + ")[0] for line in shown.splitlines() if " + " in line} == {"'The sun is'", "'The moon is'"}
+    assert "the first words: " in shown
+
+
 def test_the_executor_serves_requests_of_several_kinds(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = shown_by("executor", capsys, "--model", tiny_model_dir)
     assert len(re.findall(r"^.* \.\.\. ['\"].*$", shown, re.MULTILINE)) == 3
