@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from penstock import __version__
-from penstock.engine.config import CompileMode, Dtype, EngineConfig, QuantizationMode, SpeculationMode
+from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -79,6 +79,7 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
             max_num_seqs=given.max_num_seqs,
             max_num_batched_tokens=given.max_num_batched_tokens,
             kv_cache_memory=given.kv_cache_memory,
+            kv_cache_dtype=given.kv_cache_dtype,
             enable_prefix_caching=given.prefix_caching,
             max_waiting_requests=given.max_waiting_requests,
             compile=given.compile,
@@ -266,6 +267,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="such as 2GiB (default: on CUDA what the model leaves free, on CPU 512 MiB or what one sequence of the full length takes)",
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default="auto",
+        help="of keys and values. auto: as --dtype; fp8: 8 bits (e4m3) without scales, on GPUs of compute capability 8.9 and later: twice "
+        "as many tokens fit, and what attention gives is less exact (default: %(default)s)",
+    )
+    group.add_argument(
         "--prefix-caching", action=argparse.BooleanOptionalAction, help="reuse what earlier prompts began with (default: on)"
     )
     group.add_argument(
@@ -276,7 +284,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(CompileMode),
         default="auto",
         help="run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: where there is a C++ compiler, another "
-        "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never (default: auto)",
+        "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never, and no CUDA graphs on a "
+        "GPU either (default: auto)",
     )
     group.add_argument(
         "--speculation",

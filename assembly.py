@@ -186,12 +186,14 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
     """Parsers, KV cache, threads, where the model runs and how much of it in few bits."""
     loaded = core.runner.loaded
     pool, block_size = core.scheduler.pool, core.scheduler.block_size
-    cache_bytes = pool.num_blocks * block_bytes(loaded.kv_layout, block_size, loaded.dtype)
+    cache_dtype = core.runner.cache.dtype
+    cache_bytes = pool.num_blocks * block_bytes(loaded.kv_layout, block_size, cache_dtype)
+    in_other_dtype = "" if cache_dtype == loaded.dtype else f" in {str(cache_dtype).removeprefix('torch.')}"
     parts = [
         f"reasoning: {selection(context.plugins.reasoning_parsers)}",
         f"tools: {selection(context.plugins.tool_parsers)}",
         f"context: {context.max_model_len} tokens",
-        f"KV cache: {cache_bytes / 2**30:.2f} GiB, {pool.num_blocks * block_size} tokens",
+        f"KV cache: {cache_bytes / 2**30:.2f} GiB, {pool.num_blocks * block_size} tokens{in_other_dtype}",
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
     ]
     parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]

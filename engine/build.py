@@ -20,7 +20,7 @@ from penstock.engine.fused_linear import fuse_linears
 from penstock.engine.fused_norm import fuse_norms
 from penstock.engine.fused_rotary import fuse_rotary
 from penstock.engine.host_copies import CudaHostCopies
-from penstock.engine.kv_cache import KVCache, block_bytes
+from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype
 from penstock.engine.memory import num_cache_blocks, settle_memory
 from penstock.engine.model_config import answer_tokens
 from penstock.engine.model_loader import LoadedModel, load_model, resolve_device
@@ -28,7 +28,7 @@ from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native_library import native_library
 from penstock.engine.packed_linear import pack_linears
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculation import Speculation
+from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def decode_graphs(loaded: LoadedModel, config: EngineConfig) -> DecodeGraphs | N
     return DecodeGraphs(
         functools.partial(compute_logits, loaded.model, kept=None),
         CudaRecorder(loaded.device),
-        max_num_seqs=config.num_seqs(loaded.device.type),
+        max_num_rows=max(config.num_seqs(loaded.device.type), MIN_MAX_ROWS),
         table_width=-(-loaded.max_model_len // config.block_size),
         block_size=config.block_size,
         device=loaded.device,
@@ -118,15 +118,16 @@ def release(core: EngineCore) -> None:
 
 
 def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> EngineCore:
-    """Everything around a loaded model. Raises `ConfigurationError` where the KV cache does not fit."""
+    """Everything around a loaded model. Raises `ConfigurationError` where the KV cache does not fit or has no kernels."""
     device_type = loaded.device.type
+    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
-        block_bytes=block_bytes(loaded.kv_layout, config.block_size, loaded.dtype),
+        block_bytes=block_bytes(loaded.kv_layout, config.block_size, dtype),
         blocks_per_sequence=-(-loaded.max_model_len // config.block_size),
         device=loaded.device,
     )
-    cache = KVCache(loaded.kv_layout, num_blocks, config.block_size, loaded.dtype, loaded.device)
+    cache = KVCache(loaded.kv_layout, num_blocks, config.block_size, dtype, loaded.device)
     cache.attach(loaded.model)
     compilation = None if config.compile != "on" and install_native_decoder(loaded, cache) else compiled_layers(loaded, config)
     tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)

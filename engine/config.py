@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 CompileMode = Literal["auto", "off", "on"]
+KVCacheDtype = Literal["auto", "fp8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SpeculationMode = Literal["ngram", "none"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
@@ -26,6 +27,7 @@ class EngineConfig:
     `max_num_batched_tokens` and `async_scheduling` from the device, `kv_cache_memory` (bytes) from free memory, `num_threads` from the
     cores. `max_num_batched_tokens` is the token budget of one step; the scheduler raises it where it would not hold a token of every
     running sequence. With `async_scheduling`, a step is put together while the one before it is computed.
+    `kv_cache_dtype` is the model's, or 8 bits on a GPU.
     `seed` is for requests that bring none; None makes every start different.
     `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
     """
@@ -38,6 +40,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_memory: int | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
     block_size: int = 16
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 1024

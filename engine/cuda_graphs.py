@@ -54,11 +54,11 @@ class CudaRecorder:
         return replay
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
+def graph_sizes(max_num_rows: int) -> list[int]:
     """The batch sizes that get a graph: powers of two, from `FINE_FROM` on also the middles between them, and the greatest one."""
-    sizes = {1 << power for power in range(max_num_seqs.bit_length())}
+    sizes = {1 << power for power in range(max_num_rows.bit_length())}
     sizes |= {3 * size // 2 for size in sizes if size >= FINE_FROM}
-    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+    return sorted({size for size in sizes if size < max_num_rows} | {max_num_rows})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ class DecodeGraphs:
     `forward` gives logits [T, V] from input ids and positions [1, T]. `table_width` blocks hold the longest sequence there is.
     """
 
-    def __init__(self, forward: Forward, recorder: Recorder, *, max_num_seqs: int, table_width: int, block_size: int, device: torch.device):
+    def __init__(self, forward: Forward, recorder: Recorder, *, max_num_rows: int, table_width: int, block_size: int, device: torch.device):
         self._forward = forward
         self._recorder = recorder
         self._table_width = table_width
         self._max_context_len = table_width * block_size
         self._device = device
-        self._sizes = graph_sizes(max_num_seqs)
+        self._sizes = graph_sizes(max_num_rows)
         self._wanted = list(self._sizes)
         self._graphs: dict[int, _Graph] = {}
         self._logits_SV: Tensor | None = None  # one for all graphs: whoever reads it does so before the next replay

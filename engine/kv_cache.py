@@ -3,8 +3,12 @@
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.config import KVCacheDtype
+from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV
 from penstock.engine.transfer import sent
+
+FP8_CAPABILITY = (8, 9)
 
 
 class KVCache:
@@ -17,6 +21,7 @@ class KVCache:
         def reserve(num_heads: int, size: int) -> Tensor:
             return torch.empty(num_blocks, block_size, num_heads, size, dtype=dtype, device=device)
 
+        self.dtype = dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.keys = [reserve(layer.num_kv_heads, layer.key_size) for layer in layout]
@@ -43,6 +48,19 @@ class KVCache:
         sources, targets = sent(torch.tensor(copies), self.keys[0].device).unbind(1)
         for cache in (*self.keys, *self.values):
             cache[targets] = cache[sources]
+
+
+def cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of keys and values. Raises `ConfigurationError` where the device has no kernels for it."""
+    if wanted == "auto":
+        return model_dtype
+    if device.type != "cuda":
+        raise ConfigurationError(f"--kv-cache-dtype {wanted}: only on a CUDA GPU, and the model runs on {device.type}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < FP8_CAPABILITY:
+        needed = ".".join(map(str, FP8_CAPABILITY))
+        raise ConfigurationError(f"--kv-cache-dtype {wanted}: it takes compute capability {needed}, and this GPU has {major}.{minor}")
+    return torch.float8_e4m3fn
 
 
 def block_bytes(layout: list[LayerKV], block_size: int, dtype: torch.dtype) -> int:

@@ -67,7 +67,7 @@ def make_batch(context_lens: Sequence[int], num_rows_kept: int | None = None, qu
 class Setup:
     """A tiny model over a cache with something in it, and graphs of it."""
 
-    def __init__(self, name: str = "llama", max_num_seqs: int = 4, recorder: TapeRecorder | None = None, **settings: Any) -> None:
+    def __init__(self, name: str = "llama", max_num_rows: int = 4, recorder: TapeRecorder | None = None, **settings: Any) -> None:
         attention.register()
         self.model = tiny_model(name, attention.IMPLEMENTATION, **settings).requires_grad_(False)
         if name == "qwen3_moe":
@@ -80,7 +80,7 @@ class Setup:
         self.recorder = recorder or TapeRecorder()
         forward = functools.partial(compute_logits, self.model, kept=None)
         self.graphs = DecodeGraphs(
-            forward, self.recorder, max_num_seqs=max_num_seqs, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU
+            forward, self.recorder, max_num_rows=max_num_rows, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU
         )
 
     def capture(self) -> "Setup":
@@ -103,11 +103,11 @@ def llama() -> Setup:
     return Setup().capture()
 
 
-@given(max_num_seqs=st.integers(1, 2000))
-def test_sizes_reach_the_greatest_batch_and_never_more_than_double_a_small_one(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
+@given(max_num_rows=st.integers(1, 2000))
+def test_sizes_reach_the_greatest_batch_and_never_more_than_double_a_small_one(max_num_rows: int) -> None:
+    sizes = graph_sizes(max_num_rows)
     assert sizes[0] == 1
-    assert sizes[-1] == max_num_seqs
+    assert sizes[-1] == max_num_rows
     for smaller, larger in pairwise(sizes):
         assert smaller < larger <= (2 if smaller < 64 else 1.5) * smaller
 
@@ -118,7 +118,7 @@ def test_sizes_by_default_are_few() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_computes_the_same_in_a_graph(name: str) -> None:
-    setup = Setup(name, max_num_seqs=3).capture()
+    setup = Setup(name, max_num_rows=3).capture()
     assert setup.graphs.sizes == [1, 2, 3]
     for seed, context_lens in enumerate([(30,), (1, 41, 17), (9, 60)]):
         batch = make_batch(context_lens, seed=seed)
@@ -198,7 +198,7 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs(caplog: pytest.Lo
         scale = 2.0 if positions_1T.max() > MAX_LEN else 1.0
         return input_ids_1T[0, :, None].float() * scale
 
-    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_seqs=4, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU)
+    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_rows=4, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU)
     with caplog.at_level(logging.WARNING):
         assert not graphs.capture_next()
     assert graphs.sizes == []
@@ -270,7 +270,7 @@ def graphed_core(loaded: LoadedModel, recorder: TapeRecorder) -> EngineCore:
     core = core_over(loaded, block_size=BLOCK_SIZE, max_num_seqs=4)
     core.runner.shutdown()
     forward = functools.partial(compute_logits, loaded.model, kept=None)
-    graphs = DecodeGraphs(forward, recorder, max_num_seqs=4, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU)
+    graphs = DecodeGraphs(forward, recorder, max_num_rows=4, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU)
     core.runner = ModelRunner(loaded, core.runner.cache, vocab_size=core.vocab_size, graphs=graphs, num_threads=1)
     return core
 

@@ -1,10 +1,14 @@
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.kv_cache import KVCache, block_bytes
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype
 from penstock.engine.kv_layout import LayerKV
+from tests.engines import core_over, loaded_model
+from tests.tiny_models import tiny_model
 
 LAYOUT = [LayerKV(2, 4, 3), LayerKV(1, 8, 8)]
 CPU = torch.device("cpu")
@@ -40,6 +44,34 @@ def test_blocks_are_copied_as_they_were_before_any_copy(sources: list[int], targ
     for tensor, old in zip((*cache.keys, *cache.values), (*before.keys, *before.values), strict=True):
         for block, source in origin.items():
             assert torch.equal(tensor[block], old[source])
+
+
+def test_keys_and_values_have_the_type_of_the_model_or_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert cache_dtype("auto", torch.bfloat16, CPU) is torch.bfloat16
+    assert cache_dtype("auto", torch.float16, cuda) is torch.float16
+    assert cache_dtype("fp8", torch.bfloat16, cuda) is torch.float8_e4m3fn
+    assert 2 * block_bytes(LAYOUT, 16, torch.float8_e4m3fn) == block_bytes(LAYOUT, 16, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigurationError, match=r"--kv-cache-dtype fp8: it takes compute capability 8.9, and this GPU has 8.6"):
+        cache_dtype("fp8", torch.bfloat16, cuda)
+
+
+def test_without_kernels_for_8_bits_the_engine_is_not_built() -> None:
+    loaded = loaded_model(tiny_model("llama"))
+    with pytest.raises(ConfigurationError, match=r"--kv-cache-dtype fp8: only on a CUDA GPU, and the model runs on cpu"):
+        core_over(loaded, kv_cache_dtype="fp8")
+
+
+def test_blocks_of_8_bits_are_copied_as_well() -> None:
+    cache = KVCache(LAYOUT, 5, 2, torch.float8_e4m3fn, CPU)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) % 16)
+    before = [tensor.float() for tensor in cache.keys]
+    cache.copy_blocks([(0, 3), (4, 1)])
+    for tensor, old in zip(cache.keys, before, strict=True):
+        assert torch.equal(tensor.float(), old[[0, 4, 2, 0, 4]])
 
 
 class Layer(nn.Module):

@@ -38,7 +38,7 @@ def core_on_device(loaded: LoadedModel, copies: HeldCopies | None, *, has_graphs
     core.runner.shutdown()
     forward = functools.partial(compute_logits, loaded.model, kept=None)
     width = MAX_LEN // BLOCK_SIZE
-    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_seqs=4, table_width=width, block_size=BLOCK_SIZE, device=CPU)
+    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_rows=4, table_width=width, block_size=BLOCK_SIZE, device=CPU)
     core.runner = ModelRunner(
         loaded, core.runner.cache, vocab_size=core.vocab_size, graphs=graphs if has_graphs else None, copies=copies, num_threads=1
     )

@@ -95,6 +95,18 @@ def test_every_kind_of_batch_gives_the_reference(
     torch.testing.assert_close(launched.result, reference(arguments), atol=2e-5, rtol=0)
 
 
+def test_a_cache_of_8_bits_is_written_and_read(launch: Launch) -> None:
+    arguments = make_arguments((20, 90, 31), (1, 1, 31), AttentionOptions(0.125))
+    for name in ("key_THD", "value_THD"):
+        arguments[name] = arguments[name].to(torch.float8_e4m3fn).float()  # the interpreter cannot round to 8 bits
+    for name in ("key_cache", "value_cache"):
+        arguments[name] = arguments[name].to(torch.float8_e4m3fn)
+    launched = launch(paged_attention_cuda, **arguments)
+    rounded = arguments | {name: arguments[name].float() for name in ("key_cache", "value_cache")}
+    torch.testing.assert_close(launched.result, reference(rounded), atol=2e-5, rtol=0)
+    assert launched.arguments["key_cache"].dtype is torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize("query_lens", [(1, 1), (1, 1, 7)])
 def test_padding_gets_zeros_and_writes_nothing(launch: Launch, query_lens: tuple[int, ...]) -> None:
     num_padding = 0 if query_lens == (1, 1) else 3  # a batch of decodes is padded with decodes
