@@ -49,14 +49,15 @@ async def encode_inputs(
     texts = [(item, path) for item, path in zip(given, paths, strict=True) if isinstance(item, str)]
     await check_texts(context, texts, is_cut=options.max_tokens is not None)
     inputs = await run_encoding(context, lambda: [encoded(context, item, options) for item in given], is_long=is_long(given))
-    num_tokens = sum(len(item.tokens.token_ids) for item in inputs)
-    await run(context, lambda: check_inputs(context, inputs, paths), is_long=num_tokens > LONG_TEXT)
+    await check_inputs(context, inputs, paths)
     return inputs
 
 
 async def rendered(context: PoolingContext, body: InputFields) -> str:
     """The conversation as the model's template writes it, without the start of an answer unless the body asks for that."""
     check_template_fields(context, body)
+    if not (body.chat_template or context.chat_template.source):
+        raise InvalidRequest("the model has no chat template: give `input`, or start the server with --chat-template", "messages")
     if body.add_generation_prompt is None:
         body.add_generation_prompt = False
     prompt = await render_conversation(context, body, body.messages or [], [], template_kwargs(body.chat_template_kwargs, None))
@@ -91,16 +92,24 @@ async def run_encoding(context: PoolingContext, call: Callable[[], list[EncodedT
         raise InvalidRequest(error.message, error.param or "truncate_prompt_tokens") from None
 
 
-def check_inputs(context: PoolingContext, inputs: Sequence[EncodedText], paths: Sequence[str]) -> None:
+async def check_inputs(context: PoolingContext, inputs: Sequence[EncodedText], paths: Sequence[str]) -> None:
     """Raises `InvalidRequest` for one without tokens, too long for the model, or with ids that it does not know."""
-    for item, path in zip(inputs, paths, strict=True):
-        check_prompt_ids(item.tokens.token_ids, context.vocab_size, path)
-        if len(item.tokens.token_ids) > context.max_model_len:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {context.max_model_len} tokens. However, this input has "
-                f"{len(item.tokens.token_ids)}. Please shorten it, or have it cut with `truncate_prompt_tokens`.",
-                path,
-            )
+
+    def check() -> None:
+        for item, path in zip(inputs, paths, strict=True):
+            check_length(context, len(item.tokens.token_ids), path)
+            check_prompt_ids(item.tokens.token_ids, context.vocab_size, path)
+
+    await run(context, check, is_long=usage_of(inputs).total_tokens > LONG_TEXT)
+
+
+def check_length(context: PoolingContext, num_tokens: int, path: str) -> None:
+    if num_tokens > context.max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {context.max_model_len} tokens. However, this input has {num_tokens}. "
+            "Please shorten it, or have it cut with `truncate_prompt_tokens`.",
+            path,
+        )
 
 
 def usage_of(inputs: Sequence[EncodedText]) -> PoolingUsage:

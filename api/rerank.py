@@ -11,7 +11,7 @@ from penstock.api.errors import json_response
 from penstock.api.pooling_inputs import token_limit
 from penstock.api.pooling_metrics import begin_pooling_timer
 from penstock.api.rerank_protocol import ApiVersion, BilledTokens, RerankDocument, RerankMeta, RerankRequest, RerankResponse, RerankResult
-from penstock.api.scores import Side, score_pairs
+from penstock.api.scores import Side, check_size, score_pairs
 from penstock.engine.scoring import ScoreLimits
 
 
@@ -32,14 +32,15 @@ async def _rerank(http: web.Request, *, returns_documents: bool) -> tuple[Rerank
     context, timer = http.app[POOLING], begin_pooling_timer(http)
     body, headers = await read_body(http, RerankRequest)
     model = served_model(context, body.model)
-    query, documents = text_of(body.query), [text_of(document) for document in body.documents]
+    query, documents = Side.of("query", text_of(body.query)), Side("documents", [text_of(document) for document in body.documents])
+    check_size(query, documents)
     limits = ScoreLimits(token_limit(context, body.truncate_prompt_tokens), body.max_tokens_per_doc)
-    scores, usage = await score_pairs(context, timer, Side.of("query", query), Side("documents", documents), limits, body.priority)
+    scores, usage = await score_pairs(context, timer, query, documents, limits, body.priority)
     if body.return_documents is not None:
         returns_documents = body.return_documents
     best_first = sorted(range(len(scores)), key=lambda index: -scores[index].value)
     results = [
-        RerankResult(index, scores[index].value, RerankDocument(documents[index]) if returns_documents else UNSET)
+        RerankResult(index, scores[index].value, RerankDocument(documents.texts[index]) if returns_documents else UNSET)
         for index in best_first[: body.top_n or None]
     ]
     return RerankResponse(f"rerank-{uuid.uuid4().hex}", model, results, usage), headers

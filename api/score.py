@@ -11,7 +11,7 @@ from penstock.api.errors import json_response
 from penstock.api.pooling_inputs import token_limit
 from penstock.api.pooling_metrics import begin_pooling_timer
 from penstock.api.score_protocol import ScoreEntry, ScoreRequest, ScoreResponse
-from penstock.api.scores import Side, score_pairs
+from penstock.api.scores import Side, check_size, score_pairs
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.scoring import ScoreLimits
 
@@ -24,6 +24,7 @@ async def create_scores(http: web.Request) -> web.Response:
     body, headers = await read_body(http, ScoreRequest)
     model = served_model(context, body.model)
     first, second = sides(body)
+    check_size(first, second)
     limits = ScoreLimits(token_limit(context, body.truncate_prompt_tokens))
     scores, usage = await score_pairs(context, timer, first, second, limits, body.priority)
     data = [ScoreEntry(index, score.value) for index, score in enumerate(scores)]

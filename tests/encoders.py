@@ -1,13 +1,12 @@
-"""Small, randomly initialised models that turn text into numbers, as directories."""
+"""Small models that turn text into numbers, as whole directories: with a tokenizer, and what sentence-transformers adds."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification, BertModel, PreTrainedModel
+
+from tests.tiny_encoders import modules, save_encoder, tiny_encoder
 
 MAX_LEN = 64
 LABELS = ("calm", "glad", "sad")
@@ -27,50 +26,30 @@ def byte_backend() -> Backend:
     return backend
 
 
-def embedding_directory(directory: Path, **settings: Any) -> Path:
-    """Mean pooling and normalisation, 32 dimensions."""
-    _save(directory, BertModel(_config(**settings)))
-    modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"), ("2", "2_Normalize", "Normalize")]
-    listed = [{"idx": int(name), "name": name, "path": path, "type": f"models.{kind}"} for name, path, kind in modules]
-    (directory / "modules.json").write_text(json.dumps(listed), encoding="utf-8")
-    (directory / "1_Pooling").mkdir()
+def embedding_directory(directory: Path, files: dict[str, Any] | None = None, **settings: Any) -> Path:
+    """Mean pooling and normalisation, 32 dimensions. `files` are further JSON files by name."""
     pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling), encoding="utf-8")
-    return directory
+    stages: dict[str, Any] = {"modules": modules("Pooling", "Normalize"), "_1_Pooling": pooling}
+    return _write(directory, None, stages | (files or {}), **settings)
 
 
 def cross_encoder_directory(directory: Path) -> Path:
     """One label: it scores pairs."""
-    return _save(directory, BertForSequenceClassification(_config(num_labels=1)))
+    return _write(directory, "sequence", num_labels=1)
 
 
 def classifier_directory(directory: Path) -> Path:
     """With three labels, `LABELS`."""
-    return _save(directory, BertForSequenceClassification(_config(num_labels=3, id2label=dict(enumerate(LABELS)))))
+    return _write(directory, "sequence", id2label=dict(enumerate(LABELS)))
 
 
 def token_classifier_directory(directory: Path) -> Path:
-    return _save(directory, BertForTokenClassification(_config(num_labels=3)))
+    return _write(directory, "token", num_labels=3)
 
 
-def _config(**settings: Any) -> BertConfig:
-    return BertConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=MAX_LEN,
-        initializer_range=0.3,
-        **settings,
-    )
-
-
-def _save(directory: Path, model: PreTrainedModel) -> Path:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model.init_weights()
-    model.save_pretrained(directory)
-    byte_backend().save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+def _write(directory: Path, head: str | None, files: dict[str, Any] | None = None, **settings: Any) -> Path:
+    backend = byte_backend()
+    model = tiny_encoder("bert", head=head, vocab_size=backend.get_vocab_size(), max_position_embeddings=MAX_LEN, **settings)
+    save_encoder(model, directory, tokenizer_config={}, **(files or {}))
+    backend.save(str(directory / "tokenizer.json"))
     return directory

@@ -150,6 +150,19 @@ def test_special_tokens_and_normalisation_can_be_left_out(embedder: Path) -> Non
     serve_pooling(embedder, scenario)
 
 
+def test_an_instruction_of_the_models_goes_before_the_text(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "find: ", "document": ""}}
+    directory = embedding_directory(tmp_path, {"config_sentence_transformers": prompts})
+    reference = Reference.of(directory)
+
+    async def scenario(server: PoolingServer) -> None:
+        for name, text in (("query", "find: Hi"), ("document", "Hi"), (None, "Hi")):
+            _, answer = await server.post(PATH, {"input": "Hi", "prompt_name": name})
+            torch.testing.assert_close(torch.tensor(answer["data"][0]["embedding"]), reference.embedding(text), atol=1e-5, rtol=0)
+
+    serve_pooling(directory, scenario)
+
+
 def test_a_conversation_is_one_input(embedder: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
