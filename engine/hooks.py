@@ -61,7 +61,6 @@ class BatchLogitsProcessor(Protocol):
 
 ReasoningParserFactory = Callable[[Turn], ReasoningParser]
 ToolParserFactory = Callable[[Turn], Parser]
-LogitsProcessorFactory = Callable[..., LogitsProcessor | RowLogitsProcessor | BatchLogitsProcessor]
 # A factory, or a processor of any form; one with parameters of its own is no instance of the protocols.
 RegisteredLogitsProcessor = Callable[..., Any] | BatchLogitsProcessor
 GrammarBackendFactory = Callable[[Vocabulary], GrammarBackend]

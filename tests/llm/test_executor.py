@@ -82,7 +82,8 @@ def test_several_sequences_interleave_and_only_the_last_of_all_is_final(streamin
     assert len({tuple(tokens) for tokens in outputs.values()}) == 3
 
 
-def test_threads_lose_nothing_and_get_nothing_twice() -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_threads_lose_nothing_and_get_nothing_twice(is_async: bool) -> None:
     num_threads, num_requests = 4, 15
     collected: list[Response] = []
     cancelled: set[int] = set()
@@ -90,7 +91,7 @@ def test_threads_lose_nothing_and_get_nothing_twice() -> None:
     lock = threading.Lock()
     all_enqueued = threading.Event()
 
-    with make_executor(num_blocks=64, max_num_seqs=8, max_model_len=100) as executor:
+    with make_executor(num_blocks=64, max_num_seqs=8, max_model_len=100, is_async=is_async) as executor:
 
         def enqueue(seed: int) -> None:
             chance = random.Random(seed)

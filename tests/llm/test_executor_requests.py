@@ -69,9 +69,10 @@ def test_another_end_id_or_none_is_in_its_place() -> None:
         assert (result.output_token_ids, result.finish_reasons) == ([[*ids("a<b"), EOS, EOS]], [FinishReason.LENGTH])
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_stop_word_of_ids_ends_an_answer_and_is_no_part_of_it(streaming: bool) -> None:
-    with make_executor(saying("aabcabd")) as executor:
+def test_a_stop_word_of_ids_ends_an_answer_and_is_no_part_of_it(streaming: bool, is_async: bool) -> None:
+    with make_executor(saying("aabcabd"), is_async=is_async) as executor:
         responses = whole(executor, ask(streaming=streaming, stop_words=[ids("abd"), ids("xyz")]))
         assert output(responses) == ids("aabc")
         assert responses[-1].result.finish_reasons == [FinishReason.STOP_WORDS]
@@ -100,9 +101,10 @@ def test_a_stop_word_before_min_tokens_ends_nothing() -> None:
             assert output(whole(executor, request)) == ids("ab")
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("word", [ids("b"), ids("ab"), "ab"])
-def test_bad_words_do_not_occur(word: list[int] | str) -> None:
-    with make_executor(saying("ab")) as executor:
+def test_bad_words_do_not_occur(word: list[int] | str, is_async: bool) -> None:
+    with make_executor(saying("ab"), is_async=is_async) as executor:
         [tokens] = result_of(executor, ask(max_tokens=2, bad_words=[word])).output_token_ids
         assert tokens[0] == ids("a")[0]
         assert tokens[1] != ids("b")[0]

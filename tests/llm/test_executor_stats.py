@@ -81,6 +81,16 @@ def test_paused_requests_are_told_from_queued_ones() -> None:
     assert sum(stats.inflight_batching_stats.num_paused_requests for stats in iterations) >= 1
 
 
+def test_steps_that_overlap_are_each_counted() -> None:
+    with make_executor(is_async=True) as executor:
+        for request_id in executor.enqueue_requests([ask("hello", 12), ask("world", 7)]):
+            whole(executor, request_id)
+        iterations = executor.latest_iteration_stats()
+    assert [stats.iter for stats in iterations] == list(range(1, len(iterations) + 1))
+    assert sum(stats.inflight_batching_stats.num_ctx_tokens for stats in iterations) == 10
+    assert sum(stats.num_completed_requests for stats in iterations) == 2
+
+
 def test_sequences_of_a_request_and_requests_with_drafts_are_counted() -> None:
     with make_executor(rows_for_weights=64.0) as executor:
         config = SamplingConfig(num_return_sequences=3)
