@@ -40,7 +40,7 @@ class FoldSettings:
 class SequenceState:
     """One sequence, or one beam, as far as it has come. `num_shown` of its tokens are in responses; their model outputs may be gone."""
 
-    stops: StopSequences
+    stops: StopSequences | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -62,13 +62,14 @@ class SequenceState:
         """Of its tokens, those that are part of the output whatever comes next."""
         if self.reason is not FinishReason.NOT_FINISHED:
             return len(self.token_ids) - self.num_cut
-        return len(self.token_ids) - self.stops.num_pending
+        return len(self.token_ids) - (0 if self.stops is None else self.stops.num_pending)
 
     def add(self, delta: SequenceDelta, stop_token_ids: frozenset[int]) -> None:
         self.num_deltas += 1
-        for token_id in delta.token_ids:
-            if self.stops.match is None:
-                self.stops.append(token_id)
+        if self.stops is not None:
+            for token_id in delta.token_ids:
+                if self.stops.match is None:
+                    self.stops.append(token_id)
         self.token_ids += delta.token_ids
         self.logprobs += [entry.logprob for entry in delta.logprobs]
         for name, rows in delta.outputs.items():
@@ -85,7 +86,7 @@ class SequenceState:
             self.reason = REASONS[reason]
         elif isinstance(stop_reason, str):
             self.reason = FinishReason.STOP_WORDS
-            self.num_cut = len(self.stops.match or ())
+            self.num_cut = 0 if self.stops is None else len(self.stops.match or ())
         else:
             self.reason = FinishReason.END_ID
             self.num_cut = int(bool(self.token_ids) and self.token_ids[-1] in stop_token_ids)
@@ -111,7 +112,8 @@ class ResponseFold:
         # Beams are chosen anew at each step, so that nothing is new about any of them.
         self._gives_all = not request.streaming or request.return_all_generated_tokens or self._is_beam_search
         min_tokens = request.sampling_config.min_tokens or 0
-        self._states = [SequenceState(StopSequences(settings.stop_sequences, min_tokens)) for _ in range(settings.num_sequences)]
+        stops = StopSequences(settings.stop_sequences, min_tokens) if settings.stop_sequences else None
+        self._states = [SequenceState(None if stops is None else stops.copy()) for _ in range(settings.num_sequences)]
         self._num_unfinished = settings.num_sequences
         self._num_steps = 0
         self._beams: list[BeamCandidate] = []  # as they were last, which is all there is of them where the search is cut short
@@ -165,7 +167,7 @@ class ResponseFold:
             return []
         shown = []
         for beam in self._beams[: self._settings.num_sequences]:
-            state = SequenceState(StopSequences(()), list(beam.token_ids), cumulative_logprob=beam.cumulative_logprob)
+            state = SequenceState(token_ids=list(beam.token_ids), cumulative_logprob=beam.cumulative_logprob)
             state.prompt, state.num_deltas = first.prompt, self._num_steps
             state.is_prompt_shown, first.is_prompt_shown = first.is_prompt_shown, True
             shown.append(state)

@@ -3,10 +3,9 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
+from typing import NamedTuple
 
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.scheduler import Scheduler, Step
@@ -32,6 +31,18 @@ class _Begun:
     num_preemptions: int
 
 
+class Glance(NamedTuple):
+    """One sequence at the end of a step. Statistics are made of it once they are asked for."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    status: Status
+    has_run: bool
+    is_scheduled: bool
+
+
 class StepRecorder:
     """Keeps what happened in the last steps, up to a bound; each is given out once. A bound of 0 keeps none.
 
@@ -42,7 +53,7 @@ class StepRecorder:
         self._scheduler = scheduler
         self._lock = threading.Lock()
         self._iterations: deque[IterationStats] = deque(maxlen=max_iterations)
-        self._requests: deque[RequestStatsPerIteration] = deque(maxlen=max_request_iterations)
+        self._glances_of: deque[tuple[int, list[Glance]]] = deque(maxlen=max_request_iterations)
         self._begun: dict[int, _Begun] = {}
         self._last_begin = time.monotonic()
         self._num_preemptions = 0
@@ -56,9 +67,9 @@ class StepRecorder:
 
     def take_requests(self) -> list[RequestStatsPerIteration]:
         with self._lock:
-            taken = list(self._requests)
-            self._requests.clear()
-            return taken
+            taken = list(self._glances_of)
+            self._glances_of.clear()
+        return [_request_stats(number, glances) for number, glances in taken]
 
     def begin(self, step: Step) -> None:
         contexts = {
@@ -78,11 +89,11 @@ class StepRecorder:
             return
         self.num_iterations += 1
         iteration = self._iteration(step, begun, deltas)
-        requests = self._request_stats(step) if self._requests.maxlen else []
+        glances = self._glances(step) if self._glances_of.maxlen else []
         self._last_begin = begun.at
         with self._lock:
             self._iterations.append(iteration)
-            self._requests.append(RequestStatsPerIteration(iter=iteration.iter, request_stats=requests))
+            self._glances_of.append((iteration.iter, glances))
 
     def _iteration(self, step: Step, begun: _Begun, deltas: dict[str, list[SequenceDelta]]) -> IterationStats:
         scheduler, now = self._scheduler, time.monotonic()
@@ -120,15 +131,21 @@ class StepRecorder:
             cache_hit_rate=scheduler.num_prefix_hits / scheduler.num_prefix_queries if scheduler.num_prefix_queries else 0.0,
         )
 
-    def _request_stats(self, step: Step) -> list[RequestStats]:
+    def _glances(self, step: Step) -> list[Glance]:
         waiting = self._scheduler.waiting[: self._scheduler.max_num_seqs]
         known = dict.fromkeys([*step.num_tokens, *self._scheduler.running, *waiting])
-        by_request = sorted((sequence for sequence in known if sequence.request.request_id.isdecimal()), key=_number)
-        return [_stats_of(request_id, list(members), step) for request_id, members in groupby(by_request, key=_number)]
-
-
-def _number(sequence: Sequence) -> int:
-    return int(sequence.request.request_id)
+        return [
+            Glance(
+                sequence.request.request_id,
+                sequence.num_prompt_tokens,
+                sequence.num_computed_tokens,
+                sequence.num_output_tokens,
+                sequence.status,
+                sequence.queue_seconds is not None,
+                sequence in step.num_tokens,
+            )
+            for sequence in known
+        ]
 
 
 def _batch(step: Step, begun: _Begun, deltas: dict[str, list[SequenceDelta]]) -> InflightBatchingStats:
@@ -145,24 +162,32 @@ def _batch(step: Step, begun: _Begun, deltas: dict[str, list[SequenceDelta]]) ->
     )
 
 
-def _stats_of(request_id: int, members: Iterable[Sequence], step: Step) -> RequestStats:
-    first, *others = members
-    members = [first, *others]
+def _request_stats(number: int, glances: list[Glance]) -> RequestStatsPerIteration:
+    """`glances` of one step, by request. Requests that are not an executor's have no number."""
+    by_request: dict[str, list[Glance]] = {}
+    for glance in glances:
+        if glance.request_id.isdecimal():
+            by_request.setdefault(glance.request_id, []).append(glance)
+    stats = [_stats_of(int(request_id), members) for request_id, members in by_request.items()]
+    return RequestStatsPerIteration(iter=number, request_stats=sorted(stats, key=lambda one: one.id))
+
+
+def _stats_of(request_id: int, members: list[Glance]) -> RequestStats:
     return RequestStats(
         id=request_id,
         stage=_stage(members),
-        context_prefill_position=min(first.num_computed_tokens, first.num_prompt_tokens),
-        num_generated_tokens=sum(sequence.num_output_tokens for sequence in members),
-        scheduled=any(sequence in step.num_tokens for sequence in members),
-        paused=any(sequence.status is Status.WAITING and sequence.queue_seconds is not None for sequence in members),
+        context_prefill_position=min(members[0].num_computed_tokens, members[0].num_prompt_tokens),
+        num_generated_tokens=sum(glance.num_output_tokens for glance in members),
+        scheduled=any(glance.is_scheduled for glance in members),
+        paused=any(glance.status is Status.WAITING and glance.has_run for glance in members),
     )
 
 
-def _stage(members: list[Sequence]) -> RequestStage:
-    if all(sequence.status is Status.FINISHED for sequence in members):
+def _stage(members: list[Glance]) -> RequestStage:
+    live = next((glance for glance in members if glance.status is not Status.FINISHED), None)
+    if live is None:
         return RequestStage.GENERATION_COMPLETE
-    if all(sequence.queue_seconds is None for sequence in members):
+    if not any(glance.has_run for glance in members):
         return RequestStage.QUEUED
-    live = next(sequence for sequence in members if sequence.status is not Status.FINISHED)
     is_context = live.num_computed_tokens < live.num_prompt_tokens
     return RequestStage.CONTEXT_IN_PROGRESS if is_context else RequestStage.GENERATION_IN_PROGRESS
