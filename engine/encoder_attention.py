@@ -34,9 +34,6 @@ def flat_attention(
         raise NotImplementedError("position biases and attention sinks")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    if sliding_window is not None and not is_causal:
-        # In both directions some classes pass one more than the distance, some the distance itself, which all have in the config.
-        sliding_window = module.config.sliding_window  # type: ignore[union-attr, assignment]
     flat = [states_1HTD[0].transpose(0, 1) for states_1HTD in (query_1HTD, key_1HTD, value_1HTD)]
     outs = []
     for group in length_groups:
@@ -55,12 +52,12 @@ def flat_attention(
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[None], None
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
-    """True where a token may look, [length, length]: at the last `window` tokens, its own included, or `window` to either side."""
+    """True where a token may look, [length, length]: at the last `window` tokens, its own included, or at those less than `window` away."""
     places = torch.arange(length, device=device)
     distance = places[:, None] - places
-    return (distance >= 0) & (distance < window) if is_causal else distance.abs() <= window
+    return (distance >= 0) & (distance < window) if is_causal else distance.abs() < window
 
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float) -> Tensor:

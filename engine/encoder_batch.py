@@ -30,7 +30,7 @@ class LengthGroup:
 
     def rows(self, flat_TX: Tensor) -> Tensor:
         """Its part of a tensor over all tokens, as [count, length, ...]: a view."""
-        return flat_TX[self.start : self.stop].unflatten(0, (self.count, self.length))
+        return flat_TX[self.start : self.stop].view(self.count, self.length, *flat_TX.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class EncoderBatch:
     def split(self, flat_TX: Tensor) -> list[Tensor]:
         """A tensor over all tokens as one of [length, ...] for each text, in the order of the inputs: views."""
         parts: list[Tensor] = [flat_TX] * len(self.order)
-        for index, part in zip(self.order, flat_TX.split(self.lengths), strict=True):
+        for index, part in zip(self.order, torch.split(flat_TX, self.lengths), strict=True):
             parts[index] = part
         return parts
 

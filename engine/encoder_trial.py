@@ -15,6 +15,7 @@ from penstock.engine.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 TRIAL_LENGTHS = (7, 4, 7)
+MAX_TRIED_WINDOW = 600  # longer ones would take seconds to try
 # Rounding is orders of magnitude less, wrong positions or attention across texts orders of magnitude more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
@@ -40,11 +41,21 @@ def choose_forward(model: PreTrainedModel) -> Forward:
 
 
 def trial_inputs(model: PreTrainedModel) -> list[EncoderInput]:
-    """Texts of a few tokens each, none of which pads."""
+    """Texts of a few tokens each, none of which pads, and one longer than the windows of a model that looks both ways.
+
+    Classes may count those differently.
+    """
     config = model.config.get_text_config()
     usable = [token_id for token_id in range(min(config.vocab_size, 1000)) if token_id != config.pad_token_id]
-    picks = iter(range(sum(TRIAL_LENGTHS)))
-    return [EncoderInput([usable[7919 * next(picks) % len(usable)] for _ in range(length)]) for length in TRIAL_LENGTHS]
+    lengths = [*TRIAL_LENGTHS, *_longer_than_windows(model)]
+    picks = iter(range(sum(lengths)))
+    return [EncoderInput([usable[7919 * next(picks) % len(usable)] for _ in range(length)]) for length in lengths]
+
+
+def _longer_than_windows(model: PreTrainedModel) -> list[int]:
+    windows = [getattr(module, "sliding_window", None) for module in model.modules() if getattr(module, "is_causal", True) is False]
+    widest = max((window for window in windows if isinstance(window, int)), default=0)
+    return [widest + 4] if 0 < widest <= MAX_TRIED_WINDOW else []
 
 
 def own_states(model: PreTrainedModel, text: EncoderInput) -> Tensor:

@@ -43,7 +43,7 @@ class Head:
     @classmethod
     def detach(cls, classifier: PreTrainedModel) -> "tuple[PreTrainedModel, Head]":
         """Takes a classifier apart into its encoder and its head. The classifier itself is changed."""
-        encoder = classifier.base_model
+        encoder: Any = classifier.base_model
         given = _GivenStates(encoder)
         setattr(classifier, classifier.base_model_prefix, given)
         return encoder, cls(classifier, given)

@@ -61,7 +61,7 @@ def load_pooling_model(directory: Path, config: EngineConfig) -> PoolingModel:
         num_token_types=int(getattr(model_config, "type_vocab_size", 0) or 0),
         dimensions=None if classifier is not None else _dimensions(forward, encoder, files, stages),
         is_matryoshka=files.truncate_dim is not None or _is_matryoshka(model_config),
-        id2label={} if classifier is None else {int(number): str(label) for number, label in model_config.id2label.items()},
+        id2label={} if classifier is None else {int(number): str(label) for number, label in (model_config.id2label or {}).items()},
         device=device,
         dtype=dtype,
     )

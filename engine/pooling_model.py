@@ -100,7 +100,7 @@ class PoolingModel:
         return [self._finished(vector_D, each) for vector_D, each in zip(vectors_BD, params, strict=True)]
 
     def _embed_tokens(self, states_TD: Tensor, batch: EncoderBatch, places: list[int], params: list[PoolingParams]) -> list[Tensor]:
-        parts = states_TD.split(batch.lengths)
+        parts = torch.split(states_TD, batch.lengths)
         return [self._finished(parts[place].float(), each) for place, each in zip(places, params, strict=True)]
 
     def _finished(self, vectors_XD: Tensor, params: PoolingParams) -> Tensor:
@@ -121,7 +121,7 @@ class PoolingModel:
 
     def _classify_tokens(self, states_TD: Tensor, batch: EncoderBatch, places: list[int], params: list[PoolingParams]) -> list[Tensor]:
         assert self.classifier is not None
-        parts = self.classifier.activation(self.classifier.head(states_TD[None])[0]).split(batch.lengths)
+        parts = torch.split(self.classifier.activation(self.classifier.head(states_TD[None])[0]), batch.lengths)
         return [parts[place] for place in places]
 
     def check(self, tokens: EncoderInput, params: PoolingParams) -> PoolingInput:
@@ -164,5 +164,5 @@ def pooled(states_TD: Tensor, batch: EncoderBatch, places: list[int], modes: Seq
     """One vector for each text at `places` of the batch, [len(places), D]."""
     if len(places) == len(batch.order) and not any(num_left_out):
         return torch.cat([pool_rows(group.rows(states_TD), modes) for group in batch.groups])
-    parts = states_TD.split(batch.lengths)
+    parts = torch.split(states_TD, batch.lengths)
     return torch.cat([pool_rows(parts[place][None], modes, count) for place, count in zip(places, num_left_out, strict=True)])

@@ -1,6 +1,7 @@
 """From the token vectors of texts to one vector for each: pooling, and the stages that sentence-transformers has after it."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,10 +37,10 @@ def _pool(states_NLD: Tensor, mode: PoolingMode, first: int) -> Tensor:
         case "mean":
             return states_NLD.mean(1, dtype=torch.float32)
         case "mean_sqrt_len_tokens":
-            return states_NLD.sum(1, dtype=torch.float32) / count**0.5
+            return states_NLD.sum(1, dtype=torch.float32) / math.sqrt(count)
         case "weightedmean":
             weights_L = torch.arange(first + 1, first + count + 1, dtype=torch.float32, device=states_NLD.device)
-            return torch.einsum("nld,l->nd", states_NLD.float(), weights_L / weights_L.sum())
+            return (states_NLD * (weights_L / weights_L.sum())[:, None]).sum(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.encoder_batch import EncoderInput
@@ -16,6 +16,7 @@ from penstock.engine.pooling_loader import load_pooling_model
 from penstock.engine.pooling_model import PoolingModel
 from penstock.engine.pooling_params import PoolingParams, PoolingTask
 from tests.tiny_encoders import DECODERS, ENCODERS, MAX_LEN, VOCAB_SIZE, modules, save_encoder, tiny_encoder
+from tests.tiny_models import tiny_model
 
 CLASSIFIERS = ("bert", "roberta", "distilbert", "modernbert", "electra", "albert", "mpnet", "deberta-v2", "qwen3", "llama")
 PADDED = {"mpnet", "deberta-v2"}  # transformers does not let their attention be replaced
@@ -60,6 +61,23 @@ def test_token_vectors_and_their_mean_are_those_of_transformers(name: str, tmp_p
     states = [own_states(reference, token_ids) for token_ids in prompts()]
     assert_equal(compute(model, prompts(), task="token_embed"), states)
     assert_equal(compute(model, prompts(), task="embed"), [state.mean(0) for state in states])
+
+
+def test_a_decoder_made_to_look_both_ways_does(tmp_path: Path) -> None:
+    """As EmbeddingGemma, with windows that both directions count in."""
+    model = load(save_encoder(tiny_encoder("gemma3_text", use_bidirectional_attention=True), tmp_path))
+    assert isinstance(model.forward, FlatForward)
+    reference = AutoModel.from_pretrained(tmp_path).eval()  # its config counts the window otherwise once it is read again
+    assert_equal(compute(model, prompts(), task="token_embed"), [own_states(reference, token_ids) for token_ids in prompts()])
+
+
+def test_a_language_model_is_pooled_without_its_head(tmp_path: Path) -> None:
+    """As Qwen3-Embedding, whose files are those of a model that writes."""
+    whole = tiny_model("qwen3")
+    files = {"modules": modules("Pooling", "Normalize"), "_1_Pooling": {"pooling_mode_lasttoken": True}}
+    model = load(save_encoder(whole, tmp_path, **files))
+    last = [own_states(whole.base_model, token_ids)[-1] for token_ids in prompts()]
+    assert_equal(compute(model, prompts()), [vector / vector.norm() for vector in last])
 
 
 @pytest.mark.parametrize("name", ["bert", "mpnet", "qwen3"])
