@@ -21,6 +21,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
+from benchmarks import report
 from benchmarks.client import Client
 from benchmarks.measurement import percentile
 from benchmarks.scenarios import Scenario
@@ -148,7 +149,8 @@ def main() -> None:
     loads = asyncio.run(measure(options.flags, options.streams, options.tokens))
     print(table(loads))
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(load) for load in loads], indent=2) + "\n")
+        whole = {**report.surroundings([]), "loads": [asdict(load) for load in loads]}
+        options.json.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 if __name__ == "__main__":

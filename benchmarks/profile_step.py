@@ -28,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
+from benchmarks import report
 from penstock.engine.answer import Answer
 from penstock.engine.attention_metadata import AttentionMetadata
 from penstock.engine.batch import Batch
@@ -303,7 +304,8 @@ def main() -> None:
     numbers["prefill"] = profile.as_json()
     core.runner.shutdown()
     if options.json is not None:
-        options.json.write_text(json.dumps({"threads": core.runner.num_threads, **numbers}, indent=2) + "\n")
+        whole = {**report.surroundings([]), "threads": core.runner.num_threads, **numbers}
+        options.json.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 if __name__ == "__main__":

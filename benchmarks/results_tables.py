@@ -1,0 +1,215 @@
+"""Writes the tables of `benchmarks/README.md` from what was measured, so that each number stands in one place: `benchmarks/results/`.
+
+    python benchmarks/results_tables.py
+    python benchmarks/results_tables.py --check
+
+A table stands between `<!-- NAME -->` and `<!-- end of NAME -->`; what is there is replaced. `--check` writes nothing, and its exit status
+says whether the tables are those of the results.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
+
+from benchmarks.measurement import METRICS
+
+FOLDER = Path(__file__).resolve().parent
+README = FOLDER / "README.md"
+RESULTS = FOLDER / "results"
+LOADS = [  # scenario, metric, what is said of it
+    ("concurrency-1", "output_tokens_per_s", "1 stream, tokens/s"),
+    ("concurrency-8", "output_tokens_per_s", "8 streams, tokens/s"),
+    ("concurrency-32", "output_tokens_per_s", "32 streams, tokens/s"),
+    ("concurrency-32", "ttft_median_s", "32 streams, first token, ms"),
+    ("prefill", "prompt_tokens_per_s", "long prompts, prompt tokens/s"),
+    ("shared-prefix", "wall_s", "shared prefix, s for all 16 requests"),
+    ("ngram", "output_tokens_per_s", "text written out again, tokens/s"),
+    ("concurrency-32", "rss_bytes", "memory at 32 streams, GB"),
+]
+PARTS = [  # of `profile_step.py`, and what is said of them
+    ("schedule", "schedule"),
+    ("build batch", "build the batch"),
+    ("embedding", "embedding"),
+    ("  linear layers", "linear layers"),
+    ("  attention", "attention"),
+    ("  norms, positions, activations", "norms, positions, activations"),
+    ("head", "head"),
+    ("sampling", "sampling"),
+    ("update, detokenize, parse", "update, detokenize, parse"),
+    ("step", "whole step"),
+]
+WEIGHTS = {
+    "reference": "float32 of what the file's codes stand for",
+    "none": "`none`: those in bfloat16",
+    "auto": "`auto`: the file's own, 4 bits and 8 for the vocabulary",
+}
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def origin(name: str, result: Mapping[str, Any]) -> str:
+    """When, on what and with which command."""
+    machine = result["hardware"]
+    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB"
+    commit = result.get("versions", {}).get("commit")
+    at = f", commit {commit[:10]}" if commit else ""
+    return f"{result['date'][:16].replace('T', ' ')}, {hardware}{at}; `results/{name}`:"
+
+
+def command(result: Mapping[str, Any]) -> str:
+    return "\n".join(["```", "python " + shlex.join(result["command_line"]), "```"])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def serving() -> Iterator[str]:
+    """One table for each peer, of the newest results with it; those without a peer have none."""
+    newest: dict[str, tuple[str, Any]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        result = json.loads(path.read_text())
+        for peer in list(result.get("servers", {}) if isinstance(result, dict) else {})[1:]:
+            if peer not in newest or newest[peer][1]["date"] < result["date"]:
+                newest[peer] = (path.name, result)
+    for peer, (name, result) in newest.items():
+        ours, server = next(iter(result["servers"])), result["servers"][peer]
+        version = server["version"]
+        yield f"#### Against {peer}{f' {version}' if version else ''}"
+        yield f"{origin(name, result)[:-1]}, medians of {result['rounds']} rounds:"
+        yield command(result)
+        yield table(["", ours, peer, "ratio"], peer_rows(result, ours, peer))
+
+
+def peer_rows(result: Mapping[str, Any], ours: str, peer: str) -> Iterator[list[str]]:
+    metrics = {metric.key: metric for metric in METRICS}
+    for scenario, key, label in LOADS:
+        if scenario in result["scenarios"]:
+            measured, metric = result["scenarios"][scenario], metrics[key]
+            values = [measured["servers"][server]["medians"][key] for server in (ours, peer)]
+            yield [
+                label,
+                *(number(value, metric.scale, metric.digits) for value in values),
+                times(measured["ratios"][f"{ours}/{peer}"][key]),
+            ]
+    starts = [statistics.median(result["servers"][server]["startup_s"] or [0]) for server in (ours, peer)]
+    if all(starts):
+        yield ["start to first answer, s", *(f"{seconds:.1f}" for seconds in starts), times(starts[1] / starts[0])]
+
+
+def number(value: float | None, scale: float = 1.0, digits: int = 0) -> str:
+    return "-" if value is None else f"{value * scale:,.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def constraints() -> Iterator[str]:
+    names = ["structured.json", "structured-records.json"]
+    results = {name: read(name) for name in names if (RESULTS / name).exists()}
+    yield table(
+        ["schema", "one on every request", "another one on every request", "measured"],
+        (
+            [
+                f"`{result['schema']}`",
+                *(f"{result['ratios_to_free'][key]['median']:.1%}" for key in ("schema", "distinct")),
+                origin(name, result)[:-1],
+            ]
+            for name, result in results.items()
+        ),
+    )
+
+
+def hostile() -> Iterator[str]:
+    result = read("hostile_grammars.json")
+    medians = {name: one["medians"] for name, one in result["inputs"].items()}
+    gaps = sorted(one["gap"] for one in medians.values())
+    yield f"{origin('hostile_grammars.json', result)[:-1]}, {len(medians)} inputs:"
+    worst = sorted(medians, key=lambda name: medians[name]["gap"], reverse=True)[:5]
+    rows = [[f"`{name}`", *(number(medians[name][key]) for key in ("answer_ms", "gap", "quiet_gap"))] for name in worst]
+    yield table(["the five worst inputs", "answered after, ms", "largest gap of others, ms", "without the constraint, ms"], rows)
+    yield f"The median of all inputs' gaps is {number(statistics.median(gaps))} ms."
+
+
+def quality() -> Iterator[str]:
+    result = read("quality.json")
+    yield origin("quality.json", result)
+    head = ["weights", "perplexity", "KL divergence, thousandths of a nat", "same likeliest token, passages", "answers"]
+    rows = []
+    for one in result["qualities"]:
+        if one["variant"] in WEIGHTS:
+            shares = [] if one["variant"] == "reference" else [f"{one[key]:.1%}" for key in ("same", "greedy", "greedy_clear")]
+            divergence = [number(one["divergence"], 1000, 1)] if shares else []
+            row = [WEIGHTS[one["variant"]], number(one["perplexity"], digits=2), *divergence, *shares]
+            rows.append(row + [""] * (len(head) + 1 - len(row)))
+    yield table([*head, "answers, where it was clear"], rows)
+
+
+def steps() -> Iterator[str]:
+    result = read("profile_step.json")
+    yield origin("profile_step.json", result)
+    loads = [key for key in result if key.startswith("decode-")]
+    head = ["", *(f"{count} stream{'s' if count != '1' else ''}" for count in (key.removeprefix("decode-") for key in loads))]
+    yield table(head, ([label, *(part_cell(result[load], part) for load in loads)] for part, label in PARTS))
+
+
+def part_cell(load: Mapping[str, Any], part: str) -> str:
+    """Microseconds, and in brackets the limit where there is one. What is left over may come out as less than nothing."""
+    least, limit = load[part]["min_us"], load[part]["limit_us"]
+    return ("under 100" if least < 0 else number(least)) + (f" ({number(limit)})" if limit else "")
+
+
+def lag() -> Iterator[str]:
+    result = read("loop_lag.json")
+    yield origin("loop_lag.json", result)
+    head = ["streams", "step, us", "of the loop, us", "of the model, us", "late at p99, us"]
+    keys = ("streams", "step_us", "loop_us", "model_us", "lag_p99_us")
+    yield table(head, ([number(load[key]) for key in keys] for load in result["loads"]))
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "serving": serving,
+    "constraints": constraints,
+    "hostile constraints": hostile,
+    "quality": quality,
+    "steps": steps,
+    "lag": lag,
+}
+
+
+def rendered(readme: str) -> str:
+    """The page with every table as it should be. Raises `ValueError` where one has no place."""
+    for name, render in TABLES.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, found, rest = readme.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"README.md has no place for {name!r}: {begin} and {end}")
+        readme = before + begin + "\n" + "\n\n".join(render()) + "\n" + end + after
+    return readme
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    written = README.read_text(encoding="utf-8")
+    right = rendered(written)
+    if options.check:
+        return int(written != right)
+    README.write_text(right, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
