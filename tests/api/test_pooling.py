@@ -1,6 +1,7 @@
 """/pooling and /classify, what models are told apart by, and what surrounds every pooling handler."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from penstock.api.app import GENERATION, POOLED
 from penstock.api.context import ServerOptions
 from penstock.engine.tokenizer import Tokenizer
+from tests.api.mutations import mutated_bodies
 from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling
 from tests.api.running_server import CHAT, Running, serve
 from tests.encoders import LABELS, token_classifier_directory
@@ -177,3 +179,43 @@ def test_many_clients_share_batches(embedder: Path) -> None:
         assert server.engine.stats().num_steps < 40
 
     serve_pooling(embedder, scenario)
+
+
+WHOLE: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "embedder",
+        "/v1/embeddings",
+        {
+            "model": MODEL,
+            "input": ["a", "b"],
+            "encoding_format": "base64",
+            "normalize": True,
+            "truncate_prompt_tokens": 9,
+            "priority": 1,
+            "prompt_name": None,
+            "user": "u",
+        },
+    ),
+    ("embedder", "/pooling", {"input": [[1, 2], [3]], "task": "token_embed", "add_special_tokens": False, "dimensions": 32}),
+    ("embedder", "/pooling", {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": True, "chat_template_kwargs": {}}),
+    ("cross_encoder", "/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d"], "truncate_prompt_tokens": -1}),
+    ("cross_encoder", "/v2/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "max_tokens_per_doc": 5}),
+    ("classifier", "/classify", {"input": "a", "model": MODEL, "add_special_tokens": True}),
+]
+
+
+@pytest.mark.parametrize(("model", "path", "whole"), WHOLE)
+def test_a_mutated_body_is_answered_or_refused(request: pytest.FixtureRequest, model: str, path: str, whole: dict[str, Any]) -> None:
+    async def scenario(server: PoolingServer) -> None:
+        statuses = Counter[int]()
+        assert (await server.post(path, whole))[0] == 200
+        for data in mutated_bodies(whole, 200, seed=1):
+            async with server.http.post(path, data=data) as response:
+                statuses[response.status] += 1
+                if response.status != 200:
+                    assert (await response.json())["error"]["message"]
+        assert statuses.keys() <= {200, 400, 404}
+        assert statuses[200] > 10
+        assert statuses[400] > 50
+
+    serve_pooling(request.getfixturevalue(model), scenario)
