@@ -29,8 +29,6 @@ def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: f
             raise InvalidRequest(f"`{name}` has no meaning in beam search", name)
     if params.top_k > 0:
         raise InvalidRequest("`top_k` has no meaning in beam search", "top_k")
-    if request.outputs:
-        raise InvalidRequest("`outputs` are not available with beam search", "outputs")
     if num_candidates(width, len(end_token_ids(request, stop_token_ids))) > MAX_CANDIDATES:
         raise InvalidRequest(f"`stop_token_ids` are too many for a `beam_width` of {width}", "stop_token_ids")
     if request.grammar is not None and request.make_answer().end_marker is not None:

@@ -63,7 +63,7 @@ class BeamProcessor:
 
     def time_out(self, search: BeamSearch) -> list[SequenceDelta]:
         """Ends the search where it is, with the best that has been found."""
-        search.group.give_up(Ending(FinishReason.TIMED_OUT))
+        search.give_up(Ending(FinishReason.TIMED_OUT))
         return self._finish_or_fail(search, missing=FinishReason.TIMED_OUT)
 
     def _search_of(self, sequence: Sequence) -> BeamSearch:
@@ -96,6 +96,8 @@ class BeamProcessor:
         except Exception as error:  # as above
             logger.exception("An answer could not be read")
             return self.fail(search, f"reading the answer raised {type(error).__name__}: {error}")
+        for delta, hypothesis in zip(deltas, search.best, strict=True):
+            delta.outputs = search.outputs_of(hypothesis)
         for index in range(len(deltas), search.request.params.n):
             score = _NO_ANSWER.score
             deltas.append(SequenceDelta(index, finish_reason=missing, cumulative_logprob=score, beam_score=score))

@@ -167,6 +167,7 @@ class Sequence:
             stops=None if self.stops is None else self.stops.copy(),
             search=self.search,
             queued_at=self.queued_at,
+            outputs=None if self.outputs is None else self.outputs.fork(),
         )
 
     def append(self, token_id: int) -> None:

@@ -41,9 +41,10 @@ class SequenceFactory:
         words = [spelling for word in request.params.bad_words for spelling in (word, " " + word.lstrip(" "))]
         bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words] + [*map(list, request.bad_sequences)]
         if request.beam is not None:
-            return self._make_search(request, request.beam, self._make_one(request, 0, arrival, bad_words_ids)).sequences
-        sequences = [self._make_one(request, index, arrival, bad_words_ids) for index in range(request.params.n)]
-        sequences[0].forks = sequences[1:]
+            sequences = self._make_search(request, request.beam, self._make_one(request, 0, arrival, bad_words_ids)).sequences
+        else:
+            sequences = [self._make_one(request, index, arrival, bad_words_ids) for index in range(request.params.n)]
+            sequences[0].forks = sequences[1:]
         if request.outputs:
             shares = SequenceOutputs.for_all(len(sequences), len(request.prompt_token_ids), with_context=request.with_context_outputs)
             for sequence, outputs in zip(sequences, shares, strict=True):

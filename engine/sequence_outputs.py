@@ -35,6 +35,9 @@ class RowBuffer:
             self.num_rows += num_rows
             self.next_position += num_rows
 
+    def first(self, num_rows: int) -> dict[str, Tensor]:
+        return {name: rows[:num_rows] for name, rows in self.joined().items()}
+
     def take(self, num_rows: int) -> dict[str, Tensor]:
         """The first rows, which are kept no longer."""
         joined = self.joined()

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.batch import Batch
+from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.compiled_layers import CompiledLayer
 from penstock.engine.decoder_layers import decoder_layers
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.native_decoder import NativeDecoder
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request
 from penstock.plugins.reasoning.seed_oss import seed_oss
+from tests.engine.test_deadlines import Clock
 from tests.engine.test_native_decoder import needs_kernels
 from tests.engines import core_over, loaded_model
 from tests.fakes import drive, ids, make_request, tokens
@@ -183,6 +185,44 @@ def test_rows_are_the_same_where_steps_are_put_together_ahead() -> None:
         wanted = reference(prompt + tokens(deltas)[:-1])
         assert_same(context(deltas)[0], wanted, 0, len(prompt), names)
         assert_same(generated(deltas), wanted, len(prompt) - 1, len(prompt) + len(tokens(deltas)) - 1, names)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 19])
+def test_every_beam_that_is_returned_has_its_own_rows(num_blocks: int) -> None:
+    """Also where there is too little room for two searches, which push each other out."""
+    core, reference = core_and_reference(max_num_batched_tokens=16, block_size=8, num_blocks=num_blocks)
+    names = ("hidden_states.2", "logits")
+    for request_id, prompt in (("one", PROMPT), ("two", PROMPT[5:])):
+        search = BeamSearchParams(3, max_tokens=14, ignore_eos=True)
+        request = make_request(request_id, prompt, n=3, max_tokens=14, stop_token_ids=tuple(range(0, 259, 9)))
+        request.beam, request.outputs, request.with_context_outputs = search, names, True
+        core.add(request)
+    said = drive(core)
+    assert bool(core.stats().num_preemptions) == (num_blocks == 19)
+    for request_id, prompt in (("one", PROMPT), ("two", PROMPT[5:])):
+        ends = [delta for delta in said[request_id] if delta.finish_reason is not None]
+        assert [delta.index for delta in ends] == [0, 1, 2]
+        for delta in ends:
+            wanted = reference(prompt + delta.token_ids[:-1])
+            assert_same(delta.outputs, wanted, len(prompt) - 1, len(prompt) + len(delta.token_ids) - 1, names)
+        rows, first = context(said[request_id])
+        assert_same(rows, wanted, first, len(prompt), names)
+    assert len({len(delta.token_ids) for delta in said["one"] + said["two"] if delta.finish_reason is not None}) > 1
+
+
+def test_a_search_that_is_timed_out_gives_the_rows_of_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    core, reference = core_and_reference()
+    request = make_request("r", PROMPT, n=2, max_tokens=30, ignore_eos=True)
+    request.beam, request.outputs, request.deadline = BeamSearchParams(2, max_tokens=30), ("hidden_states.2",), clock.now + 5
+    core.add(request)
+    for _ in range(4):
+        core.step()
+    clock.now += 6
+    deltas = drive(core)["r"]
+    assert [(delta.finish_reason, len(delta.token_ids)) for delta in deltas] == [(FinishReason.TIMED_OUT, 4)] * 2
+    for delta in deltas:
+        assert_same(delta.outputs, reference(PROMPT + delta.token_ids[:-1]), len(PROMPT) - 1, len(PROMPT) + 3, request.outputs)
 
 
 def test_logits_go_with_scores_of_the_prompt_and_are_raw() -> None:
