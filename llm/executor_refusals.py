@@ -32,9 +32,6 @@ OF_SAMPLING = {
     "beam_search_diversity_rate": "beams are scored by what the model says alone",
     "beam_width_array": "the beam width stays the same from step to step",
 }
-OF_BEAMS = dict.fromkeys(
-    ("return_context_logits", "return_generation_logits", "additional_model_outputs"), "beam search keeps no outputs of the model"
-)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p_decay": (1,),
     "beam_search_diversity_rate": (0,),
@@ -55,7 +52,6 @@ def check_supported(request: Request) -> None:
     _refuse(config, OF_SAMPLING, "sampling_config.")
     if config.beam_width > 1:
         _refuse(config, dict.fromkeys(("top_k", "top_p", "min_p"), "beams are not drawn"), "sampling_config.")
-        _refuse(request.output_config, OF_BEAMS, "output_config.")
     if config.beam_width < 1:
         raise InvalidRequest(f"`beam_width` must be at least 1, got {config.beam_width}", "sampling_config.beam_width")
     if not 0 <= request.priority <= 1:

@@ -176,6 +176,20 @@ def test_beams_of_all_widths_run_together_and_keep_to_one_index(executor: Execut
     assert answers[0][0].result.finish_reasons == [FinishReason.LENGTH]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_beams_have_outputs_of_their_own(executor: Executor, reference: PreTrainedModel, streaming: bool) -> None:
+    config = SamplingConfig(3, num_return_sequences=2)
+    responses = whole(executor, request(sampling_config=config, streaming=streaming, cache_salt=f"beams {streaming}"))
+    result = responses[-1].result
+    assert result.generation_logits is not None
+    for beam, rows in zip(result.output_token_ids, result.generation_logits, strict=True):
+        logits, _ = computed(reference, [*PROMPT, *beam])
+        torch.testing.assert_close(rows[: len(beam)], logits[len(PROMPT) - 1 : -1], atol=1e-4, rtol=1e-4)
+    context = [response.result.context_logits for response in responses if response.result.context_logits is not None]
+    assert [part.shape for part in context] == [(len(PROMPT), VOCAB_SIZE)]
+    assert by_name(result.additional_outputs)["hidden_states.1"].shape == (2, max(map(len, result.output_token_ids)), WIDTH)
+
+
 def test_beams_end_at_stop_words_without_them_and_with_what_there_is_when_cancelled(executor: Executor) -> None:
     config = SamplingConfig(2, num_return_sequences=1)
     plain = OutputConfig(exclude_input_from_output=True)

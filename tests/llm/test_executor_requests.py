@@ -268,10 +268,6 @@ def test_a_way_of_sampling_that_is_not_supported_is_named(name: str) -> None:
         ({"sampling_config": SamplingConfig(0)}, "`beam_width`"),
         ({"sampling_config": SamplingConfig(2, top_p=0.5)}, "`top_p`"),
         ({"sampling_config": SamplingConfig(2, num_return_sequences=3)}, "`num_return_sequences`"),
-        (
-            {"sampling_config": SamplingConfig(2), "output_config": OutputConfig(return_generation_logits=True)},
-            "`return_generation_logits`",
-        ),
         ({"sampling_config": SamplingConfig(temperature=-1.0)}, "`temperature`"),
         ({"sampling_config": SamplingConfig(min_tokens=9)}, "`min_tokens`"),
         ({"sampling_config": SamplingConfig(num_return_sequences=2), "num_return_sequences": 3}, "`num_return_sequences`"),
