@@ -18,8 +18,8 @@ class ForbiddenToken(Exception):
 class BeamReader:
     """Reads the beams of one request. `stop_token_ids` are the tokens that end its answers, `make_gate` makes what holds one to a grammar.
 
-    Beams are read token by token only where that may end them, at a stop string; all else is read once the answer is known. A grammar's
-    place cannot be copied: of the beams that go on from one, the first takes the place over, and the others walk there anew.
+    Beams are read token by token only where that may end them, at a stop string; all else is read once the answer is known. Of the beams
+    that go on from one, the first takes over its place in the grammar. The others get copies or, from grammars that make none, walk anew.
     """
 
     def __init__(
@@ -67,10 +67,15 @@ class BeamReader:
 
     def gate_beside(self, parent: Sequence) -> GrammarGate | None:
         """Another in the place where the parent's is."""
-        gate = self._make_gate(parent.answer)
-        for token_id in parent.token_ids[parent.num_prompt_tokens :] if gate is not None else ():
-            if gate is None or not gate.advance(parent.answer, token_id):
-                raise ForbiddenToken("the grammar does not allow what it allowed before")
+        if parent.gate is None:
+            return None
+        gate = parent.gate.fork()
+        if gate is None:
+            gate = self._make_gate(parent.answer)
+            assert gate is not None
+            for token_id in parent.token_ids[parent.num_prompt_tokens :]:
+                if not gate.advance(parent.answer, token_id):
+                    raise ForbiddenToken("the grammar does not allow what it allowed before")
         return gate
 
     def forget(self) -> None:

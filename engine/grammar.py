@@ -64,6 +64,8 @@ class GrammarMatcher(Protocol):
     Used by one thread at a time, not always the same: `fill_bitmask` and `forced_tokens` run beside the event loop, where 10 ms for one
     sequence are noticed by nobody else; `advance`, `rollback` and `finished` run on either and must be quick. An error ends the sequence,
     except at tokens that were only guessed: these are rolled back, and the matcher must then be what it was before them.
+
+    One with a method `fork`, which gives another in the same place that goes on by itself, spares beam search taking all tokens anew.
     """
 
     def fill_bitmask(self, row: "Tensor") -> None:

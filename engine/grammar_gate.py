@@ -1,5 +1,7 @@
 """Where a sequence's grammar begins: not before its reasoning has ended."""
 
+import copy
+
 from torch import Tensor
 
 from penstock.engine.answer import Answer
@@ -112,6 +114,16 @@ class GrammarGate:
         if self.is_open(answer):
             return events
         return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
+
+    def fork(self) -> "GrammarGate | None":
+        """One in the same place, which goes on by itself; None where the matcher has no `fork`."""
+        fork_matcher = getattr(self._matcher, "fork", None)
+        if fork_matcher is None:
+            return None
+        other = copy.copy(self)
+        other._matcher = fork_matcher()
+        other._taken = list(self._taken)
+        return other
 
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last tokens that `advance` let pass. The answer must not have read them."""

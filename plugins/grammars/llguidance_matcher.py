@@ -1,5 +1,6 @@
 """A grammar compiled by llguidance, and one sequence's place in it."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -156,6 +157,13 @@ class LlguidanceMatcher:
             elif self._is_alone and not self._is_forgiven:
                 self._is_alone, self._is_forgiven = False, True
             del self._token_ids[-num_tokens:]
+
+    def fork(self) -> "LlguidanceMatcher":
+        """The lexer is still the same one."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._token_ids = list(self._token_ids)
+        return other
 
     def forced_tokens(self) -> list[int]:
         """At most `MAX_FORCED_TOKENS`."""

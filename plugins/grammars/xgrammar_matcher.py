@@ -67,6 +67,11 @@ class XgrammarMatcher:
             self._engine.rollback(num_tokens)
             self._is_stopped = False
 
+    def fork(self) -> "XgrammarMatcher":
+        other = XgrammarMatcher(self._grammar, self._engine.fork())
+        other._is_stopped = self._is_stopped
+        return other
+
     def forced_tokens(self) -> list[int]:
         forced: list[int] = []
         while not self._is_stopped and len(forced) < MAX_FORCED_TOKENS:

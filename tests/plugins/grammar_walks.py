@@ -63,6 +63,28 @@ def allowed(matcher: GrammarMatcher) -> set[int]:
     return {word * 32 + bit for word, packed in enumerate(row.tolist()) if packed for bit in range(32) if packed >> bit & 1}
 
 
+def check_forks(matcher: Any, seed: int = 0) -> None:
+    """Forks on the way of a random walk stay where they were, and can go another way."""
+    rng = random.Random(seed)
+    forks = []
+    for _ in range(20):
+        mask = allowed(matcher)
+        if mask <= STOPS:
+            break
+        forks.append((matcher.fork(), mask))
+        assert matcher.advance(rng.choice(sorted(mask - STOPS)))
+    for fork, mask in forks:
+        assert allowed(fork) == mask
+        ways = sorted(mask - STOPS)
+        others = [fork.fork() for _ in ways[:5]]
+        for other, token_id in zip(others, ways[:5], strict=True):
+            assert other.advance(token_id)
+        assert allowed(fork) == mask
+        for other, token_id in zip(others, ways[:5], strict=True):
+            other.rollback(1)
+            assert allowed(other) == mask, token_id
+
+
 def tokenized(text: str, rng: random.Random) -> Iterator[int]:
     """One of the many ways to spell a text."""
     rest = text.encode()

@@ -16,7 +16,7 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.grammars.left_out import MAX_CHARACTERS, MAX_WARNINGS
 from penstock.plugins.grammars.llguidance import LlguidanceBackend
 from penstock.plugins.grammars.llguidance_matcher import LlguidanceGrammar
-from tests.plugins.grammar_walks import PERSON, SPECIAL, STOPS, VOCABULARY, allowed, patterns, subjects, tokenized
+from tests.plugins.grammar_walks import PERSON, SPECIAL, STOPS, VOCABULARY, allowed, check_forks, patterns, subjects, tokenized
 
 BACKEND = LlguidanceBackend(VOCABULARY)
 
@@ -116,6 +116,10 @@ def test_any_json_object_is_an_object() -> None:
     assert accepts(grammar, '{"a": [1, {"b": null}], "字": "é"}')
     assert not accepts(grammar, "[]")
     assert not accepts(grammar, '{"a": "\\u00e9"}')  # a character that prints is spelled as itself
+
+
+def test_a_fork_goes_on_by_itself() -> None:
+    check_forks(compiled(GrammarKind.JSON_OBJECT, "").matcher())
 
 
 def test_special_tokens_and_the_text_of_a_stop_token_never_match() -> None:

@@ -20,7 +20,7 @@ from penstock.plugins.grammars.outlines_core import OutlinesCoreBackend
 from penstock.plugins.grammars.xgrammar import XgrammarBackend
 from penstock.plugins.grammars.xgrammar_matcher import XgrammarGrammar
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, content, drive, generate, make_core, make_request, runner_of, tokens
-from tests.plugins.grammar_walks import SPECIAL, STOPS, VOCABULARY, accepts, allowed, patterns, subjects
+from tests.plugins.grammar_walks import SPECIAL, STOPS, VOCABULARY, accepts, allowed, check_forks, patterns, subjects
 
 MARKED = Vocabulary(
     VOCABULARY.token_bytes, VOCABULARY.size, VOCABULARY.stop_token_ids, "with a marker", added_token_ids={"<call>": SPECIAL[0]}
@@ -104,6 +104,10 @@ def test_rollback_restores_every_mask(backend: XgrammarBackend) -> None:
         matcher.rollback(num_tokens)
         assert allowed(matcher) == masks[-num_tokens]
         del masks[-num_tokens:]
+
+
+def test_a_fork_goes_on_by_itself(backend: XgrammarBackend) -> None:
+    check_forks(compiled(backend, GrammarKind.JSON_OBJECT, "").matcher())
 
 
 def test_forced_tokens_are_what_the_mask_leaves_and_change_nothing(backend: XgrammarBackend) -> None:
