@@ -1,6 +1,7 @@
 """TensorRT-LLM's Executor API in Python: requests in, responses out, from any thread and any event loop."""
 
 import asyncio
+import copy
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -117,7 +118,7 @@ class Executor:
 
     def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
         """The same for several: all of them, or none where one is no `Request`."""
-        requests = list(requests)
+        requests = [copy.copy(request) for request in requests]  # the caller may change its own, and use it again
         for request in requests:
             if not isinstance(request, Request):
                 raise TypeError(f"expected a Request of penstock.llm.executor, got {request!r:.100}")

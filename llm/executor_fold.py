@@ -118,6 +118,8 @@ class ResponseFold:
         self._num_steps = 0
         self._beams: list[BeamCandidate] = []  # as they were last, which is all there is of them where the search is cut short
         self.is_over = False
+        self.queued_time = settings.arrival_time
+        """When it came to the engine: later than it arrived where a grammar had to be compiled."""
 
     @property
     def arrival_time(self) -> float:
@@ -240,7 +242,7 @@ class ResponseFold:
         return RequestPerfMetrics(
             timing_metrics=TimingMetrics(
                 arrival_time=arrival,
-                first_scheduled_time=None if prompt is None else arrival + prompt.queue_seconds,
+                first_scheduled_time=None if prompt is None else self.queued_time + prompt.queue_seconds,
                 first_token_time=state.first_token_time,
                 last_token_time=state.last_token_time if is_final else None,
             ),

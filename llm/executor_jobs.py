@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 
@@ -66,6 +67,7 @@ class Jobs:
                 raise
             self._put(fold.end(FinishReason.TIMED_OUT))
             return
+        fold.queued_time = time.monotonic()
         async with aclosing(self._context.engine.generate(prepared)) as deltas:
             async for delta in deltas:
                 self._put(fold.feed(delta))

@@ -92,8 +92,7 @@ class Request:
         self.input_token_ids = token_ids(self.input_token_ids, "input_token_ids")
         self.bad_words = words(self.bad_words, "bad_words")
         self.stop_words = words(self.stop_words, "stop_words")
-        if not isinstance(self.logits_processors, str | Sequence):
-            wrong("logits_processors", "a name, or a list of names and LogitsProcessorConfigs", self.logits_processors)
+        self.logits_processors = _choices(self.logits_processors)
         if self.max_tokens is None or self.priority is None:
             wrong("max_tokens" if self.max_tokens is None else "priority", "a number", None)
         check_integers(self, "max_tokens", "end_id", "pad_id", "num_return_sequences")
@@ -110,18 +109,22 @@ class Request:
 
     @property
     def processors(self) -> tuple[LogitsProcessorConfig, ...]:
-        """All logits processors that the request names, in their order. Raises `TypeError` for what is no name."""
-        given: list[object] = [self.logits_processors] if isinstance(self.logits_processors, str) else list(self.logits_processors)
-        if self.logits_post_processor_name is not None:
-            given.append(self.logits_post_processor_name)
-        chosen = []
-        for place, item in enumerate(given):
-            choice = LogitsProcessorConfig(item) if isinstance(item, str) else item
-            if not isinstance(choice, LogitsProcessorConfig):
-                wrong(f"logits_processors[{place}]", "a name or a LogitsProcessorConfig", item)
-            chosen.append(choice)
-        return tuple(chosen)
+        """All logits processors that the request names, in their order."""
+        chosen = _choices(self.logits_processors)
+        name = self.logits_post_processor_name
+        return chosen if name is None else (*chosen, LogitsProcessorConfig(name))
 
     @property
     def allotted_seconds(self) -> float | None:
         return self.allotted_time.total_seconds() if isinstance(self.allotted_time, timedelta) else self.allotted_time
+
+
+def _choices(given: object) -> tuple[LogitsProcessorConfig, ...]:
+    """One name or several, with their arguments where they have any. Raises `TypeError` for what is no name."""
+    if not isinstance(given, str | Sequence):
+        wrong("logits_processors", "a name, or a list of names and LogitsProcessorConfigs", given)
+    choices = [LogitsProcessorConfig(item) if isinstance(item, str) else item for item in ([given] if isinstance(given, str) else given)]
+    for place, choice in enumerate(choices):
+        if not isinstance(choice, LogitsProcessorConfig) or not isinstance(choice.name, str) or not isinstance(choice.arguments, Mapping):
+            wrong(f"logits_processors[{place}]", "a name or a LogitsProcessorConfig", choice)
+    return tuple(choices)

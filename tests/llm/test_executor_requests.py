@@ -227,6 +227,24 @@ def test_a_request_ends_when_its_time_is_over(allotted: float | timedelta, strea
         assert output(responses) == _said("hello", len(output(responses)))
 
 
+@pytest.mark.parametrize("allotted", [0, 0.02])
+def test_beams_end_when_their_time_is_over_with_the_best_there_are(allotted: float) -> None:
+    with make_executor(num_blocks=4000, max_model_len=5000) as executor:
+        [response] = whole(executor, ask("hello", 4000, allotted_time=allotted, sampling_config=SamplingConfig(3, num_return_sequences=2)))
+        assert response.result.finish_reasons == [FinishReason.TIMED_OUT] * 2
+        assert all(len(beam) < 4000 for beam in response.result.output_token_ids)
+
+
+def test_a_request_may_be_changed_and_used_again() -> None:
+    with make_executor(max_num_seqs=1) as executor:
+        request = ask("hello", 3)
+        request_ids = []
+        for length in range(1, 6):
+            request.max_tokens = length
+            request_ids.append(executor.enqueue_request(request))
+        assert [len(result_of(executor, request_id).output_token_ids[0]) for request_id in request_ids] == [1, 2, 3, 4, 5]
+
+
 def _said(prompt: str, num_tokens: int) -> list[int]:
     tokens = ids(prompt)
     for _ in range(num_tokens):
@@ -315,6 +333,8 @@ def test_what_cannot_be_is_an_error_that_names_it(fields: dict[str, Any], what: 
         {"guided_decoding_params": "json"},
         {"kv_cache_retention_config": 100},
         {"logits_processors": 3},
+        {"logits_processors": [3]},
+        {"logits_processors": [LogitsProcessorConfig("any", [3])]},  # type: ignore[arg-type]
         {"unknown": 1},
     ],
 )
