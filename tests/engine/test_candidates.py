@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from penstock.engine.sampler import NO_TOKEN_LEFT, Sampler
+from penstock.engine.sampler import Sampler
+from penstock.engine.sampler_output import NO_TOKEN_LEFT
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.sampling_state import SamplingState
 from tests.engine.test_sampler import STOP_IDS, VOCAB, make_state, pack, some_logits
@@ -70,7 +71,7 @@ def test_penalties_and_least_lengths_work_on_log_probabilities_as_in_transformer
     logits_V = some_logits(seed=3)[0]
     stops = sorted(STOP_IDS)
     processors = LogitsProcessorList(
-        [RepetitionPenaltyLogitsProcessor(1.4), MinLengthLogitsProcessor(len(prompt) + 5, stops, device="cpu")]  # type: ignore[no-untyped-call]
+        [RepetitionPenaltyLogitsProcessor(1.4), MinLengthLogitsProcessor(len(prompt) + 5, stops, device="cpu")],
     )
     scores_BV = processors(torch.tensor([prompt + output]), logits_V[None].float().log_softmax(-1))  # type: ignore[arg-type]
     got = candidates(logits_V, searching(20, prompt, output, repetition_penalty=1.4, min_tokens=5, max_tokens=9))
