@@ -194,9 +194,23 @@ def double(*, factor: float = 2.0) -> Any:
     return lambda token_ids, logits: logits * factor
 
 
+def add(request_id: str, logits: Any, token_ids: list[int], client_id: Any, *, amount: float = 1.0) -> Any:
+    return logits + amount
+
+
+class Scale:
+    def begin(self, factor: float) -> float:
+        if factor <= 0:
+            raise ValueError("factor must be positive")
+        return factor
+
+    def process_batch(self, rows: Any, logits: Any) -> Any:
+        return [row.state * own for row, own in zip(rows, logits, strict=True)]
+
+
 def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, workers: ThreadPoolExecutor, **settings: Any) -> ServerContext:
     plugins = Plugins()
-    plugins.logits_processors.add("double", "tests", double)
+    plugins.register_logits_processors({"double": double, "add": add, "scale": Scale}, "tests")
     plugins.grammar_backends.add("recording", "tests", cast(Any, None))
     defaults: dict[str, Any] = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}}
     settings = defaults | {"chat_template": ChatTemplate(CHATML, workers=workers), "max_model_len": MAX_MODEL_LEN} | settings

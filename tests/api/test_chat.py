@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any
 
 import openai
 import pytest
@@ -252,7 +252,11 @@ def test_fields_reach_the_engine() -> None:
                 "cache_salt": "mine",
                 "allowed_token_ids": [1, 2],
                 "bad_words": ["no"],
-                "logits_processors": [{"name": "double", "arguments": {"factor": 3}}],
+                "logits_processors": [
+                    {"name": "double", "arguments": {"factor": 3}},
+                    {"name": "add", "arguments": {"amount": 4}},
+                    {"name": "scale", "arguments": {"factor": 5}},
+                ],
                 "guided_regex": "a+",
                 "guided_decoding_backend": "recording",
                 "chat_template_kwargs": THINKING,
@@ -263,7 +267,8 @@ def test_fields_reach_the_engine() -> None:
         assert (params.max_tokens, params.temperature, params.top_k, params.seed, params.top_p) == (7, 0.5, 5, 3, 0.75)
         assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ({12: 500.0}, (1, 2), ("no",))
         assert (params.thinking_token_budget, request.priority, request.cache_salt) == (9, -2, "mine")
-        assert [cast(Any, factory())([], 2.0) for factory in request.logits_processors] == [6.0]
+        double, add, scale = (make() for make in request.logits_processors)
+        assert (double([], 2.0), add("id", 2.0, [], None), scale.state) == (6.0, 6.0, 5)
         assert request.grammar is not None
         assert scripted.compiler.specs[0][1] == "recording"
         prompt = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -348,6 +353,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logits_processors": [{"name": "triple"}]}, "logits_processors[0].name"),
     ({"logits_processors": [{"name": "double", "arguments": {"factor": -1}}]}, "logits_processors[0].arguments"),
     ({"logits_processors": [{"name": "double", "arguments": {"by": 1}}]}, "logits_processors[0].arguments"),
+    ({"logits_processors": [{"name": "add"}, {"name": "add", "arguments": {"client_id": 1}}]}, "logits_processors[1].arguments"),
+    ({"logits_processors": [{"name": "scale", "arguments": {"factor": -1}}]}, "logits_processors[0].arguments"),
+    ({"logits_processors": [{"name": "scale"}]}, "logits_processors[0].arguments"),
 ]
 
 
