@@ -10,7 +10,7 @@ from pathlib import Path
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
-MAX_ELEMENTS = 2**23  # of all arrays together, which are read one by one; the largest vocabularies and their merges come to 2**21
+MAX_ELEMENTS = 2**21  # of all arrays together, which are read one by one; the largest vocabularies, with their merges, come to 1.3 million
 MAX_NAME = 2**16 - 1
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a scalar, by the number of its type
 _INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}

@@ -2,14 +2,13 @@ import contextvars
 
 import pytest
 
-from penstock.engine import compile_clock
 from penstock.engine.compile_clock import CompileClock, uncounted
 
 
 class Time:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(compile_clock.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("penstock.engine.compile_clock.time.monotonic", lambda: self.now)
 
     def fail(self) -> None:
         self.now += 5
