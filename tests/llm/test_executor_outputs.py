@@ -15,8 +15,9 @@ from penstock.llm.executor_request import Request
 from penstock.llm.executor_response import AdditionalOutput, FinishReason, Response
 from penstock.llm.executor_sampling import SamplingConfig
 from tests.engines import core_over, loaded_model
+from tests.fakes import VOCAB_SIZE
 from tests.llm.executors import context_over, error_of, output, result_of, whole
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.tiny_models import tiny_model
 
 PROMPT = [5, 6, 7, 8, 9] * 5
 WIDTH = 64
@@ -31,12 +32,12 @@ EVERYTHING = OutputConfig(
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
-    return tiny_model("llama")
+    return tiny_model("llama", vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
-    return core_over(loaded_model(tiny_model("llama")))
+    return core_over(loaded_model(tiny_model("llama", vocab_size=VOCAB_SIZE)))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_a_whole_result_holds_what_the_model_computed(executor: Executor, refere
     said = slice(len(PROMPT) - 1, -1)
     torch.testing.assert_close(result.context_logits, logits[: len(PROMPT)], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(result.generation_logits[0], logits[said], atol=1e-4, rtol=1e-4)
-    expected = logits[said, : executor.tokenizer.vocab_size].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    expected = logits[said].log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert result.log_probs is not None
     assert result.cum_log_probs is not None
     torch.testing.assert_close(torch.tensor(result.log_probs[0]), expected, atol=1e-4, rtol=1e-4)
@@ -204,3 +205,31 @@ def test_beams_end_at_stop_words_without_them_and_with_what_there_is_when_cancel
     rest = whole(executor, request_id)
     assert rest[-1].result.finish_reasons == [FinishReason.CANCELLED]
     assert len(beams(rest)[0]) >= len(first.result.output_token_ids[0])
+
+
+@pytest.mark.parametrize(("width", "penalty", "early"), [(2, None, None), (3, 1.0, 0), (4, 2.0, 2), (3, -1.0, 1)])
+def test_beams_are_those_of_transformers(
+    executor: Executor, reference: PreTrainedModel, width: int, penalty: float | None, early: int | None
+) -> None:
+    plain = OutputConfig(return_log_probs=True, exclude_input_from_output=True)
+    ending = result_of(executor, request(12, output_config=plain)).output_token_ids[0][3]
+    with torch.inference_mode():
+        found = reference.generate(  # type: ignore[operator]
+            torch.tensor([PROMPT]),
+            num_beams=width,
+            num_return_sequences=width,
+            do_sample=False,
+            max_new_tokens=12,
+            length_penalty=penalty or 0.0,
+            early_stopping={None: True, 1: True, 0: False, 2: "never"}[early],
+            eos_token_id=ending,
+            pad_token_id=0,
+        )
+    expected = [row[len(PROMPT) :] for row in found.tolist()]
+    expected = [row[: row.index(ending)] if ending in row else row for row in expected]
+    config = SamplingConfig(width, length_penalty=penalty, early_stopping=early)
+    result = result_of(executor, request(12, end_id=ending, output_config=plain, sampling_config=config))
+    assert result.output_token_ids == expected
+    reasons = [FinishReason.LENGTH if len(row) == 12 else FinishReason.END_ID for row in expected]
+    assert result.finish_reasons == reasons
+    assert FinishReason.END_ID in reasons or (penalty or 0.0) > 0  # which makes long answers the best
