@@ -94,14 +94,21 @@ class Answer:
             self.num_reasoning_tokens += 1
         return self._visible(events)
 
-    def copy(self) -> "Answer | None":
-        """One that goes on by itself; None where a parser reads it, which may remember anything."""
-        if self._reasoning is not None or self._blank is not None:
-            return None
+    def branch(self) -> "Answer | None":
+        """One that goes on by itself and says where it ends. It reads no tool calls, which come after that.
+
+        None where the reasoning's parser is one that cannot be copied.
+        """
         other = copy.copy(self)
+        try:
+            other._reasoning = copy.deepcopy(self._reasoning)
+        except (TypeError, copy.Error):
+            return None
         other._detokenizer = self._detokenizer.copy()
         other._stop_strings = None if self._stop_strings is None else self._stop_strings.copy()
-        other._chain = ParserChain([] if other._stop_strings is None else [other._stop_strings])
+        other._tap = None if self._tap is None else _Tap()
+        other._blank = None
+        other._chain = ParserChain([parser for parser in (other._reasoning, other._tap, other._stop_strings) if parser is not None])
         return other
 
     def finish(self) -> list[Event]:

@@ -105,7 +105,7 @@ class BeamReader:
         )
 
     def _branch(self, parent: Sequence) -> Answer:
-        answer = parent.answer.copy()
+        answer = parent.answer.branch()
         if answer is None:
             answer = self._request.make_answer()
             for token_id in parent.token_ids[parent.num_prompt_tokens :]:

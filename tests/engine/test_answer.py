@@ -101,6 +101,27 @@ def test_any_cut_into_tokens_gives_the_same_answer(cut_text: tuple[str, list[int
     assert one.stop_match == other.stop_match
 
 
+@given(cut_text=cut_texts(), reasons=st.booleans(), data=st.data())
+@settings(deadline=None)
+def test_a_branch_reads_on_from_anywhere_to_the_same_end(cut_text: tuple[str, list[int]], reasons: bool, data: st.DataObject) -> None:
+    token_ids = cut_text[1]
+    place = data.draw(st.integers(0, len(token_ids)))
+    options: dict[str, Any] = {"stop": ["STOP", "OP\n"], "reasons": reasons}
+    whole, answer = make_answer(**options), make_answer(**options)
+    events = []
+    for token_id in token_ids[:place]:
+        events += answer.feed(token_id)
+        if answer.stop_match is not None:
+            return
+    branch, other = answer.branch(), answer.branch()
+    assert branch is not None
+    assert other is not None
+    read(other, ids("another way to go on"))
+    assert fold([*events, *read(branch, token_ids[place:])]) == fold(read(whole, token_ids))
+    assert (branch.stop_match, branch.phase, branch.new_content) == (whole.stop_match, whole.phase, whole.new_content)
+    assert branch.num_reasoning_tokens == whole.num_reasoning_tokens
+
+
 @given(cut_text=cut_texts(), data=st.data())
 @settings(deadline=None)
 def test_an_answer_that_stops_anywhere_loses_nothing(cut_text: tuple[str, list[int]], data: st.DataObject) -> None:

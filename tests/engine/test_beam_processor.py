@@ -15,6 +15,7 @@ from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.qwen3 import qwen3
 from tests.fakes import (
     EOS,
@@ -278,7 +279,13 @@ def test_every_beam_has_logits_processors_that_saw_its_own_tokens() -> None:
     assert any(one == other for token_ids, _ in alone("?", beam) for one, other in itertools.pairwise(token_ids))
 
 
-@pytest.mark.parametrize("parser", [None, qwen3])
+def uncopyable(turn: Turn) -> Any:
+    parser: Any = qwen3(turn)
+    parser.lines = (line for line in ())
+    return parser
+
+
+@pytest.mark.parametrize("parser", [None, qwen3, uncopyable])
 def test_stop_strings_and_stop_sequences_end_a_beam(parser: Any) -> None:
     beam = BeamSearchParams(3, 12, ignore_eos=True, length_penalty=0.0)  # what ends soon is best
     [first, *_] = alone("?", beam)

@@ -24,7 +24,7 @@ def undecided_model() -> PreTrainedModel:
     """One that finds many tokens likely."""
     model = tiny_model("llama", vocab_size=VOCAB_SIZE)
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(0.25)
+        model.get_parameter("lm_head.weight").mul_(0.25)
     return model
 
 

@@ -4,8 +4,8 @@ import json
 import math
 import re
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
-from jsonschema import validate
 
 from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
@@ -34,12 +34,12 @@ def test_backends_that_copy_their_place_and_those_that_do_not_find_the_same_answ
 
 
 def test_every_answer_is_an_instance_of_the_schema() -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yes", "no"]}, "b": {"type": "integer"}}, "required": ["a", "b"]}
-    schema |= {"additionalProperties": False}
+    properties = {"a": {"enum": ["x", "yes", "no"]}, "b": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
     answers = found(BACKENDS[0], GrammarKind.JSON_SCHEMA, json.dumps(schema), BeamSearchParams(4, 60))
     assert len(answers) == len(set(answers)) == 4
     for text, _ in answers:
-        validate(json.loads(text), schema)
+        jsonschema.validate(json.loads(text), schema)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
