@@ -46,7 +46,11 @@ class RowBuffer:
         return {name: rows[:num_rows] for name, rows in joined.items()}
 
     def joined(self) -> dict[str, Tensor]:
-        return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in self.parts.items()}
+        """All rows that are there: the same tensors until there are more."""
+        for parts in self.parts.values():
+            if len(parts) > 1:
+                parts[:] = [torch.cat(parts)]
+        return {name: parts[0] for name, parts in self.parts.items()}
 
 
 @dataclass(slots=True)

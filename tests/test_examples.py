@@ -93,6 +93,12 @@ def test_the_executors_logits_processors_are_chosen_by_name_and_client(tiny_mode
     assert shown["rows in one call"] == "2"
 
 
+def test_what_the_model_computes_is_shown(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("model_outputs", capsys, "--model", tiny_model_dir)
+    assert len(re.findall(r"^['\"].*['\"]: probability 0\.\d{3}, entropy \d+\.\d bits$", shown, re.MULTILINE)) == 6
+    assert len(re.findall(r"^'.*' \(\d+ tokens\): .*\+1\.00", shown, re.MULTILINE)) == 3
+
+
 def test_chat_shows_reasoning_and_then_content(url: str) -> None:
     flags = ["--base-url", url, "--thinking-token-budget", "8", "--max-tokens", "40"]
     shown = output_of("examples/chat.py", *flags, "Tell me about Venus.")

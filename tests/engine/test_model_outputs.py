@@ -128,6 +128,7 @@ def test_all_sequences_of_a_request_get_theirs_and_the_prompts() -> None:
         wanted = reference(PROMPT + tokens(said, index)[:-1])
         assert_same(generated(said, index), wanted, len(PROMPT) - 1, len(PROMPT) + 3, names)
         assert_same(context(said, index)[0], wanted, 0, len(PROMPT), names)
+        assert context(said, index)[0]["logits"] is context(said, 0)[0]["logits"]
 
 
 def test_what_the_prefix_cache_holds_is_absent_and_the_result_says_so() -> None:
