@@ -88,6 +88,7 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
             seed=given.seed,
             num_threads=given.threads,
             trust_remote_code=given.trust_remote_code,
+            matryoshka=given.matryoshka,
         ),
         served_model_names=tuple(given.served_model_name),
         plugins=tuple(given.plugin),
@@ -151,6 +152,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, CUDA where there is one)")
     group.add_argument("--max-model-len", type=integer(1), metavar="TOKENS", help="prompt and answer together (default: the model's)")
+    group.add_argument("--matryoshka", action="store_true", help="embeddings may be cut short (default: where the model's files say so)")
 
 
 def add_model_choice(group: argparse._ArgumentGroup) -> None:
@@ -158,7 +160,7 @@ def add_model_choice(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         metavar="ID|DIR|GGUF",
-        help="a Hugging Face id, a local directory or a .gguf file (default: SmolLM2-135M-Instruct, fetched once)",
+        help="a Hugging Face id, a local directory, a .gguf file, or minilm for embeddings (default: SmolLM2-135M-Instruct, fetched once)",
     )
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model (default: never)")
 

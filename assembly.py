@@ -91,6 +91,8 @@ def assemble(arguments: Arguments, plugins: Plugins) -> Assembled | AssembledPoo
 def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> Assembled:
     """As `assemble`, of a model that writes text."""
     config, tokenizer = arguments.engine, files.tokenizer
+    if config.matryoshka:
+        raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
     workers = start_workers()
     plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, files.template)

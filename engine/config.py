@@ -29,6 +29,7 @@ class EngineConfig:
     running sequence. With `async_scheduling`, a step is put together while the one before it is computed.
     `kv_cache_dtype` is the model's, or 8 bits on a GPU.
     `seed` is for requests that bring none; None makes every start different.
+    `matryoshka` lets requests cut embeddings short though the model's files do not say that it was trained for that.
     `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
     """
 
@@ -50,6 +51,7 @@ class EngineConfig:
     seed: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
+    matryoshka: bool = False
 
     def num_seqs(self, device_type: str) -> int:
         """The bound on running sequences, given where the model runs: `"cpu"`, `"cuda"`, ..."""

@@ -34,8 +34,8 @@ class FlatForward:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "FlatForward":
-        parameters = inspect.signature(model.forward).parameters
-        return cls(model, position_offset(model), "token_type_ids" in parameters, "use_cache" in parameters)
+        takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        return cls(model, position_offset(model), takes_token_types(model), takes_use_cache)
 
     def __call__(self, batch: EncoderBatch) -> Tensor:
         options: dict[str, Any] = {"token_type_ids": batch.token_type_ids_1T} if self.takes_token_types else {}
@@ -61,7 +61,7 @@ class PaddedForward:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "PaddedForward":
-        return cls(model, model.config.pad_token_id or 0, "token_type_ids" in inspect.signature(model.forward).parameters)
+        return cls(model, model.config.pad_token_id or 0, takes_token_types(model))
 
     def __call__(self, batch: EncoderBatch) -> Tensor:
         return torch.cat([self._states(batch, bucket) for bucket in buckets(batch.groups)])
@@ -91,6 +91,12 @@ def buckets(groups: Sequence[LengthGroup]) -> list[list[LengthGroup]]:
                 continue
         found.append([group])
     return found
+
+
+def takes_token_types(model: PreTrainedModel) -> bool:
+    """RoBERTa and its kin have the parameter, and a single type."""
+    has_several = int(getattr(model.config, "type_vocab_size", 0) or 0) > 1
+    return has_several and "token_type_ids" in inspect.signature(model.forward).parameters
 
 
 def position_offset(model: PreTrainedModel) -> int:

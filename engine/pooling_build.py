@@ -23,7 +23,8 @@ def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineCo
     model = load_pooling_model(directory, config)
     if model.device.type == "cpu":
         pack_linears(model.encoder)
-        settle_memory(model.encoder)
+        for module in model.modules:
+            settle_memory(module)
     default = MAX_NUM_BATCHED_TOKENS_CUDA if model.device.type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
     queue = PoolingQueue(config.max_num_batched_tokens or default, config.max_waiting_requests)
     return PoolingEngine(model, tokenizer, queue, num_threads=config.num_threads or NUM_THREADS)

@@ -60,7 +60,7 @@ def load_pooling_model(directory: Path, config: EngineConfig) -> PoolingModel:
         vocab_size=int(model_config.get_text_config().vocab_size),
         num_token_types=int(getattr(model_config, "type_vocab_size", 0) or 0),
         dimensions=None if classifier is not None else _dimensions(forward, encoder, files, stages),
-        is_matryoshka=files.truncate_dim is not None or _is_matryoshka(model_config),
+        is_matryoshka=config.matryoshka or files.truncate_dim is not None or _is_matryoshka(model_config),
         id2label={} if classifier is None else {int(number): str(label) for number, label in (model_config.id2label or {}).items()},
         device=device,
         dtype=dtype,

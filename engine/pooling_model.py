@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.encoder_batch import EncoderBatch, EncoderInput, build_encoder_batch
@@ -65,6 +65,11 @@ class PoolingModel:
     @property
     def num_labels(self) -> int | None:
         return None if self.classifier is None else len(self.id2label)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All that has weights of the model's main file."""
+        return [self.encoder] if self.classifier is None else [self.encoder, self.classifier.head.classifier]
 
     @property
     def is_cross_encoder(self) -> bool:
@@ -153,7 +158,9 @@ class PoolingModel:
             raise InvalidRequest(f"dimensions must be between 1 and {self.dimensions}, got {dimensions}", "dimensions")
         if dimensions != self.dimensions and not self.is_matryoshka:
             raise InvalidRequest(
-                f"this model's embeddings have {self.dimensions} dimensions and were not trained to be cut short (Matryoshka)", "dimensions"
+                f"by its files this model's embeddings, of {self.dimensions} dimensions, were not trained to be cut short;"
+                " --matryoshka says that they were",
+                "dimensions",
             )
 
 

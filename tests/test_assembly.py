@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from penstock import assembly
 from penstock.arguments import parse_arguments
 from penstock.assembly import ModelFiles, assemble_generation
+from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
 from tests.tiny_models import tiny_model
 
@@ -75,3 +76,9 @@ def test_a_single_layer_in_few_bits_is_one_layer(model_dir: Path, monkeypatch: p
     assert "; 210 layers in 4 bits; 1 layer in 8 bits; " in assembled.summary
     assembled.context.workers.shutdown()
     assembled.context.compile_grammar.close()
+
+
+def test_a_model_that_generates_has_no_embeddings_to_cut_short(model_dir: Path) -> None:
+    arguments = parse_arguments(["--model", str(model_dir), "--matryoshka", *FLAGS])
+    with pytest.raises(ConfigurationError, match="--matryoshka: for models that make embeddings, and model0 generates text"):
+        assemble_generation(arguments, Plugins.start(), ModelFiles.of(arguments))

@@ -74,9 +74,10 @@ def test_a_decoder_made_to_look_both_ways_does(tmp_path: Path) -> None:
 def test_a_language_model_is_pooled_without_its_head(tmp_path: Path) -> None:
     """As Qwen3-Embedding, whose files are those of a model that writes."""
     whole = tiny_model("qwen3")
+    encoder: Any = whole.base_model
     files = {"modules": modules("Pooling", "Normalize"), "_1_Pooling": {"pooling_mode_lasttoken": True}}
     model = load(save_encoder(whole, tmp_path, **files))
-    last = [own_states(whole.base_model, token_ids)[-1] for token_ids in prompts()]
+    last = [own_states(encoder, token_ids)[-1] for token_ids in prompts()]
     assert_equal(compute(model, prompts()), [vector / vector.norm() for vector in last])
 
 
@@ -264,7 +265,7 @@ REFUSALS: list[tuple[list[int], PoolingTask | None, dict[str, Any], str]] = [
     ([5] * (MAX_LEN + 1), None, {}, f"has {MAX_LEN + 1} tokens"),
     ([VOCAB_SIZE], None, {}, "not below"),
     ([5], "classify", {}, "does not classify; it can embed, token_embed"),
-    ([5], "embed", {"dimensions": 8}, "not trained to be cut short"),
+    ([5], "embed", {"dimensions": 8}, "not trained to be cut short; --matryoshka"),
     ([5], "embed", {"dimensions": 33}, "between 1 and 32"),
 ]
 
@@ -282,9 +283,14 @@ def test_what_the_model_cannot_do_is_refused(
         plain.check(EncoderInput(token_ids), PoolingParams(task=task, **params))
 
 
-def test_a_matryoshka_model_cuts_embeddings_and_brings_them_to_length_1_again(tmp_path: Path) -> None:
-    reference = tiny_encoder("bert", is_matryoshka=True)
-    model = load(save_encoder(reference, tmp_path, modules=modules("Pooling", "Normalize"), _1_Pooling={"pooling_mode": "mean"}))
+@pytest.mark.parametrize("where", ["config.json", "config_sentence_transformers.json", "the operator's word"])
+def test_a_matryoshka_model_cuts_embeddings_and_brings_them_to_length_1_again(where: str, tmp_path: Path) -> None:
+    reference = tiny_encoder("bert", is_matryoshka=where == "config.json")
+    files: dict[str, Any] = {"modules": modules("Pooling", "Normalize"), "_1_Pooling": {"pooling_mode": "mean"}}
+    if where == "config_sentence_transformers.json":
+        files["config_sentence_transformers"] = {"truncate_dim": 16}
+    model = load(save_encoder(reference, tmp_path, **files), matryoshka=where == "the operator's word")
+    assert model.dimensions == (16 if "config_sentence_transformers" in files else 32)
     cut = [own_states(reference, token_ids).mean(0)[:8] for token_ids in prompts()]
     assert_equal(compute(model, prompts(), dimensions=8), [vector / vector.norm() for vector in cut])
 
