@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """For whoever is on the engine's loop, and only looks."""
+        """What it runs, to be looked at and observed on its own loop."""
         return self._core
 
     @property

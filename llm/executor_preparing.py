@@ -24,17 +24,22 @@ if TYPE_CHECKING:
 
 PRIORITY_LEVELS = 2**20
 NO_END = -1
+MAX_SEQUENCES = 128
 
 
 def fold_settings(context: ServerContext, request: Request, arrival_time: float, num_steps: Callable[[], int]) -> FoldSettings:
     """What responses are made by. Raises `InvalidRequest` for what is not supported, with the name of the field."""
     check_supported(request)
+    scheduler, count = context.engine.core.scheduler, num_sequences(request)
+    limit = min(MAX_SEQUENCES, scheduler.max_num_seqs)  # they all run at once
+    if count > limit:
+        raise InvalidRequest(f"`num_return_sequences` must be at most {limit}, got {count}", "num_return_sequences")
     return FoldSettings(
-        num_sequences=num_sequences(request),
+        num_sequences=count,
         stop_token_ids=_stop_token_ids(context, request),
         stop_sequences=_sequences(request.stop_words, "stop_words", context.vocab_size),
         arrival_time=arrival_time,
-        block_size=context.engine.core.scheduler.block_size,
+        block_size=scheduler.block_size,
         num_steps=num_steps,
     )
 
@@ -164,6 +169,8 @@ def _sequences(words: Any, name: str, vocab_size: int) -> tuple[tuple[int, ...],
 
 def _stop_token_ids(context: ServerContext, request: Request) -> frozenset[int]:
     """The ids that end its sequences, of which a grammar's end is always one of the model's own."""
+    if request.end_id is not None and request.end_id >= context.vocab_size:
+        raise InvalidRequest(f"`end_id` is {request.end_id}, and the vocabulary has {context.vocab_size} tokens", "end_id")
     own = context.stop_token_ids if request.end_id is None or request.guided_decoding_params is not None else frozenset[int]()
     return own if request.end_id in (None, NO_END) else own | {request.end_id}
 
