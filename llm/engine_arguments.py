@@ -51,7 +51,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "gpu_memory_utilization": ("use `kv_cache_memory`, in bytes or such as '8GiB'", ()),
     "guided_decoding_backend": ("say `StructuredOutputsParams(backend=...)` in the sampling parameters", ("auto",)),
     "hf_overrides": ("change the model's config.json", ({},)),
-    "kv_cache_dtype": ("keys and values are in the type of the activations: use `dtype`", ("auto",)),
     "limit_mm_per_prompt": ("only text can be read", ({},)),
     "load_format": ("models are read from safetensors or GGUF files", ("auto", "safetensors")),
     "max_logprobs": ("there are at most 20", (20,)),
