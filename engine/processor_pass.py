@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.engine.logits_processors import Form
 from penstock.engine.sequence_processor import SequenceProcessor, take_changed
+from penstock.engine.transfer import sent
 
 
 class ProcessorPass:
@@ -50,7 +51,7 @@ class ProcessorPass:
     def _run_batch(self, members: list[tuple[int, SequenceProcessor]]) -> None:
         rows = [row for row, _ in members]
         processor = members[0][1].process
-        index = torch.tensor(rows, device=self.logits_RV.device)
+        index = sent(torch.tensor(rows), self.logits_RV.device)
         logits = self.logits_RV[index]  # a copy: where the call raises, the rows are as they were
         try:
             changed = processor.process_batch([member.row for _, member in members], logits)

@@ -95,9 +95,11 @@ class Sampler:
         work_BV = torch.empty((len(logits_BV), self._width), dtype=torch.float32, device=logits_BV.device)
         work_BV[:, : self.vocab_size] = logits_BV[:, : self.vocab_size]
         work_BV[:, self.vocab_size :] = -torch.inf
-        for row, state in enumerate(states):
-            if state.num_candidates:
-                work_BV[row] = (work_BV[row] / (state.params.temperature or 1.0)).log_softmax(-1)
+        searching = [row for row, state in enumerate(states) if state.num_candidates]
+        if searching:
+            temperatures = torch.tensor([states[row].params.temperature or 1.0 for row in searching])
+            rows = slice(None) if len(searching) == len(states) else searching
+            work_BV[rows] = (work_BV[rows] / sent(temperatures, work_BV.device)[:, None]).log_softmax(-1)
         return work_BV
 
     def _run_processors(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> list[Tensor | str | None]:
