@@ -23,10 +23,10 @@ class CudaHostCopies:
         host.copy_(tensor, non_blocking=True)
         # Whoever waits for it sleeps: by default CUDA would keep a core busy with looking.
         is_there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        is_there.record()  # type: ignore[no-untyped-call]
+        is_there.record()
 
         def wait() -> Tensor:
-            is_there.synchronize()  # type: ignore[no-untyped-call]
+            is_there.synchronize()
             return host
 
         return wait

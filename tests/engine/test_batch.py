@@ -78,3 +78,15 @@ def test_over_its_chunks_a_prompt_is_scored_once_per_token_but_the_first(num_pro
         core.update(step, batch, core.runner.launch(batch).collect())
     core.runner.shutdown()
     assert scored == list(range(1, num_prompt))
+
+
+def test_what_crosses_to_the_device_is_all_of_the_tensors() -> None:
+    batch = first_batch(make_core(), {"prompt": LETTERS[:3]}, {"prompt": LETTERS[3:5]})
+    meta = torch.device("meta")
+    sent = batch.on(meta)
+    assert {tensor.device for tensor in (sent.input_ids_1T, sent.positions_1T, sent.kept_T, sent.attention.packed)} == {meta}
+    for name in ("slot_mapping_T", "query_start_loc", "context_lens_B", "block_table_BN"):
+        assert getattr(sent.attention, name).shape == getattr(batch.attention, name).shape
+    assert (sent.attention.num_decodes, sent.attention.max_query_len) == (batch.attention.num_decodes, batch.attention.max_query_len)
+    assert sent.samplers is batch.samplers
+    assert batch.on(torch.device("cpu")) is batch
