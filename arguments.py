@@ -115,7 +115,8 @@ def build_parser(kind: type[CommandParser] = CommandParser) -> argparse.Argument
     """`kind` decides what becomes of mistakes."""
     parser = kind(
         prog="penstock",
-        description="Serve a language model over OpenAI's HTTP interface. Without flags: a small default model at http://127.0.0.1:8000/v1.",
+        description="Serve a language model, or one that embeds, scores or classifies texts, over OpenAI's HTTP interface. Without flags: "
+        "a small default model at http://127.0.0.1:8000/v1.",
         epilog="`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "
         "a model's output, `penstock grammar` tries schemas and grammars, and `penstock new-plugin` begins a plug-in. Each has a --help.",
         allow_abbrev=False,
@@ -160,7 +161,8 @@ def add_model_choice(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         metavar="ID|DIR|GGUF",
-        help="a Hugging Face id, a local directory, a .gguf file, or minilm for embeddings (default: SmolLM2-135M-Instruct, fetched once)",
+        help="a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2, or minilm, which embeds texts "
+        "(default: smollm2, which is SmolLM2-135M-Instruct)",
     )
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model (default: never)")
 

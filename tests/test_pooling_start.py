@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from penstock.api.context import PoolingContext
-from penstock.arguments import parse_arguments
+from penstock.arguments import build_parser, parse_arguments
 from penstock.assembly import AssembledPooling, assemble, served_names
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.packaged_model import PACKAGED_MODELS
 from penstock.plugins.manager import Plugins
 from penstock.server import bind, run
 from tests import encoders
@@ -79,6 +80,11 @@ def test_a_model_of_ours_is_served_by_its_short_name_too() -> None:
     assert served_names(parse_arguments(["--model", "minilm"])) == ("all-MiniLM-L6-v2", "minilm")
     assert served_names(parse_arguments(["--model", "minilm", "--served-model-name", "mine"])) == ("mine",)
     assert served_names(parse_arguments([])) == ("SmolLM2-135M-Instruct",)
+
+
+def test_help_names_every_model_of_ours() -> None:
+    (action,) = [action for action in build_parser()._actions if action.dest == "model"]
+    assert set(PACKAGED_MODELS) <= set(re.findall(r"\w+", action.help or ""))
 
 
 def test_a_server_says_what_it_serves_answers_and_ends_by_a_signal(embedder: Path, capsys: pytest.CaptureFixture[str]) -> None:
