@@ -91,9 +91,8 @@ def _places(model: Any, layers: list[nn.Module]) -> dict[str, Place]:
         places[f"hidden_states.{number}"] = Place(layer, is_input=True)
     if layers:
         places[f"hidden_states.{len(layers)}"] = Place(layers[-1], is_input=False)
-    decoder = model.get_decoder()
-    if decoder is not model:
-        places["hidden_states.last"] = Place(decoder, is_input=False)
+    if model.base_model is not model:  # whose head would come out with it
+        places["hidden_states.last"] = Place(model.base_model, is_input=False)
     for kind, parts in (("attention", ATTENTION_PARTS), ("mlp", MLP_PARTS)):
         found = [next((layer._modules[part] for part in parts if layer._modules.get(part) is not None), None) for layer in layers]
         for side, is_input in (("input", True), ("output", False)):
