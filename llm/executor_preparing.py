@@ -11,6 +11,7 @@ from penstock.api.workers import run
 from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.logits_processors import bind
 from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling_params import SamplingParams
 from penstock.llm.executor_fold import FoldSettings
@@ -130,12 +131,17 @@ def beam_params(request: Request) -> BeamSearchParams | None:
 
 
 def processors(context: ServerContext, request: Request) -> list[Callable[[], Any]]:
-    """What the request names, what its n-grams need, and its bias."""
+    """What the request names or brings, what its n-grams need, and its bias."""
     choices: list[tuple[str, Mapping[str, Any]]] = [(choice.name, choice.arguments) for choice in request.processors]
     size = request.sampling_config.no_repeat_ngram_size
     if size is not None and size <= request.max_tokens:  # more tokens than that do not come even once
         choices.append(("no_repeat_ngram", {"size": size}))
     made = chosen_processors(context.plugins.logits_processors, choices)
+    if request.logits_post_processor is not None:
+        try:
+            made.append(bind(request.logits_post_processor, {}))
+        except (TypeError, ValueError, LookupError) as error:
+            raise InvalidRequest(f"`logits_post_processor`: {error}", "logits_post_processor") from error
     if request.embedding_bias is not None:
         made.append(_adding(_checked_bias(request.embedding_bias, context.vocab_size)))
     return made

@@ -16,7 +16,6 @@ OF_REQUESTS = {
     "lora_config": "adapters cannot be loaded",
     "lookahead_config": "the engine drafts for itself: see `speculation` of the Executor",
     "eagle_config": "there are no draft models",
-    "logits_post_processor": "register it with the Executor's `logits_processors`, and name it in the request",
     "encoder_input_token_ids": "there are no encoders",
     "encoder_input_features": "there are no encoders",
     "encoder_output_length": "there are no encoders",

@@ -6,6 +6,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.llm.executor_checks import check_flags, check_integers, check_numbers, check_type, token_ids, words, wrong
 from penstock.llm.executor_guide import GuidedDecodingParams
 from penstock.llm.executor_output import OutputConfig
@@ -40,8 +41,9 @@ class Request:
     in it: each is a list of token ids, or text, which for `stop_words` is looked for in the text and may end within a token.
     `embedding_bias` is a float tensor [V] that is added to the logits. `client_id` comes back with the responses. `priority` is from 0
     to 1; higher goes first. `logits_processors` are names, one or several, or `LogitsProcessorConfig`s; `logits_post_processor_name` is
-    one more name. After `allotted_time`, in seconds or as a timedelta, the request ends with what there is. With `streaming`, every
-    response has the tokens since the one before, or with `return_all_generated_tokens` all so far; beams are always given whole.
+    one more name, and `logits_post_processor` a processor itself, for this request alone. After `allotted_time`, in seconds or as a
+    timedelta, the request ends with what there is. With `streaming`, every response has the tokens since the one before, or with
+    `return_all_generated_tokens` all so far; beams are always given whole.
     `pad_id` changes nothing: no output is padded.
 
     The other fields, from `position_ids` on, are not supported: a request with one of them is answered with an error that names it.
@@ -64,6 +66,7 @@ class Request:
     num_return_sequences: int | None = None
     logits_processors: str | Sequence[str | LogitsProcessorConfig] = ()
     logits_post_processor_name: str | None = None
+    logits_post_processor: RegisteredLogitsProcessor | None = None
     guided_decoding_params: GuidedDecodingParams | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
     allotted_time: float | timedelta | None = None
@@ -79,7 +82,6 @@ class Request:
     lora_config: Any = None
     lookahead_config: Any = None
     eagle_config: Any = None
-    logits_post_processor: Any = None
     encoder_input_token_ids: Any = None
     encoder_input_features: Any = None
     encoder_output_length: Any = None

@@ -163,6 +163,17 @@ def test_logits_processors_are_named_with_their_arguments_and_told_whose_row_it_
         assert "refused its arguments" in error_of(executor, ask(logits_processors=["preferring"]))
 
 
+def test_a_request_may_bring_a_logits_processor_of_its_own() -> None:
+    def only_z(request_id: str, logits: Tensor, token_ids: list[int], client_id: Any) -> None:
+        logits[ids("z")[0]] += 500.0
+
+    with make_executor() as executor:
+        first, second = executor.enqueue_requests([ask(max_tokens=3, logits_post_processor=only_z), ask(max_tokens=3)])
+        assert result_of(executor, first).output_token_ids == [ids("zzz")]
+        assert result_of(executor, second).output_token_ids == [_said("?", 3)]
+        assert "`logits_post_processor`" in error_of(executor, ask(logits_post_processor=3))
+
+
 @pytest.mark.parametrize(
     ("kind", "guide", "matches"),
     [
