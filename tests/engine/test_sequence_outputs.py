@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.outputs import FinishReason
 from penstock.engine.sequence_outputs import RowBuffer, SequenceOutputs
 from tests.engine.test_lookahead import MAX_MODEL_LEN, Plan, letter_or_end, plans, run
@@ -23,9 +24,11 @@ def rows(first: int, stop: int) -> dict[str, Tensor]:
 class Watched(Plan):
     names: tuple[str, ...] = ()
     with_context: bool = False
+    width: int = 1
 
     def make(self, name: str) -> Any:
         request = super().make(name)
+        request.beam = BeamSearchParams(self.width) if self.width > 1 else None
         request.outputs, request.with_context_outputs = self.names, self.with_context and bool(self.names)
         return request
 
@@ -33,8 +36,11 @@ class Watched(Plan):
 @st.composite
 def watched_plans(draw: st.DrawFn) -> Watched:
     plan = draw(plans())
+    width = draw(st.sampled_from([1, 1, 1, 3]))
+    if width > 1:
+        plan.options = {name: plan.options[name] for name in ("prompt", "n", "priority")} | {"max_tokens": draw(st.integers(1, 9))}
     names = draw(st.sampled_from([(), ("inputs",), ("logits",), ("inputs", "logits")]))
-    return Watched(plan.begins_at, plan.leaves_at, plan.options, names=names, with_context=draw(st.booleans()))
+    return Watched(plan.begins_at, plan.leaves_at, plan.options, names=names, with_context=draw(st.booleans()), width=width)
 
 
 def assert_rows(outputs: dict[str, Tensor], names: tuple[str, ...], token_ids: list[int], first: int) -> None:
@@ -71,7 +77,7 @@ def test_rows_are_those_of_the_tokens_in_order_and_each_once(
     core = make_core(
         letter_or_end,
         block_size=block_size,
-        num_blocks=-(-MAX_MODEL_LEN // block_size) + num_spare_blocks,
+        num_blocks=-(-MAX_MODEL_LEN // block_size) * max(one.width for one in plan) + num_spare_blocks,
         max_num_seqs=5,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
