@@ -31,8 +31,6 @@ def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: f
         raise InvalidRequest("`top_k` has no meaning in beam search", "top_k")
     if num_candidates(width, len(end_token_ids(request, stop_token_ids))) > MAX_CANDIDATES:
         raise InvalidRequest(f"`stop_token_ids` are too many for a `beam_width` of {width}", "stop_token_ids")
-    if request.grammar is not None and request.make_answer().end_marker is not None:
-        raise InvalidRequest("beam search cannot reason before an answer that is held to a constraint", "beam_width")
     num_prompt = len(request.prompt_token_ids)
     num_tokens = max_model_len if params.max_tokens is None else min(max_model_len, num_prompt + params.max_tokens)
     num_blocks = scheduler.num_blocks_for(num_prompt, num_tokens, width)

@@ -123,8 +123,9 @@ class BeamProcessor:
         search.sequences[:] = [made.get(place, parent) for place, parent in enumerate(parents)]
         for sequence in dropped:
             self.outputs.retire(sequence)
-        for sequence, parent, continuation in zip(search.sequences, parents, continuations, strict=True):
-            search.append(sequence, parent, continuation.token_id)
+        before = [parent.answer for parent in parents]
+        for sequence, parent, answer, continuation in zip(search.sequences, parents, before, continuations, strict=True):
+            search.reader.append(sequence, parent, answer, continuation.token_id)
         search.reader.forget()
         self.outputs.num_generation_tokens += len(continuations)
 

@@ -86,13 +86,6 @@ class BeamSearch:
         self.num_made += 1
         return sequence
 
-    def append(self, sequence: Sequence, parent: Sequence, token_id: int) -> None:
-        """The sequence, which is where the parent was, goes on."""
-        if sequence.gate is not None:
-            sequence.gate.advance(sequence.answer, token_id)
-        sequence.answer = self.reader.answer_after(parent, token_id)
-        sequence.append(token_id)
-
     def gather(self) -> Sequence:
         """Has the others wait on the best beam, without anything that was computed. Gives that one."""
         self.candidates.clear()

@@ -8,7 +8,9 @@ from penstock.engine.answer import Answer
 from penstock.engine.events import Event, Reasoning, Text
 from penstock.engine.grammar import GrammarMatcher
 from penstock.engine.parsing import Phase
+from penstock.engine.tokenizer import Tokenizer
 
+UNFIT_START = "the text in the token that ended the reasoning does not fit the grammar"
 MAX_FORCED_TOKENS = 64  # at once: the loop reads them all before it turns to anybody else
 
 
@@ -105,6 +107,20 @@ class GrammarGate:
         self._taken[-1] += len(token_ids)
         self._num_accepted += len(token_ids)
         return True
+
+    def begin(self, answer: Answer, events: list[Event], tokenizer: Tokenizer) -> list[Event] | None:
+        """Takes what the token that ended the reasoning held beyond that, and gives the `events` of that token as they are to be shown.
+
+        None where the text does not fit the grammar and a parser holds it, which would read what follows as a part of it.
+        """
+        rest = answer.new_content
+        if rest.isspace():
+            return [event for event in events if not isinstance(event, Text)]
+        if rest and not self.advance_rest(tokenizer.encode(rest, add_special_tokens=False)):
+            if "".join(event.text for event in events if isinstance(event, Text)) != rest:
+                return None
+            return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
+        return events
 
     def shown(self, answer: Answer, events: list[Event]) -> list[Event]:
         """What the answer has just given. Content that some formats have before the reasoning is over goes with the reasoning.

@@ -4,8 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from penstock.engine.events import Reasoning, Text
-from penstock.engine.grammar_gate import MAX_FORCED_TOKENS, GrammarGate
+from penstock.engine.grammar_gate import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
 from penstock.engine.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
@@ -145,14 +144,10 @@ class OutputProcessor:
         White space there belongs to the marker, as far as a constrained answer goes, and what the grammar does not begin with to the
         reasoning. The next token is no end.
         """
-        rest = sequence.answer.new_content
-        if rest.isspace():
-            delta.events = [event for event in delta.events if not isinstance(event, Text)]
-        elif rest and not gate.advance_rest(self.tokenizer.encode(rest, add_special_tokens=False)):
-            if "".join(event.text for event in delta.events if isinstance(event, Text)) != rest:
-                # A parser holds it, and would read what follows as a part of it.
-                return self.fail(sequence, delta, "the text in the token that ended the reasoning does not fit the grammar")
-            delta.events = [Reasoning(event.text) if isinstance(event, Text) else event for event in delta.events]
+        events = gate.begin(sequence.answer, delta.events, self.tokenizer)
+        if events is None:
+            return self.fail(sequence, delta, UNFIT_START)
+        delta.events = events
         if self._is_grammar_finished(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif not gate.has_begun:

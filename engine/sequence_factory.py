@@ -8,7 +8,7 @@ from penstock.engine.answer import Answer
 from penstock.engine.beam_check import end_token_ids, num_candidates
 from penstock.engine.beam_group import BeamGroup
 from penstock.engine.beam_params import BeamSearchParams
-from penstock.engine.beam_reader import BeamReader
+from penstock.engine.beam_reader import BeamReader, must_go_on
 from penstock.engine.beam_search import BeamSearch
 from penstock.engine.grammar_gate import GrammarGate
 from penstock.engine.ngram_proposer import NgramProposer
@@ -63,6 +63,7 @@ class SequenceFactory:
         reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_gate(request, answer))
         first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
         first.sampling.num_candidates = group.num_candidates
+        first.sampling.block_stop = must_go_on(first, first.answer.phase)
         return first.search
 
     def _make_one(self, request: Request, index: int, arrival: int, bad_words_ids: list[list[int]]) -> Sequence:

@@ -279,7 +279,7 @@ def make_request(
 
 def beam_request(request_id: str, prompt: str | list[int], beam: BeamSearchParams, *, priority: int = 0, **rules: Any) -> Request:
     """One for beam search. `rules` are a grammar, logits processors, or fields of the sampling parameters."""
-    own = {name: rules.pop(name) for name in ("grammar", "logits_processors", "parser") if name in rules}
+    own = {name: rules.pop(name) for name in ("grammar", "logits_processors", "parser", "tail") if name in rules}
     params = beam.sampling_params(**rules)
     read_by = ("stop", "include_stop_str_in_output", "skip_special_tokens", "min_tokens")
     reader = make_request(request_id, prompt, priority=priority, **{name: getattr(params, name) for name in read_by}, **own)

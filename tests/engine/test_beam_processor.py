@@ -16,8 +16,10 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.turn import Turn
+from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.qwen3 import qwen3
 from tests.fakes import (
+    END_THINK,
     EOS,
     LETTERS,
     TOKENIZER,
@@ -27,6 +29,7 @@ from tests.fakes import (
     generate,
     make_core,
     make_request,
+    reasoning,
     runner_of,
     tokens,
     undecided,
@@ -227,6 +230,46 @@ def test_a_late_mask_holds_up_its_search_and_nobody_else() -> None:
         said += deltas["other"]
     release.set()
     assert_equal(answers(drive(core)["r"]), alone("?", BeamSearchParams(3, 20), grammar=Grammar(lambda: Walk(5, length=8))))
+
+
+def thinking(history: Sequence[int]) -> Tensor:
+    """Ends its reasoning soon, or would end its answer in it."""
+    logits_V = undecided(history).clone()
+    if END_THINK not in history:
+        logits_V[END_THINK] += 6
+        logits_V[EOS] += 3
+    return logits_V
+
+
+class Open(Walk):
+    """One that can be forked."""
+
+    def fork(self) -> "Open":
+        other = Open(self.seed, length=self.length)
+        other.path = list(self.path)
+        return other
+
+
+@pytest.mark.parametrize("kind", [Walk, Open])
+@pytest.mark.parametrize("num_blocks", [40, 200])
+def test_reasoning_comes_before_a_constraint_and_ends_before_the_answer_does(kind: type[Walk], num_blocks: int) -> None:
+    core = make_core(thinking, num_blocks=num_blocks, max_model_len=100)
+    grammar = Grammar(lambda: kind(5, length=5))
+    core.add(make_request("text", "x", max_tokens=30, n=3, temperature=1.0, seed=1))
+    core.add(beam_request("r", "?", BeamSearchParams(4, 20), grammar=grammar, parser=deepseek_r1, tail="<think>\n"))
+    deltas = [delta for delta in drive(core)["r"] if delta.finish_reason is not None]
+    assert all(delta.error is None for delta in deltas)
+    closed = [delta for delta in deltas if END_THINK in delta.token_ids]
+    assert closed
+    for delta in closed:
+        place = delta.token_ids.index(END_THINK)
+        assert EOS not in delta.token_ids[:place]
+        assert reasoning([delta], delta.index) == TOKENIZER.decode(delta.token_ids[:place])
+        walk = Walk(5, length=5)
+        assert all(walk.advance(token_id) for token_id in delta.token_ids[place + 1 :])
+        assert delta.finish_reason is FinishReason.LENGTH or walk.allowed(walk.path) == [EOS] or delta.token_ids[-1] == EOS
+        assert content([delta], delta.index) == TOKENIZER.decode([token for token in walk.path if token != EOS])
+    assert any(content([delta], delta.index) for delta in closed)
 
 
 class Failing(Walk):
