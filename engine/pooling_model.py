@@ -75,9 +75,14 @@ class PoolingModel:
     def is_cross_encoder(self) -> bool:
         return "score" in self.tasks
 
-    @torch.inference_mode()
     def compute(self, inputs: Sequence[PoolingInput]) -> list[Tensor]:
         """The answers, float32 on the CPU, in the order of the inputs. They do not depend on what else is in the batch."""
+        with torch.inference_mode():
+            answers = self._compute(inputs)
+        # Each of its own: neither keeps the whole batch in memory, nor is a tensor that only inference may change.
+        return [answer.clone() for answer in answers]
+
+    def _compute(self, inputs: Sequence[PoolingInput]) -> list[Tensor]:
         batch = build_encoder_batch([text.tokens for text in inputs], self.device)
         states_TD = self.forward(batch)
         answers: list[Tensor] = [torch.empty(0)] * len(inputs)
@@ -86,7 +91,7 @@ class PoolingModel:
             if places:
                 params = [inputs[batch.order[place]].params for place in places]
                 for place, value in zip(places, answer(states_TD, batch, places, params), strict=True):
-                    answers[batch.order[place]] = value.cpu()
+                    answers[batch.order[place]] = value
         return answers
 
     def _answering(self) -> "Sequence[tuple[tuple[PoolingTask, ...], Answering]]":
@@ -102,11 +107,13 @@ class PoolingModel:
         vectors_BD = pooled(states_TD, batch, places, self.files.pooling_modes, num_left_out)
         for stage in self.stages:
             vectors_BD = stage(vectors_BD)
-        return [self._finished(vector_D, each) for vector_D, each in zip(vectors_BD, params, strict=True)]
+        if len({(each.dimensions, each.normalize) for each in params}) == 1:
+            return list(self._finished(vectors_BD, params[0]).cpu())
+        return [self._finished(vector_D, each).cpu() for vector_D, each in zip(vectors_BD, params, strict=True)]
 
     def _embed_tokens(self, states_TD: Tensor, batch: EncoderBatch, places: list[int], params: list[PoolingParams]) -> list[Tensor]:
         parts = torch.split(states_TD, batch.lengths)
-        return [self._finished(parts[place].float(), each) for place, each in zip(places, params, strict=True)]
+        return [self._finished(parts[place].float(), each).cpu() for place, each in zip(places, params, strict=True)]
 
     def _finished(self, vectors_XD: Tensor, params: PoolingParams) -> Tensor:
         """Cut short and of length 1, as asked; whatever is cut short is brought to length 1 only then."""
@@ -121,13 +128,13 @@ class PoolingModel:
         assert self.classifier.reads is not None
         vectors_BD = pooled(states_TD, batch, places, (self.classifier.reads,), [0] * len(places))
         logits_BL = self.classifier.head(vectors_BD[:, None].to(self.dtype))
-        probabilities, scores = self.classifier.activation(logits_BL), self.classifier.score_activation(logits_BL)
+        probabilities, scores = self.classifier.activation(logits_BL).cpu(), self.classifier.score_activation(logits_BL).cpu()
         return [(scores if each.task == "score" else probabilities)[row] for row, each in enumerate(params)]
 
     def _classify_tokens(self, states_TD: Tensor, batch: EncoderBatch, places: list[int], params: list[PoolingParams]) -> list[Tensor]:
         assert self.classifier is not None
         parts = torch.split(self.classifier.activation(self.classifier.head(states_TD[None])[0]), batch.lengths)
-        return [parts[place] for place in places]
+        return [parts[place].cpu() for place in places]
 
     def check(self, tokens: EncoderInput, params: PoolingParams) -> PoolingInput:
         """The input with its task filled in. Raises `InvalidRequest` for what this model cannot do with it."""

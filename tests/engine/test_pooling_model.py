@@ -301,3 +301,20 @@ def test_one_batch_serves_several_tasks(plain: PoolingModel) -> None:
     together = plain.compute(inputs)
     assert_equal(together, [plain.compute([each])[0] for each in inputs])
     assert [answer.dim() for answer in together] == [1, 2, 1]
+
+
+def test_texts_of_one_batch_are_finished_each_as_it_was_asked(plain: PoolingModel) -> None:
+    params = [PoolingParams(normalize=True), PoolingParams(normalize=False), PoolingParams(normalize=True)]
+    inputs = [plain.check(EncoderInput(ids), own) for ids, own in zip(prompts(), params, strict=False)]
+    together = plain.compute(inputs)
+    assert_equal(together, [plain.compute([each])[0] for each in inputs])
+    assert [bool(torch.isclose(answer.norm(), torch.tensor(1.0))) for answer in together] == [True, False, True]
+
+
+def test_answers_are_tensors_of_the_callers_own(plain: PoolingModel) -> None:
+    first, second = compute(plain, prompts()[:2], task="token_embed")
+    before = second.clone()
+    first.zero_()
+    assert torch.equal(second, before)
+    assert first.untyped_storage().nbytes() == first.nbytes
+    assert not first.is_inference()
