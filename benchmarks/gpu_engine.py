@@ -15,13 +15,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.gpu_clock import Clock
 from benchmarks.gpu_shapes import Shape
 from penstock.engine.answer import Answer
+from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.engine_core import DeltasByRequest, EngineCore
 from penstock.engine.model_loader import in_memory
+from penstock.engine.model_runner import StepHandle
 from penstock.engine.request import Request
 from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.scheduler import Step
 from penstock.engine.tokenizer import Tokenizer
 
 MAX_LEN = 4096
@@ -70,7 +73,7 @@ def make_core(model: PreTrainedModel, shape: Shape, device: torch.device, **sett
 
 @dataclass(frozen=True, slots=True)
 class DecodeTimes:
-    """Medians. A whole step is scheduling, sampling and detokenization as well, and ends when its tokens are known."""
+    """Medians. A whole step is scheduling, sampling and detokenization as well: from one step's tokens being known to the next one's."""
 
     step_s: float
     forward_s: float
@@ -99,13 +102,23 @@ def costliest_kernels(run: Callable[[], Any], device: torch.device) -> list[tupl
     return sorted(found, key=lambda kernel: -kernel[2])[:NUM_KERNELS]
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that is under way."""
+
+    step: Step
+    batch: Batch
+    handle: StepHandle
+
+
 @dataclass(slots=True)
 class Driver:
-    """Sends requests to a core and steps it. Every request has a name and a prompt of its own."""
+    """Sends requests to a core and steps it as the server does. Every request has a name and a prompt of its own."""
 
     core: EngineCore
     vocab_size: int
     _num_requests: int = 0
+    _ahead: Flight | None = None
 
     def add(self, count: int, prompt_len: int, output_len: int) -> list[str]:
         """Greedy requests, which never end before their length."""
@@ -125,12 +138,31 @@ class Driver:
             )
         return names
 
+    def step(self) -> DeltasByRequest:
+        """What a step brings. The next one is under way by then, where the engine schedules ahead."""
+        flight = self._ahead or self._launch(self.core.schedule())
+        assert flight is not None, "there is nothing to do"
+        self._ahead = self._launch(self.core.schedule_ahead(flight.step, flight.batch))
+        return self.core.update(flight.step, flight.batch, flight.handle.collect())
+
     def finish(self) -> int:
         """Steps until nothing is left to do; returns how many tokens came."""
         num_tokens = 0
-        while self.core.has_work:
-            num_tokens += sum(len(delta.token_ids) for deltas in self.core.step().values() for delta in deltas)
+        while self.core.has_work or self._ahead is not None:
+            num_tokens += sum(len(delta.token_ids) for deltas in self.step().values() for delta in deltas)
         return num_tokens
+
+    def land(self) -> None:
+        """Ends the step that is under way, if one is, and begins none."""
+        if self._ahead is not None:
+            flight, self._ahead = self._ahead, None
+            self.core.update(flight.step, flight.batch, flight.handle.collect())
+
+    def _launch(self, step: Step | None) -> Flight | None:
+        if step is None:
+            return None
+        batch = self.core.build(step)
+        return Flight(step, batch, self.core.runner.launch(batch))
 
     def generate_s(self, count: int, prompt_len: int, output_len: int) -> float:
         """Wall time of whole requests that come at once."""
@@ -145,11 +177,12 @@ class Driver:
         """Steps in which `count` sequences get one token each."""
         assert count <= self.core.scheduler.max_num_seqs, "they would never all run at once"
         names = self.add(count, prompt_len, MAX_LEN - prompt_len)
-        while len(self.core.step()) < count:
+        while len(self.step()) < count:
             pass
         for _ in range(WARMUP_STEPS):
-            self.core.step()
-        step_s = Clock(torch.device("cpu")).median_s(self.core.step, repeats=num_steps, warmup=0)
+            self.step()
+        step_s = Clock(torch.device("cpu")).median_s(self.step, repeats=num_steps, warmup=0)
+        self.land()
         step = self.core.schedule()
         assert step is not None
         batch = self.core.build(step)

@@ -266,6 +266,20 @@ def steps(core: EngineCore, said: list[SequenceDelta]) -> Iterator[tuple[Step, S
         core.check_integrity()
 
 
+def test_a_constrained_request_need_not_wait_until_the_others_have_ended() -> None:
+    core = make_core(is_async=True, max_num_seqs=2)
+    core.add(make_request("long", max_tokens=60))
+    num_ahead = 0
+    for number, (_, follower) in enumerate(steps(core, [])):
+        num_ahead += follower is not None
+        if number == 5:
+            assert num_ahead == 6
+            core.add(make_request("constrained", grammar=Grammar(lambda: Walk(1)), max_tokens=4))
+        if number == 7:
+            assert len(core.scheduler.running) == 2
+    assert num_ahead > 40
+
+
 def test_a_likely_draft_is_worth_waiting_for() -> None:
     core = make_core(saying("abcabcabcabcabcabc"), rows_for_weights=20.0, is_async=True)
     core.add(make_request(max_tokens=15))
