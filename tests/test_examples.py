@@ -64,6 +64,13 @@ def test_prompts_are_continued_without_a_server(tiny_model_dir: str, capsys: pyt
     assert re.search(r"Answer:' \.\.\. ' (yes|no)'$", shown, re.MULTILINE)
 
 
+def test_the_likeliest_answers_are_searched_for(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("beam_search", capsys, "--model", tiny_model_dir, "--width", "3")
+    totals = [float(total) for total in re.findall(r"^ +(-\d+\.\d\d) ['\"].*, ended by \w+$", shown, re.MULTILINE)]
+    assert len(totals) == 6
+    assert shown.count("one token after the other") == 2
+
+
 def test_conversations_are_answered_without_a_server(tiny_model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = shown_by("offline_chat", capsys, "--model", tiny_model_dir, "--max-tokens", "30")
     assert len(re.findall(r"^  content:   ['\"]", shown, re.MULTILINE)) == 2

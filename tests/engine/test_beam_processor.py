@@ -324,7 +324,7 @@ def test_every_beam_has_logits_processors_that_saw_its_own_tokens() -> None:
 
 def uncopyable(turn: Turn) -> Any:
     parser: Any = qwen3(turn)
-    parser.lines = (line for line in ())
+    parser.lines = (line for line in "no copies")
     return parser
 
 
