@@ -2,32 +2,20 @@
 
 import math
 import uuid
-from collections.abc import Sequence
 
 from penstock.api.context import ServerContext
 from penstock.api.preparing import answer_reader
 from penstock.engine.beam_params import BeamSearchParams
-from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer
-from penstock.llm.preparing import Prepared, check_params, located, token_ids_of
+from penstock.llm.preparing import Prepared, check_params, token_ids_of
 from penstock.llm.prompts import PromptSource
 from penstock.llm.request_output import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 
 
-async def prepare_beams(context: ServerContext, sources: Sequence[PromptSource], params: BeamSearchParams) -> list[Prepared]:
-    """One request per prompt. Raises `InvalidRequest`, naming which of several prompts is at fault."""
-    batch = []
-    for source in sources:
-        try:
-            batch.append(await _prepare(context, source, params))
-        except InvalidRequest as error:
-            raise located(error, source.path) from None
-    return batch
-
-
-async def _prepare(context: ServerContext, source: PromptSource, params: BeamSearchParams) -> Prepared:
+async def prepare_beams(context: ServerContext, source: PromptSource, params: BeamSearchParams) -> Prepared:
+    """Raises `InvalidRequest`."""
     token_ids = await token_ids_of(context, source)
     sampling = params.sampling_params()
     own = SamplingParams(**{name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__})

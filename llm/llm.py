@@ -1,6 +1,7 @@
 """`LLM`: a model for batches of prompts, with vLLM's calls."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, NoReturn, cast
 
 from penstock.engine.beam_params import BeamSearchParams
@@ -16,9 +17,9 @@ from penstock.llm.pooling_output import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from penstock.llm.preparing import ChatOptions, Message, Prepared, located, prepare_chat, prepare_prompt
+from penstock.llm.preparing import ChatOptions, Message, Prepared, prepare_chat, prepare_each, prepare_prompt
 from penstock.llm.progress import Progress, UseTqdm
-from penstock.llm.prompts import Prompt, PromptSource, read_prompts
+from penstock.llm.prompts import Prompt, read_prompts
 from penstock.llm.request_output import BeamSearchOutput, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 
@@ -62,7 +63,12 @@ class LLM(OfflineModel):
         sources = read_prompts(prompts)
         params = self._for_each(sampling_params, len(sources), "prompts")
         priorities = _priorities(priority, len(sources))
-        return self._run(self._loop.run(self._prepare(sources, params, priorities)), use_tqdm)
+        context = self._model.generating
+        requests = (
+            (source.path, prepare_prompt(context, source, own, priority=order))
+            for source, own, order in zip(sources, params, priorities, strict=True)
+        )
+        return self._run(self._loop.run(prepare_each(requests)), use_tqdm)
 
     def chat(
         self,
@@ -92,14 +98,22 @@ class LLM(OfflineModel):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self._run(self._loop.run(self._prepare_chats(conversations, params, options, is_batch)), use_tqdm)
+        context = self._model.generating
+        paths = [f"messages[{index}]" for index in range(len(conversations))] if is_batch else ["messages"]
+        requests = (
+            (path, prepare_chat(context, conversation, own, options, path))
+            for path, conversation, own in zip(paths, conversations, params, strict=True)
+        )
+        return self._run(self._loop.run(prepare_each(requests)), use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: UseTqdm = False
     ) -> list[BeamSearchOutput]:
         """The best answers to each prompt, best first, by the search that `transformers` does."""
-        batch = self._loop.run(prepare_beams(self._model.generating, read_prompts(prompts), params))
-        return [beam_output(output, self._model.generating.tokenizer) for output in self._run(batch, use_tqdm)]
+        context = self._model.generating
+        requests = ((source.path, prepare_beams(context, source, params)) for source in read_prompts(prompts))
+        batch = self._loop.run(prepare_each(requests))
+        return [beam_output(output, context.tokenizer) for output in self._run(batch, use_tqdm)]
 
     def encode(
         self,
@@ -168,33 +182,10 @@ class LLM(OfflineModel):
     def start_profile(self) -> NoReturn:
         raise InvalidRequest("profiles are not taken here: see benchmarks/profile_step.py, or run the process under a profiler")
 
-    async def _prepare(
-        self, sources: Sequence[PromptSource], params: Sequence[SamplingParams], priorities: Sequence[int]
-    ) -> list[Prepared]:
-        context, batch = self._model.generating, []
-        for source, own, priority in zip(sources, params, priorities, strict=True):
-            try:
-                batch.append(await prepare_prompt(context, source, own, priority=priority))
-            except InvalidRequest as error:
-                raise located(error, source.path) from None
-        return batch
-
-    async def _prepare_chats(
-        self, conversations: Sequence[Conversation], params: Sequence[SamplingParams], options: ChatOptions, is_batch: bool
-    ) -> list[Prepared]:
-        context, batch = self._model.generating, []
-        for index, (conversation, own) in enumerate(zip(conversations, params, strict=True)):
-            path = f"messages[{index}]" if is_batch else "messages"
-            try:
-                batch.append(await prepare_chat(context, conversation, own, options, path))
-            except InvalidRequest as error:
-                raise located(error, path) from None
-        return batch
-
     def _run(self, batch: Sequence[Prepared], use_tqdm: UseTqdm) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
-        with Progress(use_tqdm, len(batch)) as progress:
-            for place, output in self._loop.iterate(run_batch(self._model, batch)):
+        with Progress(use_tqdm, len(batch)) as progress, closing(self._loop.iterate(run_batch(self._model, batch))) as running:
+            for place, output in running:
                 outputs[place] = output
                 progress.add(output)
         return [outputs[place] for place in range(len(batch))]

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 from penstock.engine.errors import EngineUnavailable
@@ -54,8 +54,8 @@ class LoopThread:
             raise
         return call.result()
 
-    def iterate(self, source: AsyncGenerator[T, None]) -> Iterator[T]:
-        """What the generator yields, one item at a time. Leaving the iteration closes it."""
+    def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """What the generator yields, one item at a time. Closing the iterator closes it."""
         try:
             while True:
                 try:

@@ -1,7 +1,8 @@
 """From what a caller of the library gives to requests of the engine, through the same checks as over HTTP."""
 
+import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,6 +144,18 @@ def check_params(context: ServerContext, params: SamplingParams, num_prompt_toke
         num_prompt_tokens=num_prompt_tokens,
         max_model_len=context.max_model_len,
     )
+
+
+async def prepare_each(requests: Iterable[tuple[str, Awaitable[Prepared]]]) -> list[Prepared]:
+    """All of a call's requests, by where in the call they come from. Raises `InvalidRequest`, naming which of several is at fault."""
+    batch = []
+    for path, preparing in requests:
+        try:
+            batch.append(await preparing)
+        except InvalidRequest as error:
+            raise located(error, path) from None
+        await asyncio.sleep(0)  # a batch of thousands must not hold up the answers to others
+    return batch
 
 
 def located(error: InvalidRequest, path: str) -> InvalidRequest:

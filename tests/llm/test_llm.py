@@ -17,6 +17,7 @@ from penstock import (
     BeamSearchParams,
     EngineUnavailable,
     InvalidRequest,
+    QueueFull,
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
@@ -37,7 +38,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
 
 
 @torch.inference_mode()
@@ -310,6 +312,31 @@ def test_a_bar_counts_prompts_and_tokens(llm: LLM) -> None:
     assert bars[0].options["total"] == bars[0].num_updates == 2
     assert bars[0].is_closed
     assert "est. speed input: " in bars[0].postfix
+
+
+def test_an_interrupted_call_leaves_nothing_running(llm: LLM) -> None:
+    class Bar:
+        def __init__(self, **options: Any) -> None:
+            """It is called as tqdm is."""
+
+        def update(self, n: int = 1) -> None:
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            """There is nothing to close."""
+
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=200, ignore_eos=True)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], params, use_tqdm=Bar)
+    stats = llm._model.generating.engine.stats()
+    assert stats.num_running == stats.num_waiting == 0
+
+
+def test_a_bound_on_waiting_requests_refuses_the_whole_batch(model_dir: Path) -> None:
+    with LLM(model_dir, max_waiting_requests=1, max_num_seqs=1, **SETTINGS) as llm:
+        with pytest.raises(QueueFull):
+            llm.generate(["a"] * 20, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+        assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
 
 
 def test_what_is_not_supported_is_refused_by_name(llm: LLM) -> None:
