@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from penstock import __version__
 from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
@@ -15,6 +15,7 @@ from penstock.engine.errors import ConfigurationError
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 COMMANDS = ("serve", "plugins", "parse", "grammar", "new-plugin")  # all but the first have flags of their own: see `commands`
+Runner = Literal["auto", "generate", "pooling"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -24,6 +25,7 @@ class Arguments:
     """What the command line said, parsed and checked. Sizes are in bytes, times in seconds."""
 
     engine: EngineConfig
+    runner: Runner
     served_model_names: tuple[str, ...]
     plugins: tuple[str, ...]
     without: tuple[str, ...]
@@ -90,6 +92,7 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
             trust_remote_code=given.trust_remote_code,
             matryoshka=given.matryoshka,
         ),
+        runner=given.runner,
         served_model_names=tuple(given.served_model_name),
         plugins=tuple(given.plugin),
         without=tuple(given.without),
@@ -141,6 +144,13 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="what clients call the model; repeatable, the first is the one in responses (default: --model)",
+    )
+    group.add_argument(
+        "--runner",
+        choices=get_args(Runner),
+        default="auto",
+        help="refuse a model of another kind: generate is for those that write text, pooling for those that turn it into numbers "
+        "(default: auto, whatever the model's files say)",
     )
     group.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="of weights and activations (default: auto)")
     group.add_argument(

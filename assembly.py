@@ -83,7 +83,11 @@ class ModelFiles:
 def assemble(arguments: Arguments, plugins: Plugins) -> Assembled | AssembledPooling:
     """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked."""
     files = ModelFiles.of(arguments)
-    if model_kind(files.directory) == "pooling":
+    kind = model_kind(files.directory)
+    if arguments.runner not in ("auto", kind):
+        what = "writes text" if kind == "generate" else "turns text into numbers"
+        raise ConfigurationError(f"--runner {arguments.runner} is for another kind of model: {model_name(arguments.engine.model)} {what}")
+    if kind == "pooling":
         return assemble_pooling(arguments, files)
     return assemble_generation(arguments, plugins, files)
 

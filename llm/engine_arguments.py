@@ -59,7 +59,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "override_generation_config": ("give `SamplingParams`", ({},)),
     "pipeline_parallel_size": ("a model runs on one device", (1,)),
     "revision": ("name a local directory that holds it", ("main",)),
-    "runner": ("the model's own files say what it is for", ("auto",)),
     "skip_tokenizer_init": ("a model is always loaded with its tokenizer", (False,)),
     "speculative_config": ("use `speculation`, 'ngram' or 'none'", ()),
     "structured_outputs_config": ("say `StructuredOutputsParams(backend=...)` in the sampling parameters", ({},)),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 EVERY_FLAG = """
-    --model m --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10 --trust-remote-code
+    --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10 --trust-remote-code
     --matryoshka
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template
@@ -81,6 +81,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     expected = Arguments(
         engine=engine,
+        runner="pooling",
         served_model_names=("a", "b"),
         plugins=("deepseek_r1", "hermes"),
         without=("granite",),

@@ -71,6 +71,12 @@ def test_flags_that_only_a_model_that_generates_can_keep_are_refused(embedder: P
         assembled(embedder, *flags)
 
 
+def test_whoever_says_what_kind_of_model_it_is_has_to_be_right(embedder: Path) -> None:
+    close(assembled(embedder, "--runner", "pooling").context)
+    with pytest.raises(ConfigurationError, match="--runner generate is for another kind of model: embedder0 turns text into numbers"):
+        assembled(embedder, "--runner", "generate")
+
+
 def test_flags_that_are_kept_anyway_are_fine(embedder: Path) -> None:
     flags = ["--plugin", "none", "--kv-cache-memory", "1MiB", "--speculation", "none", "--compile", "off", "--seed", "1"]
     close(assembled(embedder, *flags).context)

@@ -25,7 +25,7 @@ class Places:
     num_cancelled: int = 0
     params: list[PoolingParams] = field(default_factory=list)
 
-    async def pool(self, prompt_token_ids: list[int], params: PoolingParams, **_: Any) -> PoolingOutput:
+    async def pool(self, prompt_token_ids: list[int], params: PoolingParams, **options: Any) -> PoolingOutput:
         if self.num_open + self.num_taken >= self.num_places:
             raise QueueFull("full")
         self.params.append(params)

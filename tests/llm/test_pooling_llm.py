@@ -98,7 +98,7 @@ def test_pairs_are_scored_by_the_cosine_of_an_embedding_models_vectors(embedding
 
 
 def test_classes_come_with_their_labels(tmp_path: Path) -> None:
-    with LLM(encoders.classifier_directory(tmp_path), threads=1) as llm:
+    with LLM(encoders.classifier_directory(tmp_path), runner="pooling", threads=1) as llm:
         for output in llm.classify(TEXTS, **QUIET):
             assert isinstance(output, ClassificationRequestOutput)
             assert output.outputs.num_classes == 3
