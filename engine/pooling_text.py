@@ -10,7 +10,7 @@ from penstock.engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """`num_instruction_tokens` goes into `PoolingParams`."""
+    """`num_instruction_tokens` goes into `PoolingParams`; it is counted for models that leave them out."""
 
     tokens: EncoderInput
     num_instruction_tokens: int = 0
@@ -36,7 +36,8 @@ def encode_text(
         text, pair, instruction = text.lower(), None if pair is None else pair.lower(), instruction.lower()
     token_ids, token_type_ids = tokenizer.encode_pair(instruction + text, pair, max_tokens=max_tokens, max_pair_tokens=max_pair_tokens)
     tokens = EncoderInput(token_ids, None if pair is None else token_type_ids)
-    return EncodedText(tokens, _num_tokens(tokenizer, instruction) if instruction else 0)
+    is_counted = bool(instruction) and not files.include_prompt
+    return EncodedText(tokens, _num_tokens(tokenizer, instruction) if is_counted else 0)
 
 
 def _instruction(files: SentenceFiles, name: str | None) -> str:

@@ -10,7 +10,7 @@ from penstock.engine.tokenizer import Tokenizer
 
 LONG = "the cat sat on the mat and it was very, very pleased with itself"
 SHORT = "Paris is a city"
-PROMPTS = SentenceFiles(prompts={"query": "query: ", "document": ""}, default_prompt_name="query")
+PROMPTS = SentenceFiles(prompts={"query": "query: ", "document": ""}, default_prompt_name="query", include_prompt=False)
 
 
 @pytest.fixture(scope="module")
