@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from tests.tiny_models import tiny_config
 
@@ -49,15 +56,21 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "nomic_bert": _COMMON,
     "eurobert": _COMMON | {"num_key_value_heads": 2, "head_dim": 8},
 }
+HEADS: dict[str | None, Any] = {
+    None: AutoModel,
+    "masked": AutoModelForMaskedLM,
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+}
 DECODERS = ("qwen3", "llama", "gemma3_text")
 
 
 def tiny_encoder(name: str, *, head: str | None = None, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A float32 model of one of `ENCODERS` or `DECODERS` in eval mode. `head` is `sequence` or `token` for a classifier."""
+    """A float32 model of one of `ENCODERS` or `DECODERS` in eval mode. `head` is one of `HEADS`."""
     config = tiny_config(name) if name in DECODERS else AutoConfig.for_model(name, **ENCODERS[name])
     for key, value in settings.items():
         setattr(config, key, value)
-    factory: Any = {None: AutoModel, "sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}[head]
+    factory: Any = HEADS[head]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = factory.from_config(config, dtype=torch.float32)

@@ -81,6 +81,15 @@ def test_a_language_model_is_pooled_without_its_head(tmp_path: Path) -> None:
     assert_equal(compute(model, prompts()), [vector / vector.norm() for vector in last])
 
 
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert"])
+def test_a_masked_language_model_is_pooled_without_its_head(name: str, tmp_path: Path) -> None:
+    """Such files lack the pooler that the class without a head has, which nothing here reads."""
+    whole = tiny_encoder(name, head="masked")
+    model = load(save_encoder(whole, tmp_path))
+    encoder: Any = whole.base_model
+    assert_equal(compute(model, prompts()), [own_states(encoder, token_ids).mean(0) for token_ids in prompts()])
+
+
 @pytest.mark.parametrize("name", ["bert", "mpnet", "qwen3"])
 def test_a_batch_changes_nothing(name: str, tmp_path: Path) -> None:
     model = load(save_encoder(tiny_encoder(name), tmp_path))
