@@ -74,8 +74,8 @@ class CompletionOutput:
     error: str | None = None
     beam_score: float | None = None
 
-    @property
     def finished(self) -> bool:
+        """A method, as vLLM's is."""
         return self.finish_reason is not None
 
     def __repr__(self) -> str:

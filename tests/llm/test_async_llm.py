@@ -59,6 +59,7 @@ def test_outputs_grow_or_hold_what_is_new_or_come_once(run: Callable[[Scenario],
         assert "".join(piece.outputs[0].text for piece in pieces) == answer.text
         assert [place for piece in pieces for place in piece.outputs[0].logprobs or ()] == answer.logprobs
         assert pieces[-1].outputs[0].cumulative_logprob == pytest.approx(answer.cumulative_logprob)
+        assert [output.outputs[0].finished() for output in growing] == [output.finished for output in growing]
         assert [output.finished for output in growing] == [False] * (len(growing) - 1) + [True]
         assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
         (both,) = await collect(llm, params(RequestOutputKind.FINAL_ONLY, n=2))
