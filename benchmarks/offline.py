@@ -3,12 +3,12 @@
     python benchmarks/offline.py --json benchmarks/results/offline.json
     python benchmarks/offline.py --prompts 32 --rounds 1 --quick
 
-256 prompts of 16 to 512 words, new in every round, and greedy answers of 64 tokens each. Every engine has a process of its own and they
-take turns. Prompts are token ids, and no two begin alike. The first round is not counted; in it `generate` tries its batch sizes, and
-`generate_batch` how many sequences its cache is to hold, over some of the prompts, and each keeps its best. Padded batches are of prompts
-of like length. Printed are medians of output tokens per second, and the median of each round's ratio to the better of the other two: above
-1, Penstock is faster. All three compute in the same type; Penstock's weights are in few bits where the model's file has them so
-(`--quantization none`: they are not).
+256 prompts of 16 to 512 tokens of prose, new in every round, and greedy answers of 64 tokens each. Every engine has a process of its own
+and they take turns. Prompts are token ids, and no two begin alike. The first round is not counted; in it `generate` tries its batch sizes,
+and `generate_batch` how many sequences its cache is to hold, over some of the prompts, and each keeps its best. Padded batches are of
+prompts of like length. Printed are medians of output tokens per second, and the median of each round's ratio to the better of the other
+two: above 1, Penstock is faster. All three compute in the same type; Penstock's weights are in few bits where the model's file has them so
+(`--quantization none`: they are not), and where an answer repeats itself it tries tokens ahead (`--speculation none`: it does not).
 """
 
 import argparse
@@ -17,7 +17,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,25 @@ class Workload:
     most_tokens: int
     output_tokens: int
 
-    def prompts(self, seed: int, vocab: Sequence[int]) -> Prompts:
+    def prompts(self, seed: int, prose: "Prose") -> Prompts:
         draw = random.Random(f"{self} {seed}")
-        return [draw.choices(vocab, k=draw.randint(self.fewest_tokens, self.most_tokens)) for _ in range(self.num_prompts)]
+        lengths = [draw.randint(self.fewest_tokens, self.most_tokens) for _ in range(self.num_prompts)]
+        return [prose.text(f"{draw.getrandbits(32)}.", length, draw) for length in lengths]
+
+
+class Prose:
+    """Sentences as token ids, to be put together anew for each prompt: what a model makes of words at random repeats itself."""
+
+    def __init__(self, encode: Callable[[str], list[int]], passages: Sequence[str]) -> None:
+        self._encode = encode
+        self._sentences = [encode(f" {sentence.strip()}.") for passage in passages for sentence in passage.split(".") if sentence.strip()]
+
+    def text(self, opening: str, length: int, draw: random.Random) -> list[int]:
+        """So many tokens, which begin with the `opening`."""
+        token_ids = self._encode(opening)
+        while len(token_ids) < length:
+            token_ids = token_ids + draw.choice(self._sentences)
+        return token_ids[:length]
 
 
 class Worker:
@@ -52,6 +68,7 @@ class Worker:
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         script = str(Path(__file__).with_name("offline_engines.py"))
         flags = {"--model": options.model, "--dtype": options.dtype, "--quantization": options.quantization, "--threads": options.threads}
+        flags["--speculation"] = options.speculation
         command = [sys.executable, script, name, *(f"{flag}={value}" for flag, value in flags.items() if value is not None)]
         self.name = name
         self.size = SIZES[-1]
@@ -91,20 +108,19 @@ class Worker:
         self._process.stdout.close()
 
 
-def words_of(model: str | None) -> list[int]:
-    """Token ids that are whole words in the model's vocabulary."""
-    from benchmarks.scenarios import WORDS
+def prose_for(model: str | None) -> Prose:
+    """In the model's own tokens."""
+    from benchmarks.passages import PASSAGES
     from penstock.engine.model_store import resolve_model
     from penstock.engine.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(resolve_model(model))
-    found = [tokenizer.encode(f" {word}", add_special_tokens=False) for word in WORDS]
-    return [token_ids[0] for token_ids in found if len(token_ids) == 1]
+    return Prose(lambda text: tokenizer.encode(text, add_special_tokens=False), PASSAGES)
 
 
-def measure(workers: Sequence[Worker], workload: Workload, vocab: Sequence[int], rounds: int) -> dict[str, Any]:
+def measure(workers: Sequence[Worker], workload: Workload, prose: Prose, rounds: int) -> dict[str, Any]:
     """Every worker in turn, over prompts that are new in every round."""
-    warm_up = workload.prompts(0, vocab)[:NUM_TRIED]
+    warm_up = workload.prompts(0, prose)[:NUM_TRIED]
     tried: dict[str, dict[int, float]] = {}
     for worker in workers:
         if worker.name == OURS:
@@ -115,7 +131,7 @@ def measure(workers: Sequence[Worker], workload: Workload, vocab: Sequence[int],
     seconds: dict[str, list[float]] = {worker.name: [] for worker in workers}
     counts = []
     for number in range(1, rounds + 1):
-        prompts = workload.prompts(number, vocab)
+        prompts = workload.prompts(number, prose)
         counts.append(sum(map(len, prompts)))
         for worker in workers:
             seconds[worker.name].append(worker.generate_s(prompts, workload.output_tokens))
@@ -182,11 +198,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     low, high = options.prompt_tokens
     workload = Workload(8, 4, 24, 4) if options.quick else Workload(options.prompts, low, high, options.output_tokens)
-    before, vocab, workers = surroundings([]), words_of(options.model), list[Worker]()
+    before, prose, workers = surroundings([]), prose_for(options.model), list[Worker]()
     try:
         for name in options.engine or ENGINES:
             workers.append(Worker(name, options))
-        result = measure(workers, workload, vocab, options.rounds)
+        result = measure(workers, workload, prose, options.rounds)
     finally:
         for worker in workers:
             worker.close()

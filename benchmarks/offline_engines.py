@@ -28,7 +28,7 @@ def penstock(options: argparse.Namespace) -> Iterator[Generate]:
     """Greedy, whatever the size: it decides by itself how many run at once."""
     from penstock import LLM, SamplingParams
 
-    settings = {"dtype": options.dtype, "quantization": options.quantization, "threads": options.threads}
+    settings = {name: getattr(options, name) for name in ("dtype", "quantization", "speculation", "threads")}
     with LLM(options.model, **settings) as llm:
 
         def generate(prompts: Prompts, num_tokens: int, size: int) -> Prompts:
@@ -115,6 +115,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="ID|DIR|GGUF", help="(default: the default model)")
     parser.add_argument("--dtype", default="auto", help="of all three (default: auto, what serving chooses)")
     parser.add_argument("--quantization", default="auto", help="of penstock's weights: auto, none, int8, int4 (default: auto)")
+    parser.add_argument("--speculation", default="ngram", help="of penstock: ngram or none (default: ngram)")
     parser.add_argument("--threads", type=int, help="of each (default: as many as it takes by itself)")
 
 

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 
 from benchmarks import offline
-from benchmarks.offline import Workload, summary, table
+from benchmarks.offline import Prose, Workload, summary, table
 
 
 def test_prompts_are_of_mixed_length_and_new_in_every_round() -> None:
-    workload = Workload(50, 4, 20, 8)
-    first, second = workload.prompts(1, range(100)), workload.prompts(2, range(100))
-    assert first == workload.prompts(1, range(100))
+    workload, prose = Workload(50, 4, 20, 8), Prose(lambda text: list(text.encode()), ["One thing. Another thing.", "More."])
+    first, second = workload.prompts(1, prose), workload.prompts(2, prose)
+    assert first == workload.prompts(1, prose)
+    assert len({tuple(prompt[:4]) for prompt in first}) > 45
     assert first != second
     assert {4 <= len(prompt) <= 20 for prompt in first} == {True}
     assert len({len(prompt) for prompt in first}) > 5
