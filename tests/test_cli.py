@@ -24,7 +24,8 @@ EVERY_FLAG = """
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
-    --kv-cache-memory 2GiB --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none --threads 2 --seed 11
+    --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
+    --async-scheduling --threads 2 --seed 11
 """
 
 
@@ -70,6 +71,8 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         max_num_seqs=7,
         max_num_batched_tokens=99,
         kv_cache_memory=2 * 2**30,
+        kv_cache_dtype="fp8",
+        async_scheduling=True,
         enable_prefix_caching=False,
         max_waiting_requests=4,
         compile="off",
