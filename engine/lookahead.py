@@ -8,7 +8,8 @@ def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
     """Whether the step after `step`, which is under way, would be the same whatever tokens this one samples.
 
     All of those that run go ahead or none does: in two halves, each waiting for its own results, they would read the weights twice.
-    Where somebody's next step depends on the token before it, or is worth a draft, it is better known first.
+    Where somebody's next step depends on the token before it, or is worth a draft, it is better known first. A sequence with a grammar is
+    let in between two steps, or it and all behind it would wait until nobody goes ahead any more.
     """
     if batch.masks is not None or step.drafts:
         return False
@@ -20,6 +21,9 @@ def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
     if any(sequence.gate is not None for sequence in scheduler.waiting[:num_places]):
         return False  # it is let in when no step is under way
     if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
+        return False
+    newcomer = scheduler.next_to_admit
+    if newcomer is not None and newcomer.gate is not None:
         return False
     if scheduler.speculation is None:
         return True

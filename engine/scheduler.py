@@ -117,11 +117,11 @@ class Scheduler:
                 break
             if self.num_places_taken + sequence.num_places > self.max_num_seqs:
                 break
-            if is_ahead and sequence.gate is not None:
-                break  # its mask would be filled for the step that is under way
             if sequence.is_held_up:
                 step.num_held_up += 1
                 continue
+            if is_ahead and sequence.gate is not None:
+                break  # its mask would be filled for the step that is under way
             if self._is_next_block_among(underway, sequence):
                 continue  # whoever computes it now will have done so soon
             if not self._admit(sequence):
@@ -149,6 +149,14 @@ class Scheduler:
         """Whether all that run can compute their next tokens without a block of another's."""
         wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in self.running)
         return sum(self._num_needed_blocks(sequence, num_tokens) for sequence, num_tokens in wanted) <= self.pool.num_free
+
+    @property
+    def next_to_admit(self) -> Sequence | None:
+        """Whose turn it is of those that wait, if there is room for it."""
+        sequence = next((waiting for waiting in self.waiting if not waiting.is_held_up), None)
+        if sequence is None or self.num_places_taken + sequence.num_places > self.max_num_seqs:
+            return None
+        return sequence if self._fits(sequence, self._cached_blocks(sequence)) else None
 
     def remember_new(self, sequence: Sequence) -> None:
         """Of its tokens, all of them computed, the last was not known when the step was put together that computed it."""
@@ -295,12 +303,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if all it knows fits."""
-        is_looked_up = self._may_find(sequence)
-        cached = self.pool.find(self._usable_hashes(sequence)) if is_looked_up else []
-        needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
-        if sequence.search is not None:  # beams come back with what they have said
-            needed += sum(self._num_blocks_apart(fork, sequence) for fork in sequence.forks)
-        if needed > self.pool.num_free - self.pool.num_unreferenced(cached):
+        cached = self._cached_blocks(sequence)
+        if not self._fits(sequence, cached):
             return False
         self.pool.share(cached)
         sequence.block_table = cached
@@ -308,11 +312,21 @@ class Scheduler:
         if sequence.queue_seconds is None:  # later, what it finds is what it left behind itself when it was preempted
             sequence.queue_seconds = time.monotonic() - sequence.queued_at
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            self.num_prefix_queries += len(sequence.token_ids) * is_looked_up
+            self.num_prefix_queries += len(sequence.token_ids) * self._may_find(sequence)
             self.num_prefix_hits += sequence.num_cached_tokens
         self.waiting.remove(sequence)
         self._run(sequence)
         return True
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        return self.pool.find(self._usable_hashes(sequence)) if self._may_find(sequence) else []
+
+    def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Whether all it knows fits into the free blocks, where these are cached."""
+        needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
+        if sequence.search is not None:  # beams come back with what they have said
+            needed += sum(self._num_blocks_apart(fork, sequence) for fork in sequence.forks)
+        return needed <= self.pool.num_free - self.pool.num_unreferenced(cached)
 
     def _num_blocks_apart(self, fork: Sequence, parent: Sequence) -> int:
         return -(-len(fork.token_ids) // self.block_size) - fork.num_tokens_shared(parent) // self.block_size

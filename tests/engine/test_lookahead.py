@@ -290,6 +290,19 @@ def test_a_likely_draft_is_worth_waiting_for() -> None:
     assert sum(core.stats().accepted_lengths[1:]) > 0
 
 
+@pytest.mark.parametrize("options", [{}, {"grammar": Grammar(lambda: Walk(1))}])
+def test_whoever_comes_is_let_in_although_others_go_ahead(options: dict[str, Any]) -> None:
+    core = make_core(is_async=True)
+    core.add(make_request("long", max_tokens=40))
+    for number, (_, follower) in enumerate(steps(core, [])):
+        if number == 5:
+            core.add(make_request("newcomer", max_tokens=5, **options))
+            core.add(make_request("behind it", max_tokens=5))
+        if number == 20:
+            assert (core.stats().num_waiting, core.stats().num_running) == (0, 1)
+            assert follower is not None
+
+
 def test_where_somebody_would_have_to_make_room_the_next_step_waits() -> None:
     core = make_core(block_size=4, num_blocks=6, max_model_len=24, is_async=True, enable_prefix_caching=False)
     for name in "ab":
