@@ -33,7 +33,7 @@ BUILDERS = [build_parser, build_plugins_parser, build_parse_parser, build_new_pl
 PARSERS = [build() for build in BUILDERS]
 FLAGS = {flag for parser in PARSERS for action in parser._actions for flag in action.option_strings}
 FAMILIES = (ROOT / "plugins" / "reasoning", ROOT / "plugins" / "tools")  # docs/parsers.md has a line for each
-LAYERS = ("commands", "api", "plugins", "engine", "testing")
+LAYERS = ("commands", "llm", "api", "plugins", "engine", "testing")
 
 
 def section(title: str) -> str:
