@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "speculative_config": ("use `speculation`, 'ngram' or 'none'", ()),
     "structured_outputs_config": ("say `StructuredOutputsParams(backend=...)` in the sampling parameters", ({},)),
     "swap_space": ("what does not fit the KV cache is computed again", (0,)),
-    "task": ("the model's own files say what it is for", ("auto",)),
+    "task": ("use `runner`, 'generate' or 'pooling'", ("auto",)),
     "tensor_parallel_size": ("a model runs on one device", (1,)),
     "tokenizer": ("the tokenizer in the model's directory is used", ()),
     "tokenizer_mode": ("the tokenizer in the model's directory is used", ("auto",)),

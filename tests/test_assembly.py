@@ -80,5 +80,5 @@ def test_a_single_layer_in_few_bits_is_one_layer(model_dir: Path, monkeypatch: p
 
 def test_a_model_that_generates_has_no_embeddings_to_cut_short(model_dir: Path) -> None:
     arguments = parse_arguments(["--model", str(model_dir), "--matryoshka", *FLAGS])
-    with pytest.raises(ConfigurationError, match="--matryoshka: for models that make embeddings, and model0 generates text"):
+    with pytest.raises(ConfigurationError, match=f"--matryoshka: for models that make embeddings, and {model_dir.name} generates text"):
         assemble_generation(arguments, Plugins.start(), ModelFiles.of(arguments))

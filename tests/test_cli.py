@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 
 
 EVERY_FLAG = """
-    --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10 --trust-remote-code
-    --matryoshka
+    --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10
+    --trust-remote-code --matryoshka
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
