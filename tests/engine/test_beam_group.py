@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import pytest
@@ -118,3 +118,29 @@ def test_a_search_whose_beams_all_end_is_over_with_what_it_has() -> None:
     assert group.is_done
     assert len(group.hypotheses) == 3
     assert {hypothesis.ending.stop_reason for hypothesis in group.hypotheses} == {"x"}
+
+
+def test_of_the_candidates_only_as_many_are_looked_at_as_matter() -> None:
+    read: list[Candidate] = []
+
+    class Watched(list[Candidate]):
+        def __iter__(self) -> Iterator[Candidate]:
+            for candidate in super().__iter__():
+                read.append(candidate)
+                yield candidate
+
+    group = BeamGroup(width=8, max_tokens=9, num_candidates=24)
+    dice = random.Random(1)
+    for _ in range(4):
+        read.clear()
+        candidates = [sorted(((token, -dice.random()) for token in range(24)), key=lambda pair: -pair[1]) for _ in group.beams]
+        sums = [
+            (beam.cumulative_logprob + logprob, parent, token)
+            for parent, (beam, own) in enumerate(zip(group.beams, candidates, strict=True))
+            for token, logprob in own
+        ]
+        continuations = group.advance([Watched(own) for own in candidates], lambda parent, token_id: None)
+        assert [(step.parent, step.token_id) for step in continuations] == [
+            (parent, token) for _, parent, token in sorted(sums, reverse=True)[:8]
+        ]
+        assert len(read) <= 2 * 8
