@@ -66,6 +66,7 @@ class GrammarMatcher(Protocol):
     except at tokens that were only guessed: these are rolled back, and the matcher must then be what it was before them.
 
     One with a method `fork`, which gives another in the same place that goes on by itself, spares beam search taking all tokens anew.
+    One of a grammar that `has_quick_masks` may have an attribute `is_quick`, false while its next mask would take longer all the same.
     """
 
     def fill_bitmask(self, row: "Tensor") -> None:

@@ -20,7 +20,7 @@ class GrammarGate:
     Where the model may open its reasoning itself, its first token is either what the grammar allows or `start_token_id`, the marker.
     The backend knows the model's `stop_token_ids`; the request's own are allowed where those are, and nowhere else.
     `may_force` says that what the grammar forces needs no sampling: nothing else in the request has a say in it. `is_quick` says that the
-    grammar's masks take so little time that they may be filled on the event loop.
+    grammar's masks take so little time that they may be filled on the event loop, where the matcher does not deny it of the next one.
     `may_look_ahead` is whether it may be asked about tokens that are only guessed.
     """
 
@@ -35,7 +35,7 @@ class GrammarGate:
         is_quick: bool = False,
     ) -> None:
         self._matcher = matcher
-        self.is_quick = is_quick
+        self._is_quick = is_quick
         self._all_stop_ids = stop_token_ids | client_stop_ids
         self._stop_token_ids = sorted(stop_token_ids)
         self._client_stop_ids = sorted(client_stop_ids - stop_token_ids)
@@ -49,6 +49,10 @@ class GrammarGate:
     def has_begun(self) -> bool:
         """Whether the grammar has taken anything."""
         return self._num_accepted > 0
+
+    @property
+    def is_quick(self) -> bool:
+        return self._is_quick and bool(getattr(self._matcher, "is_quick", True))
 
     def is_open(self, answer: Answer) -> bool:
         """Whether the next token is the grammar's to decide."""

@@ -107,6 +107,11 @@ class LlguidanceMatcher:
         self._is_slow = False
         self._may_end = False  # as the last mask said, where nothing has been taken since
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether the next mask can be had without compiling."""
+        return not self._is_spoiled
+
     def fill_bitmask(self, row: Tensor) -> None:
         if self._is_ended:
             row.zero_()

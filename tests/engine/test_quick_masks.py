@@ -1,5 +1,6 @@
 """Grammars whose masks are filled on the event loop, as soon as a token is there."""
 
+import threading
 import time
 from typing import Any
 
@@ -110,6 +111,25 @@ def test_one_that_turns_out_slow_is_no_longer_asked_on_the_loop(monkeypatch: pyt
     assert at_once[:3] == [1, 2, 3]
     assert all(place > NUM_MASKS_APART for place in at_once[3:])
     assert tokens(deltas) == tokens(generate(make_core(), make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=30)))
+
+
+def test_a_mask_that_its_matcher_says_will_take_long_is_filled_in_another_thread() -> None:
+    threads: dict[int, str] = {}
+
+    class Moody(Walk):
+        @property
+        def is_quick(self) -> bool:
+            return not 5 <= len(self.path) < 8
+
+        def fill_bitmask(self, row: Any) -> None:
+            threads[len(self.path)] = threading.current_thread().name
+            super().fill_bitmask(row)
+
+    core = make_core()
+    deltas = generate(core, make_request(grammar=quick(lambda: Moody(2, forces=False)), max_tokens=12))
+    assert [place for place in sorted(threads) if threads[place] == "mask"] == [0, 5, 6, 7]
+    assert sorted(threads) == list(range(12))
+    assert tokens(deltas) == tokens(generate(make_core(), make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=12)))
 
 
 def test_drafts_are_tried_with_quick_masks() -> None:

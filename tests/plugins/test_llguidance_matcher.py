@@ -304,6 +304,22 @@ def test_nothing_is_compiled_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) 
     assert allowed(grammar.matcher()) == allowed(regex_grammar(r"(a|b){2,4}").matcher())
 
 
+def test_masks_of_a_quick_grammar_are_not_quick_while_there_is_something_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = schema_grammar(PERSON)
+    matcher = walked(grammar, '{"name": "')
+    assert matcher.is_quick
+    expected = allowed(matcher)
+    monkeypatch.setattr(grammar._lexer, "is_spent", True)
+    late = grammar.matcher()
+    assert not matcher.is_quick
+    assert not late.is_quick
+    assert matcher.advance(ord("a"))
+    matcher.rollback(1)
+    assert allowed(matcher) == expected
+    assert matcher.is_quick
+    assert not late.is_quick
+
+
 def test_repeats_within_repeats_are_refused() -> None:
     with pytest.raises(ConstraintTooLarge, match="repeats within repeats"):
         regex_grammar("(x{1000}){1000}")
