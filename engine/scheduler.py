@@ -87,6 +87,8 @@ class Scheduler:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bound."""
         if len(self.waiting) >= self.max_waiting:
             raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
+        if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
+            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
     def schedule(self, *, is_ahead: bool = False) -> Step:

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from penstock.engine import block_pool
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import QueueFull
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta
@@ -250,3 +251,13 @@ def test_integrity_sees_a_sequence_that_nobody_runs() -> None:
     core.scheduler.waiting.clear()
     with pytest.raises(AssertionError, match="a sequence is lost"):
         core.check_integrity()
+
+
+def test_a_prompt_is_hashed_when_it_comes_and_not_in_a_step_for_which_many_may_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core()
+    for number in range(5):
+        core.add(make_request(str(number), prompt=LETTERS[:9] * 3, max_tokens=1))
+    with monkeypatch.context() as step:
+        step.setattr(block_pool, "hashlib", None)
+        step_of(core)
+    drive(core)
