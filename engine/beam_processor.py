@@ -45,12 +45,12 @@ class BeamProcessor:
     def settle(self) -> dict[str, list[SequenceDelta]]:
         """What has come of the step, by request."""
         deltas: dict[str, list[SequenceDelta]] = {}
-        for search in self._touched:
+        touched, self._touched = self._touched, {}
+        for search in touched:
             if search.failure is not None:
                 deltas[search.request.request_id] = self.fail(search, search.failure)
             elif search.is_ready:
                 deltas[search.request.request_id] = self._advance_or_fail(search)
-        self._touched.clear()
         return deltas
 
     def fail(self, search: BeamSearch, reason: str) -> list[SequenceDelta]:
@@ -130,6 +130,7 @@ class BeamProcessor:
         self.outputs.num_generation_tokens += len(continuations)
 
     def _retire(self, search: BeamSearch) -> None:
+        self._touched.pop(search, None)  # by a step whose results could not be taken in as a whole
         for sequence in search.sequences:
             if sequence.status is not Status.FINISHED:
                 self.outputs.retire(sequence)

@@ -275,7 +275,8 @@ class EngineCore:
             self.scheduler.take_back(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self.masks.abandon(sequence)
+        for member in sequence.family:
+            self.masks.abandon(member)
         self.scheduler.finish(sequence)
 
     def _retire(self, sequence: Sequence) -> None:

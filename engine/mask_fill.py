@@ -34,6 +34,7 @@ class MaskFill:
         "_draft",
         "_error",
         "_gate",
+        "_is_given_up",
         "_num_filled",
         "address",
         "forced",
@@ -54,6 +55,7 @@ class MaskFill:
         self._draft = draft
         self._num_filled = 0
         self._error: str | None = None
+        self._is_given_up = False
         self.rows_DW = rows_DW
         self.row_W = rows_DW[0]
         self.address = self.row_W.data_ptr()
@@ -80,9 +82,13 @@ class MaskFill:
 
     @property
     def error(self) -> str | None:
-        if self.is_overdue:
+        if self._is_given_up or self.is_overdue:
             return TOO_SLOW
         return self._error if self.is_done else None
+
+    def give_up(self) -> None:
+        """It is too late for it now, even if it comes in the same moment."""
+        self._is_given_up = True
 
     @property
     def needs_no_sample(self) -> bool:

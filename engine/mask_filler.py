@@ -44,6 +44,9 @@ class MaskFiller:
         constrained = [(row, sampler.sequence) for row, sampler in enumerate(samplers) if _begins_constrained(sampler)]
         if not constrained:
             return None
+        for _, sequence in constrained:
+            if sequence.mask is not None and not sequence.mask.is_done:
+                sequence.mask.give_up()  # it is overdue, and has no place in this step's rows
         bitmask_BW = self._laid_out(constrained, len(samplers), vocab_size, pin_memory=pin_memory)
         fresh: list[MaskFill] = []
         fills: dict[range, MaskFill] = {}

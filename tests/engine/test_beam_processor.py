@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.engine.beam_params import BeamSearchParams
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
@@ -158,6 +159,49 @@ def test_a_step_that_fails_ends_every_answer_of_a_search() -> None:
         (index, FinishReason.ERROR, "it failed") for index in (0, 1)
     ]
     drive(core)
+
+
+def test_a_search_that_has_ended_with_a_step_that_could_not_be_taken_in_is_not_advanced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> None:
+        raise AssertionError("a defect")
+
+    core = make_core(undecided)
+    core.add(beam_request("r", "?", BeamSearchParams(3, 10)))
+    core.add(make_request("other", "x", max_tokens=8, priority=1))
+    core.step()
+    step = core.schedule()
+    assert step is not None
+    batch = core.build(step)
+    output = core.runner.launch(batch).collect()
+    with monkeypatch.context() as defect:
+        defect.setattr(OutputProcessor, "take_samples", broken)
+        with pytest.raises(AssertionError, match="a defect"):
+            core.update(step, batch, output)
+    assert set(core.fail(step, "it failed")) == {"r", "other"}
+    core.add(make_request("next", "x", max_tokens=2))
+    assert set(drive(core)) == {"next"}
+
+
+def test_who_waits_for_a_beam_to_come_back_leaves_no_mask_behind_when_that_leaves() -> None:
+    release = threading.Event()
+
+    class Slow(Walk):
+        def fill_bitmask(self, row: Tensor) -> None:
+            if len(self.path) == 2:
+                assert release.wait(timeout=60)
+            super().fill_bitmask(row)
+
+    core = make_core(undecided, grace=0.05)
+    core.add(beam_request("r", "?", BeamSearchParams(3, 20), grammar=Grammar(lambda: Slow(5, length=8))))
+    while not core.scheduler.running or not all(sequence.is_held_up for sequence in core.scheduler.running):
+        core.step()
+    sequences = list(core.scheduler.running)
+    core.scheduler._preempt(sequences[0])
+    assert any(sequence.mask is not None for sequence in core.scheduler.waiting[0].forks)
+    core.abort("r")
+    assert not any(sequence.mask is not None for sequence in sequences)
+    core.check_integrity()
+    release.set()
 
 
 def test_at_its_deadline_a_search_gives_the_best_it_has() -> None:

@@ -15,7 +15,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.mask_worker import MaskTask, MaskWorker
 from penstock.engine.outputs import FinishReason, SequenceDelta
-from tests.fakes import content, drive, generate, make_core, make_request, runner_of, saying, tokens
+from tests.fakes import EOS, content, drive, generate, make_core, make_request, runner_of, saying, tokens
 from tests.matchers import Blocked, Grammar, Walk
 
 
@@ -166,6 +166,28 @@ def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
     for index in range(2):
         last = [delta for delta in said["stuck"] if delta.index == index][-1]
         assert (last.finish_reason, last.error, last.is_client_error) == (FinishReason.ERROR, TOO_SLOW, True)
+
+
+def test_a_mask_that_comes_when_nobody_waits_for_it_any_more_lets_nothing_pass(
+    release: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_fill, "TIME_LIMIT", 0.05)
+    monkeypatch.setattr(mask_filler, "PATIENCE", 0.02)
+    core = make_core(lambda history: EOS, grace=0.01)
+    core.add(make_request("slow", grammar=Grammar(lambda: Blocked(1, release, forces=False))))
+    core.step()
+    while (step := core.schedule()) is None:
+        core.masks.wait()
+    batch = core.build(step)
+    mask = core.scheduler.running[0].mask
+    assert mask is not None
+    release.set()
+    while not mask.is_done:
+        pass
+    last = core.update(step, batch, core.runner.launch(batch).collect())["slow"][-1]
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, TOO_SLOW)
+    core.check_integrity()
+    runner_of(core).shutdown()
 
 
 def test_a_step_that_fails_leaves_no_mask_behind(release: threading.Event) -> None:
