@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.outlines_core import OutlinesCoreBackend
 from tests.plugins.grammar_walks import (
     FIRST_MERGE,
@@ -29,10 +29,20 @@ from tests.plugins.grammar_walks import (
 )
 
 
+def compiled_unless_large(pattern: str) -> CompiledGrammar:
+    """A few patterns that are drawn are refused for the size of their index; whatever else is refused is a failure."""
+    try:
+        return compiled(GrammarKind.REGEX, pattern)
+    except UnsupportedGrammar as refusal:
+        assert "too large" in str(refusal)
+        assume(False)
+        raise
+
+
 @settings(max_examples=400, deadline=None)
 @given(patterns, st.lists(subjects, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_a_regex_accepts_exactly_what_fullmatch_does(pattern: str, texts: list[str], rng: random.Random) -> None:
-    grammar = compiled(GrammarKind.REGEX, pattern)
+    grammar = compiled_unless_large(pattern)
     for text in texts:
         assert accepts(grammar, text, rng) == bool(re.fullmatch(pattern, text)), (pattern, text)
 
@@ -41,7 +51,7 @@ def test_a_regex_accepts_exactly_what_fullmatch_does(pattern: str, texts: list[s
 @given(patterns, st.integers(0, 2**32))
 def test_a_random_walk_ends_in_a_full_match(pattern: str, seed: int) -> None:
     rng = random.Random(seed)
-    matcher = compiled(GrammarKind.REGEX, pattern).matcher()
+    matcher = compiled_unless_large(pattern).matcher()
     text = b""
     for _ in range(40):
         token_id = rng.choice(sorted(allowed(matcher)))
