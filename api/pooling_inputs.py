@@ -68,8 +68,9 @@ def token_limit(context: PoolingContext, asked: int | None) -> int | None:
     """What `truncate_prompt_tokens` comes to: None where nothing is to be cut."""
     if asked is None or asked > 0:
         return asked
-    if asked == 0:
-        raise InvalidRequest("`truncate_prompt_tokens` must be at least 1, or -1 for as many as the model takes", "truncate_prompt_tokens")
+    if asked != -1:
+        message = f"`truncate_prompt_tokens` must be at least 1, or -1 for as many as the model takes, got {asked}"
+        raise InvalidRequest(message, "truncate_prompt_tokens")
     return context.max_model_len
 
 

@@ -7,16 +7,17 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.engine.errors import EngineUnavailable
+from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.pooling_params import PoolingParams
 from penstock.llm.local_model import LocalModel
 from penstock.llm.metric_values import Metric, metric_values
 from penstock.llm.output_fold import OutputFold
-from penstock.llm.pooling_llm import PoolingOptions, pool
+from penstock.llm.pooling_llm import PoolingOptions, params_for_each, pool
 from penstock.llm.pooling_output import PoolingRequestOutput
 from penstock.llm.preparing import ChatOptions, Message, Prepared, prepare_chat, prepare_prompt
+from penstock.llm.priorities import read_priority
 from penstock.llm.prompts import Prompt, read_prompt
 from penstock.llm.request_output import RequestOutput
 from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
@@ -70,9 +71,9 @@ class AsyncLLM:
 
         `request_id` must be no running request's; one is made up where there is none.
         """
-        params = sampling_params or self.get_default_sampling_params()
-        source = read_prompt(prompt, "prompt")
-        prepared = await prepare_prompt(self._model.generating, source, params, request_id=request_id, priority=priority)
+        params = self._sampling_params(sampling_params)
+        source, order = read_prompt(prompt, "prompt"), read_priority(priority)
+        prepared = await prepare_prompt(self._model.generating, source, params, request_id=request_id, priority=order)
         async with aclosing(self._stream(prepared)) as outputs:
             async for output in outputs:
                 yield output
@@ -83,6 +84,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
@@ -99,8 +101,8 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        params = sampling_params or self.get_default_sampling_params()
-        prepared = await prepare_chat(self._model.generating, messages, params, options, "messages", request_id=request_id)
+        params, order = self._sampling_params(sampling_params), read_priority(priority)
+        prepared = await prepare_chat(self._model.generating, messages, params, options, "messages", request_id=request_id, priority=order)
         async with aclosing(self._stream(prepared)) as outputs:
             async for output in outputs:
                 yield output
@@ -117,7 +119,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """What a pooling model computes of one prompt: one output, of the task that the parameters name or the model's own first one."""
         options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name, priority=priority)
-        (output,) = await pool(self._model, [read_prompt(prompt, "prompt")], [pooling_params or PoolingParams()], options)
+        source = read_prompt(prompt, "prompt")
+        (output,) = await pool(self._model, [source], params_for_each(pooling_params, 1), options)
         if request_id is not None:
             output.request_id = request_id
         yield output
@@ -154,6 +157,12 @@ class AsyncLLM:
         """Raises `EngineUnavailable` where the engine has failed or does not run."""
         if not self._model.context.engine.is_healthy:
             raise EngineUnavailable("the engine has failed; the error has been logged")
+
+    def _sampling_params(self, given: Any) -> SamplingParams:
+        params = self.get_default_sampling_params() if given is None else given
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"`sampling_params` must be SamplingParams, got {type(params).__name__}", "sampling_params")
+        return params
 
     async def _stream(self, prepared: Prepared) -> AsyncGenerator[RequestOutput, None]:
         fold = OutputFold(prepared, self._model.generating.tokenizer)

@@ -40,8 +40,9 @@ class Jobs:
         for request_id, request in requests:
             try:
                 fold = ResponseFold(request_id, request, fold_settings(self._context, request, arrival_time, self._num_steps))
-            except PenstockError as error:
-                self._mailbox.put(Response(request_id, str(error), request.client_id))
+            except Exception as error:
+                # A request may be changed after its types were checked; the others of its batch are still served.
+                self._mailbox.put(Response(request_id, _told(error), request.client_id))
                 continue
             task = asyncio.create_task(self._serve(request_id, request, fold), name=f"request {request_id}")
             self._tasks[request_id] = task
@@ -78,16 +79,18 @@ class Jobs:
         """Has the last word where the task had not: it was cancelled, perhaps before it began, or refused, or there is a defect."""
         del self._tasks[request_id]
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, PenstockError):
-            logger.error("A request could not be served", exc_info=error)
-        if fold.is_over:
-            return
-        if error is None:
-            self._put(fold.end(FinishReason.ABORT))
-        else:
-            named = "" if isinstance(error, PenstockError) else f"{type(error).__name__}: "
-            self._put([fold.error(f"{named}{error}")])
+        message = None if error is None else _told(error)
+        if not fold.is_over:
+            self._put(fold.end(FinishReason.ABORT) if message is None else [fold.error(message)])
 
     def _put(self, responses: Iterable[Response]) -> None:
         for response in responses:
             self._mailbox.put(response)
+
+
+def _told(error: BaseException) -> str:
+    """What a response says of it. What is no refusal is logged."""
+    if isinstance(error, PenstockError):
+        return str(error)
+    logger.error("A request could not be served", exc_info=error)
+    return f"{type(error).__name__}: {error}"

@@ -96,7 +96,10 @@ class Request:
         self.stop_words = words(self.stop_words, "stop_words")
         self.logits_processors = _choices(self.logits_processors)
         if self.max_tokens is None or self.priority is None:
-            wrong("max_tokens" if self.max_tokens is None else "priority", "a number", None)
+            wrong("max_tokens" if self.max_tokens is None else "priority", "an integer" if self.max_tokens is None else "a number", None)
+        for name, kind in (("sampling_config", SamplingConfig), ("output_config", OutputConfig)):
+            if getattr(self, name) is None:
+                setattr(self, name, kind())
         check_integers(self, "max_tokens", "end_id", "pad_id", "num_return_sequences")
         check_numbers(self, "priority")
         check_flags(self, "streaming", "return_all_generated_tokens")

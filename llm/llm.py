@@ -17,7 +17,8 @@ from penstock.llm.pooling_output import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from penstock.llm.preparing import ChatOptions, Message, Prepared, prepare_chat, prepare_each, prepare_prompt
+from penstock.llm.preparing import ChatOptions, Message, Prepared, check_all, prepare_chat, prepare_each, prepare_prompt
+from penstock.llm.priorities import read_priorities
 from penstock.llm.progress import Progress, UseTqdm
 from penstock.llm.prompts import Prompt, read_prompts
 from penstock.llm.request_output import BeamSearchOutput, RequestOutput
@@ -62,7 +63,7 @@ class LLM(OfflineModel):
             raise InvalidRequest("`lora_request`: adapters are not supported", "lora_request")
         sources = read_prompts(prompts)
         params = self._for_each(sampling_params, len(sources), "prompts")
-        priorities = _priorities(priority, len(sources))
+        priorities = read_priorities(priority, len(sources), "prompts")
         context = self._model.generating
         requests = (
             (source.path, prepare_prompt(context, source, own, priority=order))
@@ -76,6 +77,7 @@ class LLM(OfflineModel):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
@@ -86,10 +88,11 @@ class LLM(OfflineModel):
         """Answers one conversation or several, as /v1/chat/completions does: `reasoning_content` and `tool_calls` are apart from the text
         where the model's format is known.
 
-        `chat_template` is Jinja's source, in place of the model's own.
+        `chat_template` is Jinja's source, in place of the model's own. `priority` is as in `generate`.
         """
         conversations, is_batch = _conversations(messages)
         params = self._for_each(sampling_params, len(conversations), "messages")
+        priorities = read_priorities(priority, len(conversations), "conversations")
         options = ChatOptions(
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
@@ -101,8 +104,8 @@ class LLM(OfflineModel):
         context = self._model.generating
         paths = [f"messages[{index}]" for index in range(len(conversations))] if is_batch else ["messages"]
         requests = (
-            (path, prepare_chat(context, conversation, own, options, path))
-            for path, conversation, own in zip(paths, conversations, params, strict=True)
+            (path, prepare_chat(context, conversation, own, options, path, priority=order))
+            for path, conversation, own, order in zip(paths, conversations, params, priorities, strict=True)
         )
         return self._run(self._loop.run(prepare_each(requests)), use_tqdm)
 
@@ -208,19 +211,10 @@ class LLM(OfflineModel):
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
-        if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
-            raise InvalidRequest("`sampling_params` must be SamplingParams, or a list of them", "sampling_params")
+        check_all(given, SamplingParams, "sampling_params")
         if len(given) != count:
             raise InvalidRequest(f"there are {count} {what} and {len(given)} sampling_params: give one, or one for each", "sampling_params")
         return given
-
-
-def _priorities(given: int | Sequence[int] | None, count: int) -> Sequence[int]:
-    if given is None or isinstance(given, int):
-        return [given or 0] * count
-    if len(given) != count:
-        raise InvalidRequest(f"there are {count} prompts and {len(given)} priorities: give one, or one for each", "priority")
-    return given
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:

@@ -110,7 +110,9 @@ class LocalModel:
         return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self.arguments.engine.trust_remote_code)
 
     def load(self) -> None:
-        """Fetches and loads the model. Raises `ConfigurationError` for whatever cannot be served as asked."""
+        """Fetches and loads the model, once. Raises `ConfigurationError` for whatever cannot be served as asked."""
+        if self._is_closed or self._context is not None:
+            raise EngineUnavailable(self._why_not_served() if self._is_closed else "the engine has been started already")
         assembled = assemble(self.arguments, self.plugins)
         if isinstance(assembled, Assembled):
             self._rest = Rest(assembled.context, assembled.core, self.directory, self.arguments.engine)

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from penstock.api.model_abilities import description, wrong_model
@@ -27,6 +28,8 @@ from penstock.llm.pooling_output import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from penstock.llm.preparing import check_all, located
+from penstock.llm.priorities import read_priority
 from penstock.llm.prompts import PromptSource
 
 OnOutput = Callable[[Pooled], None]
@@ -43,6 +46,14 @@ class PoolingOptions:
     prompt_name: str | None = None
     priority: int = 0
 
+    def __post_init__(self) -> None:
+        limit = self.truncate_prompt_tokens
+        if limit is not None and (not isinstance(limit, Integral) or isinstance(limit, bool)):
+            raise InvalidRequest(f"`truncate_prompt_tokens` must be an integer, got {limit!r:.100}", "truncate_prompt_tokens")
+        if not isinstance(self.prompt_name, str | None):
+            raise InvalidRequest(f"`prompt_name` must be a string, got {self.prompt_name!r:.100}", "prompt_name")
+        read_priority(self.priority)
+
 
 async def pool(
     model: LocalModel,
@@ -58,7 +69,10 @@ async def pool(
     limit = token_limit(context, options.truncate_prompt_tokens)
     given = [source.text or "" if source.token_ids is None else source.token_ids for source in sources]
     paths = [source.path for source in sources]
-    inputs = await encode_inputs(context, given, paths, EncodingOptions(limit, prompt_name=options.prompt_name))
+    try:
+        inputs = await encode_inputs(context, given, paths, EncodingOptions(limit, prompt_name=options.prompt_name))
+    except InvalidRequest as error:
+        raise located(error, error.param or "") from None
     timer = PoolingTimer(model.metrics, time.monotonic(), on_output)
     outputs = await timer.pool(context.engine, inputs, params, priority=options.priority)
     return [
@@ -75,7 +89,10 @@ async def score(
     check_task(model, "score", "embed")
     limits = ScoreLimits(token_limit(context, options.truncate_prompt_tokens))
     timer = PoolingTimer(model.metrics, time.monotonic(), on_output)
-    scores, _ = await score_pairs(context, timer, _side("text_1", first), _side("text_2", second), limits, options.priority)
+    try:
+        scores, _ = await score_pairs(context, timer, _side("text_1", first), _side("text_2", second), limits, options.priority)
+    except InvalidRequest as error:
+        raise located(error, error.param or "") from None
     return [
         ScoringRequestOutput(request_id=_request_id("score"), prompt_token_ids=score.prompt_token_ids, outputs=ScoringOutput(score.value))
         for score in scores
@@ -101,26 +118,31 @@ def check_task(model: LocalModel, *tasks: PoolingTask) -> None:
     """Raises `InvalidRequest`, naming the calls that do serve the model, where it can do none of these."""
     pooling = model.pooling.engine.model
     if not set(tasks) & pooling.tasks:
-        raise InvalidRequest(wrong_model(model.name, description(pooling), pooling_calls(pooling)))
+        served = wrong_model(model.name, description(pooling), pooling_calls(pooling))
+        raise InvalidRequest(f"{served}; its tasks are {', '.join(sorted(pooling.tasks))}")
 
 
-def params_for_each(given: PoolingParams | Sequence[PoolingParams] | None, count: int, task: PoolingTask | None) -> list[PoolingParams]:
+def params_for_each(
+    given: PoolingParams | Sequence[PoolingParams] | None, count: int, task: PoolingTask | None = None
+) -> list[PoolingParams]:
     """With the call's own task. Raises `InvalidRequest` where there are not as many as prompts, and for those that name another task."""
-    params = [given or PoolingParams()] * count if given is None or isinstance(given, PoolingParams) else list(given)
-    if not all(isinstance(own, PoolingParams) for own in params):
-        raise InvalidRequest("`pooling_params` must be PoolingParams, or a list of them", "pooling_params")
+    params = [given or PoolingParams()] * count if given is None or isinstance(given, PoolingParams) else given
+    check_all(params, PoolingParams, "pooling_params")
     if len(params) != count:
         raise InvalidRequest(f"there are {count} prompts and {len(params)} pooling_params: give one, or one for each", "pooling_params")
     for own in params:
         if task is not None and own.task not in (None, task):
             raise InvalidRequest(f"`pooling_params` ask for {own.task}, and this call is for {task}", "pooling_params")
-    return params if task is None else [dataclasses.replace(own, task=task) for own in params]
+    return [own if task is None else dataclasses.replace(own, task=task) for own in params]
 
 
 def _side(param: str, given: Any) -> Side:
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest(f"`{param}` must be a string or a list of strings", param)
+    if not isinstance(texts, Sequence) or isinstance(texts, bytes):
+        raise InvalidRequest(f"`{param}` must be a string or a list of strings, got {type(texts).__name__}", param)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidRequest(f"`{param}[{index}]` must be a string, got {type(text).__name__}", f"{param}[{index}]")
     return Side(param, list(texts), is_list=not isinstance(given, str))
 
 

@@ -94,6 +94,7 @@ async def prepare_chat(
     path: str,
     *,
     request_id: str | None = None,
+    priority: int = 0,
 ) -> Prepared:
     """A conversation to be answered, through the code of /v1/chat/completions. Raises `InvalidRequest`."""
     body = chat_body(messages, params, options)
@@ -106,7 +107,7 @@ async def prepare_chat(
     max_tokens = check_params(context, params, len(token_ids), path)
     params = replace(params, thinking_token_budget=thinking_budget(context, body, max_tokens))
     request = await conversation_request(context, body, tools, turn, token_ids, params)
-    request.request_id = request_id or request.request_id
+    request.request_id, request.priority = request_id or request.request_id, priority
     request.outputs, request.with_context_outputs = tuple(params.additional_outputs), params.additional_context_outputs
     text = context.tokenizer.decode(token_ids, skip_special_tokens=False)
     return Prepared(request, params, path, text, reasoning_view(context, body, turn))
@@ -156,6 +157,15 @@ async def prepare_each(requests: Iterable[tuple[str, Awaitable[Prepared]]]) -> l
             raise located(error, path) from None
         await asyncio.sleep(0)  # a batch of thousands must not hold up the answers to others
     return batch
+
+
+def check_all(given: Any, kind: type, name: str) -> None:
+    """Raises `InvalidRequest` for what is no list of that kind; it names the first one of another."""
+    if not isinstance(given, Sequence):
+        raise InvalidRequest(f"`{name}` must be {kind.__name__}, or a list of them, got {type(given).__name__}", name)
+    for index, own in enumerate(given):
+        if not isinstance(own, kind):
+            raise InvalidRequest(f"`{name}[{index}]` must be {kind.__name__}, got {type(own).__name__}", f"{name}[{index}]")
 
 
 def located(error: InvalidRequest, path: str) -> InvalidRequest:

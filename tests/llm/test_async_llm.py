@@ -130,3 +130,31 @@ def test_it_has_to_be_started(model_dir: Path) -> None:
     llm = AsyncLLM(model_dir, **SETTINGS)
     with pytest.raises(EngineUnavailable, match="not been started"):
         asyncio.run(collect(llm, SamplingParams()))
+    with pytest.raises(EngineUnavailable, match="not been started"):
+        llm.get_default_sampling_params()
+
+
+def test_it_is_started_once(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with AsyncLLM(model_dir, **SETTINGS) as llm:
+            with pytest.raises(EngineUnavailable, match="started already"):
+                await llm.start()
+            assert (await collect(llm, SamplingParams(max_tokens=1)))[-1].finished
+        with pytest.raises(EngineUnavailable, match="closed"):
+            await llm.start()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_no_parameter_or_priority_is_refused_by_name(run: Callable[[Scenario], None]) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        wrong: Any = {"max_tokens": 1}
+        with pytest.raises(InvalidRequest, match="`sampling_params` must be SamplingParams, got dict"):
+            await anext(llm.generate("a", wrong))
+        for call, prompt in ((llm.generate, "a"), (llm.chat, [{"role": "user", "content": "a"}])):
+            high: Any = "high"
+            with pytest.raises(InvalidRequest, match="`priority` must be an integer"):
+                await anext(call(prompt, SamplingParams(max_tokens=1), priority=high))
+        assert (await collect(llm, SamplingParams(max_tokens=1)))[-1].finished
+
+    run(scenario)

@@ -15,7 +15,7 @@ from penstock.llm.executor_output import AdditionalModelOutput, OutputConfig
 from penstock.llm.executor_preparing import beam_params, sampling_params
 from penstock.llm.executor_refusals import OF_REQUESTS, OF_SAMPLING
 from penstock.llm.executor_request import LogitsProcessorConfig, Request, RequestType
-from penstock.llm.executor_response import FinishReason
+from penstock.llm.executor_response import FinishReason, Response
 from penstock.llm.executor_retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from penstock.llm.executor_sampling import SamplingConfig
 from tests.fakes import EOS, VOCAB_SIZE, ids, letter_after, make_core, saying
@@ -254,6 +254,25 @@ def test_a_request_may_be_changed_and_used_again() -> None:
             request.max_tokens = length
             request_ids.append(executor.enqueue_request(request))
         assert [len(result_of(executor, request_id).output_token_ids[0]) for request_id in request_ids] == [1, 2, 3, 4, 5]
+
+
+def test_configs_that_are_none_are_the_default_ones() -> None:
+    none: Any = None
+    request = Request([1], 1, sampling_config=none, output_config=none)
+    assert (request.sampling_config, request.output_config) == (SamplingConfig(), OutputConfig())
+
+
+def test_a_request_that_was_changed_into_nonsense_has_an_error_and_its_batch_is_served() -> None:
+    nonsense: Any = 3
+    with make_executor() as executor:
+        changed = ask("hello", 3)
+        changed.output_config = changed.stop_words = changed.sampling_config = nonsense
+        bad, good = executor.enqueue_requests([changed, ask("hello", 3)])
+        assert result_of(executor, good).finish_reasons == [FinishReason.LENGTH]
+        [response] = executor.await_responses(bad)
+        assert isinstance(response, Response)
+        assert response.has_error()
+        assert response.is_final
 
 
 def _said(prompt: str, num_tokens: int) -> list[int]:

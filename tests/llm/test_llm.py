@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ("b" * 300, "maximum context length"),
     ({"text": "x"}, "key 'text'"),
     ({}, "needs `prompt` or `prompt_token_ids`"),
+    ({"prompt_token_ids": []}, "no tokens"),
+    ({"prompt_token_ids": [1, None]}, r"got a list with None at \[1\]"),
+    ({"role": "user", "content": "x"}, "conversations are for `chat`"),
+    (b"abc", "got bytes"),
+    ([3, 1.5], r"got a list with 1.5 at \[1\]"),
+    (np.array([1, 2]), "got ndarray"),
     (None, "must be a string"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2)
@@ -150,6 +157,27 @@ def test_one_bad_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
         llm.generate(["a", "b"], SamplingParams(n=100))
     assert counter(llm, "penstock:prompt_tokens") == before
     assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [("high", "priority"), (1.5, "priority"), (True, "priority"), (float("nan"), "priority"), ([0, "x"], "priority[1]"), ([0], "priority")],
+)
+def test_a_priority_that_cannot_be_compared_reaches_no_queue(llm: LLM, given: Any, path: str) -> None:
+    """There it would fail the comparison with other requests', and with it the engine."""
+    for call, what in ((llm.generate, ["a", "b"]), (llm.chat, [[{"role": "user", "content": text}] for text in "ab"])):
+        with pytest.raises(InvalidRequest) as refused:
+            call(what, SamplingParams(max_tokens=1), priority=given)
+        assert refused.value.param == path
+
+
+def test_parameters_of_the_wrong_kind_are_counted_out(llm: LLM) -> None:
+    wrong: Any = [SamplingParams(max_tokens=1), {"max_tokens": 1}]
+    with pytest.raises(InvalidRequest, match=r"`sampling_params\[1\]` must be SamplingParams, got dict"):
+        llm.generate(["a", "b"], wrong)
+    wrong = {"max_tokens": 1}
+    with pytest.raises(InvalidRequest, match="must be SamplingParams, or a list of them, got dict"):
+        llm.generate("a", wrong)
 
 
 def counter(llm: LLM, name: str) -> float:

@@ -124,9 +124,28 @@ def test_what_is_wrong_is_named(embedding_llm: LLM) -> None:
     assert path_of(embedding_llm.embed, "a", prompt_name="query") == "prompt_name"
     assert path_of(embedding_llm.score, ["a", "b"], ["c"]) == "text_1"
     assert path_of(embedding_llm.score, "a", ["b", ""]) == "text_2[1]"
-    assert path_of(embedding_llm.score, "a", [1]) == "text_2"
+    assert path_of(embedding_llm.score, "a", [1]) == "text_2[0]"
+    assert path_of(embedding_llm.score, "a", b"b") == "text_2"
+    assert path_of(embedding_llm.embed, "a", priority="x") == "priority"
+    assert path_of(embedding_llm.score, "a", "b", priority=None) == "priority"
+    assert path_of(embedding_llm.embed, "a", prompt_name=3) == "prompt_name"
+    assert path_of(embedding_llm.embed, ["a", "b"], [PoolingParams(), SamplingParams()]) == "pooling_params[1]"
+    assert path_of(embedding_llm.embed, "a", SamplingParams()) == "pooling_params"
+    for limit in (0, -2, 2.5, "5", True):
+        assert path_of(embedding_llm.embed, "a", truncate_prompt_tokens=limit) == "truncate_prompt_tokens"
+    with pytest.raises(InvalidRequest, match=r"prompts\[1\]: the text is empty"):
+        embedding_llm.embed(["a", ""], **QUIET)
+    with pytest.raises(InvalidRequest, match=r"text_2\[1\]: the text is empty"):
+        embedding_llm.score("a", ["b", ""], **QUIET)
     (cut,) = embedding_llm.embed("x" * 100, truncate_prompt_tokens=-1, **QUIET)
     assert len(cut.prompt_token_ids) == encoders.MAX_LEN
+
+
+@pytest.mark.parametrize("given", [{"task": "nope"}, {"dimensions": "8"}, {"dimensions": True}, {"normalize": "no"}])
+def test_pooling_parameters_of_the_wrong_type_are_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        PoolingParams(**given)
+    assert refused.value.param == next(iter(given))
 
 
 def test_a_call_for_another_kind_of_model_says_what_this_one_is(embedding_llm: LLM, scoring_llm: LLM) -> None:
@@ -134,6 +153,8 @@ def test_a_call_for_another_kind_of_model_says_what_this_one_is(embedding_llm: L
         embedding_llm.generate("Hi", SamplingParams(max_tokens=1))
     with pytest.raises(InvalidRequest, match="is an embedding model; it is served by embed, score, encode"):
         embedding_llm.classify("Hi")
+    with pytest.raises(InvalidRequest, match="its tasks are embed, token_embed"):
+        embedding_llm.encode("Hi", pooling_task="classify")
     with pytest.raises(InvalidRequest, match="is a cross-encoder, which scores pairs of texts; it is served by score, encode, classify"):
         scoring_llm.embed("Hi")
 
