@@ -32,7 +32,7 @@ async def read_inputs(context: PoolingContext, body: InputFields) -> list[Encode
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("give either `input` or `messages`", "input")
     if body.messages is None:
-        source, param, add_special_tokens = body.input or "", "input", body.add_special_tokens is not False
+        source, param, add_special_tokens = "" if body.input is None else body.input, "input", body.add_special_tokens is not False
     else:
         source, param, add_special_tokens = await rendered(context, body), "messages", body.add_special_tokens is True
     given = await run(context, lambda: split_prompts(source, param), is_long=len(source) > MANY)

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from penstock.engine.errors import InvalidRequest
@@ -41,10 +42,20 @@ class BeamSearchParams:
             if not condition:
                 raise InvalidRequest(f"`{name}` must be {rule}, got {getattr(self, name)!r}", name)
 
+        for name in ("beam_width", "max_tokens", "min_tokens", "n"):
+            value = getattr(self, name)
+            is_missing = value is None and name in ("max_tokens", "n")
+            require(is_missing or (isinstance(value, Integral) and not isinstance(value, bool)), name, "an integer")
+        for name in ("temperature", "length_penalty"):
+            require(isinstance(getattr(self, name), Real), name, "a number")
+        for name, kind in (("stop", str), ("stop_token_ids", Integral)):
+            given = getattr(self, name)
+            is_list = isinstance(given, list | tuple) and all(isinstance(item, kind) for item in given)
+            require(is_list or (name == "stop" and isinstance(given, str)), name, f"a list of {'strings' if kind is str else 'token ids'}")
         require(1 <= self.beam_width <= 128, "beam_width", "an integer from 1 to 128")
         # A sum of log probabilities is divided by a length to this power, which must stay a number.
         require(abs(self.length_penalty) <= 10, "length_penalty", "a number from -10 to 10")
-        require(self.early_stopping in (True, False, "never"), "early_stopping", 'true, false or "never"')
+        require(isinstance(self.early_stopping, bool) or self.early_stopping == "never", "early_stopping", 'true, false or "never"')
         require(self.n is None or 1 <= self.n <= self.beam_width, "n", f"from 1 to beam_width ({self.beam_width})")
         require(abs(self.temperature) <= sys.float_info.max and 0 <= self.temperature <= 2, "temperature", "a number from 0 to 2")
         require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "a positive integer")

@@ -113,6 +113,8 @@ class LLM(OfflineModel):
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: UseTqdm = False
     ) -> list[BeamSearchOutput]:
         """The best answers to each prompt, best first, by the search that `transformers` does."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"`params` must be BeamSearchParams, for all prompts, got {type(params).__name__}", "params")
         context = self._model.generating
         requests = ((source.path, prepare_beams(context, source, params)) for source in read_prompts(prompts))
         batch = self._loop.run(prepare_each(requests))

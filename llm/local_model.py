@@ -13,7 +13,7 @@ from penstock.api.metrics import Metrics, RequestMetrics
 from penstock.api.model_abilities import GENERATES, description, wrong_model
 from penstock.api.pooling_metrics import PoolingCollector
 from penstock.assembly import Assembled, assemble
-from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.model_store import model_name, resolve_model
 from penstock.engine.outputs import SequenceDelta
@@ -46,7 +46,7 @@ class LocalModel:
             reasoning_parser=self.arguments.reasoning_parser,
             tool_parser=self.arguments.tool_parser,
         )
-        self.plugins.register_logits_processors(logits_processors or {}, "logits_processors")
+        self.plugins.register_logits_processors(_by_name(logits_processors), "logits_processors")
         self.name = (self.arguments.served_model_names or (model_name(self.arguments.engine.model),))[0]
         self._context: ServerContext | PoolingContext | None = None
         self._metrics: RequestMetrics | None = None
@@ -146,6 +146,13 @@ class LocalModel:
 
     def _why_not_served(self) -> str:
         return "the engine has been closed" if self._is_closed else "the engine has not been started"
+
+
+def _by_name(given: Any) -> Mapping[str, RegisteredLogitsProcessor]:
+    if not isinstance(given, Mapping | None):
+        message = f"`logits_processors` must be a dict of processors by the names that requests choose them by, got {type(given).__name__}"
+        raise ConfigurationError(message)
+    return given or {}
 
 
 def _metrics(context: ServerContext, name: str) -> Metrics:

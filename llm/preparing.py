@@ -51,6 +51,19 @@ class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    def __post_init__(self) -> None:
+        self._require("chat_template", str | None, "Jinja's source")
+        self._require("chat_template_kwargs", dict | None, "a dict")
+        self._require("tools", list | None, "a list of tools, each a dict")
+        self._require("tool_choice", str | dict | None, "a string or a dict")
+        self._require("add_generation_prompt", bool, "True or False")
+        self._require("continue_final_message", bool, "True or False")
+
+    def _require(self, name: str, kind: Any, what: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kind):
+            raise InvalidRequest(f"`{name}` must be {what}, got {value!r:.100}", name)
+
 
 async def token_ids_of(context: ServerContext, source: PromptSource) -> list[int]:
     """Raises `InvalidRequest` for a prompt without tokens, for ids that there are not, and for one that the context cannot hold."""

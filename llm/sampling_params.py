@@ -15,6 +15,7 @@ from penstock.engine.sampling_params import SamplingParams as EngineParams
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget"})
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "additional_context_outputs", "detokenize")
 TEXTS = ("stop", "bad_words", "additional_outputs")
 TOKEN_IDS = ("stop_token_ids", "allowed_token_ids")
 
@@ -82,8 +83,16 @@ class SamplingParams(EngineParams):
 
     def __post_init__(self) -> None:
         self._check_types()
+        allowed = self.allowed_token_ids
+        self._require(
+            allowed is None or isinstance(allowed, tuple) or len(allowed) > 0, "allowed_token_ids", "made of one token id or more"
+        )
         EngineParams.__post_init__(self)  # without arguments, `super` does not find its way in a dataclass with slots
-        object.__setattr__(self, "additional_outputs", tuple(self.additional_outputs))
+        named = self.additional_outputs
+        chosen = self.logits_processors
+        object.__setattr__(self, "logits_processors", (chosen,) if isinstance(chosen, str | Mapping) or callable(chosen) else chosen or ())
+        self._require(isinstance(self.logits_processors, Sequence), "logits_processors", "a list of names, or of dicts with a name")
+        object.__setattr__(self, "additional_outputs", (named,) if isinstance(named, str) else tuple(named or ()))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         if self.structured_outputs is not None and self.guided_decoding is not None:
             raise InvalidRequest("`guided_decoding` is the older name of `structured_outputs`: give one", "guided_decoding")
@@ -117,7 +126,10 @@ class SamplingParams(EngineParams):
         for name in (*INTEGERS, *NUMBERS):
             value, kind = getattr(self, name), Integral if name in INTEGERS else Real
             is_missing = value is None and name in OPTIONAL
-            self._require(is_missing or (isinstance(value, kind) and not isinstance(value, bool)), name, "a number")
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            self._require(is_missing or is_number, name, "an integer" if name in INTEGERS else "a number")
+        for name in FLAGS:
+            self._require(isinstance(getattr(self, name), bool), name, "True or False")
         for name in (*TEXTS, *TOKEN_IDS):
             value = getattr(self, name)
             is_text = name in TEXTS

@@ -8,6 +8,7 @@ import torch
 from penstock.arguments import build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.llm.engine_arguments import ALIASES, OF_THE_SERVER, REFUSED, UNBOUNDED, engine_arguments, known_arguments
+from penstock.llm.local_model import LocalModel
 
 
 def flags() -> set[str]:
@@ -53,6 +54,8 @@ def test_arguments_mean_what_the_flags_mean() -> None:
         ({"port": 8000}, "`port` is the server's"),
         ({"gpu_memory_utilization": 0.9}, "`gpu_memory_utilization` is not supported: use `kv_cache_memory`"),
         ({"tokenizer": "other"}, "`tokenizer` is not supported"),
+        ({"pooler_config": {"pooling_type": "CLS"}}, "`pooler_config` is not supported: the model's own files"),
+        ({"spec_tokens": 3}, "`spec_tokens` is not supported: use `speculation`"),
         ({"tensor_parallel_size": 2}, "`tensor_parallel_size` is not supported"),
     ],
 )
@@ -73,3 +76,12 @@ def test_an_unknown_argument_names_the_nearest() -> None:
         engine_arguments(None, {"max_num_seq": 3})
     with pytest.raises(TypeError, match="no argument `zzz`"):
         engine_arguments(None, {"zzz": 3})
+
+
+def test_a_model_that_is_no_name_and_processors_without_names_are_refused_by_name() -> None:
+    wrong: Any = 5
+    with pytest.raises(TypeError, match="`model` must be a path or a name, got 5"):
+        engine_arguments(wrong, {})
+    wrong = [len]
+    with pytest.raises(ConfigurationError, match="`logits_processors` must be a dict of processors by the names"):
+        LocalModel(None, {}, wrong)

@@ -415,6 +415,13 @@ def test_beams_are_transformers(llm: LLM, reference: Any) -> None:
             assert sequence.text.startswith(text)
 
 
+def test_a_search_says_what_kind_of_parameters_it_takes(llm: LLM) -> None:
+    for wrong in (SamplingParams(), [BeamSearchParams(2)], None):
+        given: Any = wrong
+        with pytest.raises(InvalidRequest, match="`params` must be BeamSearchParams"):
+            llm.beam_search("a", given)
+
+
 def test_named_outputs_of_prompt_and_answer_are_transformers(llm: LLM, reference: Any) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=4, ignore_eos=True, additional_outputs=["hidden_states.last", "logits"], additional_context_outputs=True

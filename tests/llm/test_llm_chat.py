@@ -108,3 +108,20 @@ def test_a_bad_conversation_is_named(llm: LLM) -> None:
         with pytest.raises(InvalidRequest, match=message) as refused:
             llm.chat(messages, SamplingParams(max_tokens=1))
         assert (refused.value.param or "").startswith(path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chat_template": 3},
+        {"chat_template_kwargs": [1]},
+        {"tools": {}},
+        {"tool_choice": 3},
+        {"add_generation_prompt": "x"},
+        {"continue_final_message": None},
+    ],
+)
+def test_an_option_of_the_wrong_type_is_named(llm: LLM, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        llm.chat(HELLO, SamplingParams(max_tokens=1), **options)
+    assert refused.value.param == next(iter(options))

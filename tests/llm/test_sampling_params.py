@@ -24,6 +24,11 @@ def test_lists_and_single_strings_are_taken() -> None:
         ({"top_p": True}, "top_p"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"n": None}, "n"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"detokenize": 1}, "detokenize"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"logits_processors": 3}, "logits_processors"),
+        ({"logits_processors": len}, "logits_processors[0]"),
         ({"stop": [1]}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
@@ -41,6 +46,18 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], field: str) ->
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**given)
     assert refused.value.param == field
+
+
+def test_single_names_are_lists_of_one() -> None:
+    assert [choice.name for choice in SamplingParams(logits_processors="shout").processor_choices()] == ["shout"]
+    (choice,) = SamplingParams(logits_processors={"name": "shout", "arguments": {"by": 2}}).processor_choices()
+    assert (choice.name, choice.arguments) == ("shout", {"by": 2})
+    assert SamplingParams(additional_outputs="logits").additional_outputs == ("logits",)
+
+
+def test_a_whole_number_is_said_to_be_wanted_where_one_is() -> None:
+    with pytest.raises(InvalidRequest, match=r"`max_tokens` must be an integer, got 1\.5"):
+        SamplingParams(max_tokens=1.5)  # type: ignore[arg-type]
 
 
 def test_fields_that_there_are_not_are_refused() -> None:
