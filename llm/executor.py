@@ -2,10 +2,13 @@
 
 import asyncio
 import copy
+import math
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from datetime import timedelta
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -13,6 +16,7 @@ from penstock.api.context import ServerContext
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.tokenizer import Tokenizer
+from penstock.llm.executor_checks import check_type, wrong
 from penstock.llm.executor_guide import GuidedDecodingParams, GuideType
 from penstock.llm.executor_jobs import Jobs
 from penstock.llm.executor_mailbox import Mailbox
@@ -119,9 +123,10 @@ class Executor:
     def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
         """The same for several: all of them, or none where one is no `Request`."""
         requests = [copy.copy(request) for request in requests]  # the caller may change its own, and use it again
-        for request in requests:
+        for index, request in enumerate(requests):
             if not isinstance(request, Request):
-                raise TypeError(f"expected a Request of penstock.llm.executor, got {request!r:.100}")
+                where = f" as requests[{index}]" if len(requests) > 1 else ""
+                raise TypeError(f"expected a Request of penstock.llm.executor{where}, got {request!r:.100}")
         arrival_time = time.monotonic()
         with self._jobs.lock:  # a shutdown either sees them or refuses them
             if not self._is_accepting:
@@ -203,10 +208,11 @@ class Executor:
 
         What is ready may still be taken. Whoever waits for what will not come is woken. May be called twice.
         """
+        deadline = _deadline(timeout)
         with self._jobs.lock:
             self._is_accepting = False
         self._mailbox.close()
-        if not self._mailbox.wait_until_none_is_open(_left(_deadline(timeout))):
+        if not self._mailbox.wait_until_none_is_open(_left(deadline)):
             self._loop.run(self._jobs.cancel_all())
             self._mailbox.wait_until_none_is_open(None)
         with self._jobs.lock:
@@ -244,9 +250,14 @@ def load_context(
 
 
 def _deadline(timeout: Timeout) -> float | None:
+    """Raises `TypeError` for what is no time, and for what is not a number: it would never pass."""
+    check_type(timeout, "timeout", (Real, timedelta), "a number of seconds or a timedelta")
     if timeout is None:
         return None
-    return time.monotonic() + (timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if math.isnan(seconds):
+        wrong("timeout", "a number of seconds or a timedelta", timeout)
+    return None if seconds > threading.TIMEOUT_MAX else time.monotonic() + seconds
 
 
 def _left(deadline: float | None) -> float | None:

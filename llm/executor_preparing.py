@@ -34,7 +34,8 @@ def fold_settings(context: ServerContext, request: Request, arrival_time: float,
     scheduler, count = context.engine.core.scheduler, num_sequences(request)
     limit = min(MAX_SEQUENCES, scheduler.max_num_seqs)  # they all run at once
     if count > limit:
-        raise InvalidRequest(f"`num_return_sequences` must be at most {limit}, got {count}", "num_return_sequences")
+        name = "num_return_sequences" if request.sampling_config.beam_width <= 1 else "beam_width"
+        raise InvalidRequest(f"`{name}` must be at most {limit}, got {count}", name)
     return FoldSettings(
         num_sequences=count,
         stop_token_ids=_stop_token_ids(context, request),

@@ -313,8 +313,23 @@ def test_more_requests_than_places_are_served_in_order_of_priority() -> None:
 
 def test_anything_but_requests_is_refused_and_nothing_is_enqueued() -> None:
     with make_executor() as executor:
-        with pytest.raises(TypeError, match="expected a Request"):
+        with pytest.raises(TypeError, match=r"expected a Request .* as requests\[1\], got 'hello'"):
             executor.enqueue_requests([ask(), "hello"])  # type: ignore[list-item]
         with pytest.raises(TypeError):
             executor.await_responses("1")  # type: ignore[arg-type]
         assert executor.enqueue_request(ask()) == 1
+
+
+@pytest.mark.parametrize("timeout", ["1", float("nan"), True, [1]])
+def test_what_is_no_time_is_refused_by_name_and_ends_nothing(timeout: Any) -> None:
+    with make_executor() as executor:
+        for call in (executor.await_responses, executor.shutdown):
+            with pytest.raises(TypeError, match="`timeout` must be a number of seconds or a timedelta"):
+                call(timeout=timeout)
+        assert executor.can_enqueue_requests()
+
+
+def test_a_timeout_longer_than_any_clock_is_none() -> None:
+    with make_executor() as executor:
+        assert executor.await_responses(executor.enqueue_request(ask()), timeout=float("inf"))
+        assert executor.await_responses(executor.enqueue_request(ask()), timeout=1e300)

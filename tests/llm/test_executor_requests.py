@@ -314,6 +314,7 @@ def test_a_way_of_sampling_that_is_not_supported_is_named(name: str) -> None:
         ({"type": RequestType.CONTEXT_ONLY}, "`type`"),
         ({"output_config": OutputConfig(return_encoder_output=True)}, "`return_encoder_output`"),
         ({"sampling_config": SamplingConfig(0)}, "`beam_width`"),
+        ({"sampling_config": SamplingConfig(100)}, "`beam_width` must be at most 8"),
         ({"sampling_config": SamplingConfig(2, top_p=0.5)}, "`top_p`"),
         ({"sampling_config": SamplingConfig(2, num_return_sequences=3)}, "`num_return_sequences`"),
         ({"sampling_config": SamplingConfig(temperature=-1.0)}, "`temperature`"),
