@@ -92,6 +92,11 @@ class SamplingState:
         """Whether the tokens said so far make no difference to how the next one is chosen, but for their number."""
         return not self.processors and not self.num_candidates and self.counts is None and not self._bad_words
 
+    @property
+    def numbers(self) -> SeededNumbers | None:
+        """For one draw of the next token. A step that comes to nothing has used up none of them."""
+        return None if self.generator is None else self.generator.again()
+
     def append(self, token_id: int) -> None:
         """A token was added to the output, sampled or forced."""
         self.num_output_tokens += 1

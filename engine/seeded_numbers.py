@@ -22,5 +22,9 @@ class SeededNumbers:
         self._num_drawn += 1
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
+    def again(self) -> "SeededNumbers":
+        """Those of the same place, from the first one on."""
+        return SeededNumbers(self._seed, self._place)
+
     def at_next_place(self) -> "SeededNumbers":
         return SeededNumbers(self._seed, self._place + 1)

@@ -14,6 +14,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.pending_tokens import placeholder
+from penstock.engine.request import Request
 from penstock.engine.scheduler import Step
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from tests.fakes import (
@@ -21,6 +22,7 @@ from tests.fakes import (
     LETTERS,
     content,
     drive,
+    generate,
     ids,
     letter_after,
     letter_like_before,
@@ -29,6 +31,7 @@ from tests.fakes import (
     runner_of,
     saying,
     tokens,
+    undecided,
 )
 from tests.matchers import Grammar, Walk
 
@@ -301,6 +304,25 @@ def test_whoever_comes_is_let_in_although_others_go_ahead(options: dict[str, Any
         if number == 20:
             assert (core.stats().num_waiting, core.stats().num_running) == (0, 1)
             assert follower is not None
+
+
+def test_what_a_seed_gives_does_not_depend_on_a_step_that_came_to_nothing() -> None:
+    def seeded() -> Request:
+        return make_request("seeded", temperature=2.0, seed=5, max_tokens=6, ignore_eos=True)
+
+    core = make_core(undecided, is_async=True)
+    step, _ = decoding(core)
+    core.add(seeded())
+    batch = core.build(step)
+    follower = core.schedule_ahead(step, batch)
+    assert follower is not None
+    assert len(follower.num_tokens) == 2
+    for under_way in (batch, core.build(follower)):
+        core.runner.launch(under_way).collect()
+    core.fail(step, "what it brought cannot be taken in")
+    core.put_off(follower)
+    assert tokens(drive(core)["seeded"]) == tokens(generate(make_core(undecided), seeded()))
+    runner_of(core).shutdown()
 
 
 def test_where_somebody_would_have_to_make_room_the_next_step_waits() -> None:

@@ -1,3 +1,4 @@
+import copy
 import math
 import random
 from collections import Counter
@@ -16,6 +17,7 @@ from penstock.engine.sampler import Sampler
 from penstock.engine.sampler_output import SamplerOutput
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.sampling_state import SamplingState
+from penstock.engine.seeded_numbers import SeededNumbers
 
 VOCAB = 40
 STOP_IDS = frozenset({3, 7})
@@ -103,10 +105,15 @@ def pack(legal: frozenset[int], vocab_size: int = VOCAB) -> Tensor:
 def assert_drawn_from(
     expected: list[float], state: SamplingState, logits_V: Tensor, bitmask_W: Tensor | None = None, draws: int = 4000
 ) -> None:
-    """A chi-square test, and nothing outside the support. One state in every row: its generator serves them in turn."""
+    """A chi-square test, and nothing outside the support. Rows differ in the place of their random numbers."""
     sampler = Sampler(len(logits_V), "cpu")
+    states = [state]
+    while len(states) < draws:
+        states.append(copy.copy(state))
+        assert state.generator is not None
+        states[-1].generator = SeededNumbers(11, len(states))
     bitmask_BW = None if bitmask_W is None else bitmask_W.expand(draws, -1).contiguous()
-    output = sampler.sample(logits_V.expand(draws, -1), [state] * draws, bitmask_BW)
+    output = sampler.sample(logits_V.expand(draws, -1), states, bitmask_BW)
     assert not output.failures
     counts = Counter(output.token_ids)
     assert all(expected[token] > 0 for token in counts)
