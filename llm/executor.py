@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from datetime import timedelta
-from numbers import Real
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -100,6 +100,11 @@ class Executor:
     ) -> None:
         if context is not None and (model is not None or logits_processors or engine_arguments):
             raise TypeError("a context brings its own model, logits processors and engine")
+        check_type(context, "context", ServerContext, "what penstock.assembly.assemble made")
+        bounds = {"iter_stats_max_iterations": iter_stats_max_iterations, "request_stats_max_iterations": request_stats_max_iterations}
+        for name, bound in bounds.items():
+            if not isinstance(bound, Integral) or bound < 0:
+                wrong(name, "0 or a positive integer", bound)
         self._context = context or load_context(model, engine_arguments, logits_processors)
         core = self._context.engine.core
         core.observer = self._recorder = StepRecorder(
