@@ -75,8 +75,8 @@ class SamplingParams(EngineParams):
 
     structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: StructuredOutputsParams | None = None
-    logits_processors: Sequence[str | Mapping[str, Any]] = ()
-    additional_outputs: Sequence[str] = ()
+    logits_processors: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = ()
+    additional_outputs: str | Sequence[str] = ()
     additional_context_outputs: bool = False
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

@@ -151,8 +151,9 @@ def test_what_is_no_parameter_or_priority_is_refused_by_name(run: Callable[[Scen
         wrong: Any = {"max_tokens": 1}
         with pytest.raises(InvalidRequest, match="`sampling_params` must be SamplingParams, got dict"):
             await anext(llm.generate("a", wrong))
-        for call, prompt in ((llm.generate, "a"), (llm.chat, [{"role": "user", "content": "a"}])):
-            high: Any = "high"
+        calls: list[tuple[Any, Any]] = [(llm.generate, "a"), (llm.chat, [{"role": "user", "content": "a"}])]
+        for call, prompt in calls:
+            high = "high"
             with pytest.raises(InvalidRequest, match="`priority` must be an integer"):
                 await anext(call(prompt, SamplingParams(max_tokens=1), priority=high))
         assert (await collect(llm, SamplingParams(max_tokens=1)))[-1].finished

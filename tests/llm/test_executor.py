@@ -257,10 +257,12 @@ def test_an_executor_has_either_a_context_or_a_model() -> None:
             Executor(context=context, **arguments)
     with pytest.raises(TypeError, match="did you mean `max_model_len`"):
         Executor(max_model_length=10)
-    for bound in (-1, "x", None):
+    bounds: list[Any] = [-1, "x", None]
+    for bound in bounds:
         for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
             with pytest.raises(TypeError, match=f"`{name}` must be 0 or a positive integer"):
-                Executor(context=context, **{name: bound})
+                arguments = {name: bound}
+                Executor(context=context, **arguments)
     with pytest.raises(TypeError, match="`context` must be"):
         Executor(context=5)  # type: ignore[arg-type]
     context.close()

@@ -165,7 +165,8 @@ def test_one_bad_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
 )
 def test_a_priority_that_cannot_be_compared_reaches_no_queue(llm: LLM, given: Any, path: str) -> None:
     """There it would fail the comparison with other requests', and with it the engine."""
-    for call, what in ((llm.generate, ["a", "b"]), (llm.chat, [[{"role": "user", "content": text}] for text in "ab"])):
+    calls: list[tuple[Any, Any]] = [(llm.generate, ["a", "b"]), (llm.chat, [[{"role": "user", "content": text}] for text in "ab"])]
+    for call, what in calls:
         with pytest.raises(InvalidRequest) as refused:
             call(what, SamplingParams(max_tokens=1), priority=given)
         assert refused.value.param == path
