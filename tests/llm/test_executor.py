@@ -260,8 +260,8 @@ def test_an_executor_has_either_a_context_or_a_model() -> None:
     bounds: list[Any] = [-1, "x", None]
     for bound in bounds:
         for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
+            arguments = {name: bound}
             with pytest.raises(TypeError, match=f"`{name}` must be 0 or a positive integer"):
-                arguments = {name: bound}
                 Executor(context=context, **arguments)
     with pytest.raises(TypeError, match="`context` must be"):
         Executor(context=5)  # type: ignore[arg-type]
