@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from penstock.engine import processor_time
 from penstock.engine.answer import Answer
 from penstock.engine.grammar_gate import GrammarGate
 
@@ -111,7 +110,7 @@ class MaskFill:
 
     def run_at_once(self) -> None:
         """Asks what may come next in this thread, and again for each token of a sequence: `row_W` is used anew."""
-        began = processor_time.now()
+        began_at = time.perf_counter()
         self._num_filled = 0
         self._draft = ()
         try:
@@ -119,7 +118,7 @@ class MaskFill:
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
             self._fail(error)
         self.is_done = True
-        self.seconds = processor_time.since(began)
+        self.seconds = time.perf_counter() - began_at
 
     def run(self) -> None:
         self._begun_at = time.monotonic()

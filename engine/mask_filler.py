@@ -16,7 +16,6 @@ from penstock.engine.step_masks import StepMasks
 
 GRACE = 0.01  # seconds beyond the forward pass
 SLOW = 0.005  # seconds
-NOT_QUICK = 0.001  # seconds of the processor on the event loop
 NUM_MASKS_APART = 16
 PATIENCE = 1.0  # seconds between two looks at whether a late mask is overdue
 
@@ -75,7 +74,7 @@ class MaskFiller:
             assert sequence.gate is not None
             mask = sequence.quick_mask = MaskFill(sequence.gate, sequence.answer, allocate_bitmask(1, vocab_size))
         mask.run_at_once()
-        if mask.seconds > NOT_QUICK:
+        if mask.seconds > SLOW:
             sequence.num_masks_apart = NUM_MASKS_APART
         sequence.mask = mask
         return mask

@@ -2,13 +2,13 @@
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from penstock.engine import processor_time
 from penstock.plugins.grammars.llguidance_limits import MAX_STEP_SECONDS, TOO_SLOW
 
 if TYPE_CHECKING:
@@ -91,8 +91,9 @@ class LlguidanceMatcher:
     The lexer's limits count what all sequences have had it work out, so the first failure is answered with a lexer of the sequence's own.
     That takes a compilation, which only what runs beside the event loop does: until then tokens are taken unseen, and looked at after it.
     Where tokens are rolled back that may have spoiled that one, there is another, once.
-    No limit of the engine counts the work of taking a token, so its time is taken. After a slow mask, `finished` says no more than what is
-    known without the next one, which would not be computed on the event loop.
+    No limit of the engine counts the work of taking a token, so its time is taken, unless the grammar is known to be quick: reading the
+    processor's time takes as long as the token. After a slow mask, `finished` says no more than what is known without the next one, which
+    would not be computed on the event loop.
     """
 
     def __init__(self, grammar: LlguidanceGrammar, matcher: "LLMatcher", lexer: _Lexer) -> None:
@@ -117,9 +118,12 @@ class LlguidanceMatcher:
             row.zero_()
             return
         self._catch_up()
-        began = processor_time.now()
-        self._fill(row)
-        self._is_slow = processor_time.since(began) > MAX_STEP_SECONDS
+        if self._grammar.has_quick_masks:
+            self._fill(row)
+        else:
+            began_at = time.thread_time()
+            self._fill(row)
+            self._is_slow = time.thread_time() - began_at > MAX_STEP_SECONDS
         self._may_end = self._matcher.is_accepting()
 
     def _fill(self, row: Tensor) -> None:
@@ -143,9 +147,11 @@ class LlguidanceMatcher:
         return is_taken
 
     def _consume(self, token_id: int) -> bool:
-        began = processor_time.now()
+        if self._grammar.has_quick_masks:
+            return self._matcher.try_consume_tokens([token_id]) == 1 or self._is_spoiled
+        began_at = time.thread_time()
         is_taken = self._matcher.try_consume_tokens([token_id]) == 1
-        if processor_time.since(began) > MAX_STEP_SECONDS:
+        if time.thread_time() - began_at > MAX_STEP_SECONDS:
             if is_taken and not self._is_spoiled:
                 self._matcher.rollback(1)
             raise MatcherFailed(TOO_SLOW)
