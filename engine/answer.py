@@ -106,7 +106,7 @@ class Answer:
             return None
         other._detokenizer = self._detokenizer.copy()
         other._stop_strings = None if self._stop_strings is None else self._stop_strings.copy()
-        other._tap = None if self._tap is None else _Tap()
+        other._tap = copy.copy(self._tap)
         other._blank = None
         other._chain = ParserChain([parser for parser in (other._reasoning, other._tap, other._stop_strings) if parser is not None])
         return other

@@ -8,7 +8,7 @@ import argparse
 import torch
 from torch.nn.functional import cosine_similarity
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, SamplingParams, TextPrompt
 
 TEXTS = ["The cat sat on the mat.", "A kitten lay on the rug.", "Interest rates rose again in March."]
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
 
         # Of the prompts alone: nothing is said. Their first tokens may be in the prefix cache and would be absent: a salt of one's own.
         wanted = SamplingParams(max_tokens=0, additional_outputs=["hidden_states.last"], additional_context_outputs=True)
-        prompts = [{"prompt": text, "cache_salt": text} for text in arguments.texts]
+        prompts: list[TextPrompt] = [{"prompt": text, "cache_salt": text} for text in arguments.texts]
         states = [output.prompt_outputs["hidden_states.last"] for output in llm.generate(prompts, wanted, use_tqdm=False)]
         means = torch.stack([rows_TH.float().mean(0) for rows_TH in states])
         means -= means.mean(0)

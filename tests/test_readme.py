@@ -4,7 +4,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,7 +30,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for language, block in BLOCKS if not language for line in block.splitlines()]
-BUILDERS = [build_parser, build_plugins_parser, build_parse_parser, build_new_plugin_parser, *GRAMMAR_PARSERS.values()]
+BUILDERS: list[Callable[[], ArgumentParser]] = [
+    build_parser,
+    build_plugins_parser,
+    build_parse_parser,
+    build_new_plugin_parser,
+    *GRAMMAR_PARSERS.values(),
+]
 PARSERS = [build() for build in BUILDERS]
 FLAGS = {flag for parser in PARSERS for action in parser._actions for flag in action.option_strings}
 FAMILIES = (ROOT / "plugins" / "reasoning", ROOT / "plugins" / "tools")  # docs/parsers.md has a line for each

@@ -78,7 +78,8 @@ def tiny_encoder(name: str, *, head: str | None = None, seed: int = 0, **setting
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, 0.2)
-    return model.train(False)
+    model.train(False)
+    return model
 
 
 def save_encoder(model: PreTrainedModel, directory: Path, **files: Any) -> Path:

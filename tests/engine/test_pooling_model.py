@@ -147,11 +147,12 @@ def test_probabilities_follow_the_problem(problem: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["config.json", "old config.json", "config_sentence_transformers.json"])
 def test_scores_go_through_the_activation_that_the_files_name(where: str, tmp_path: Path) -> None:
     path = "torch.nn.modules.linear.Identity"
-    settings: dict[str, Any] = {
+    by_file: dict[str, dict[str, Any]] = {
         "config.json": {"sentence_transformers": {"activation_fn": path}},
         "old config.json": {"sbert_ce_default_activation_function": path},
         "config_sentence_transformers.json": {},
-    }[where]
+    }
+    settings = by_file[where]
     reference = tiny_encoder("bert", head="sequence", num_labels=1, **settings)
     files = {} if settings else {"config_sentence_transformers": {"model_type": "CrossEncoder", "activation_fn": path}}
     model = load(save_encoder(reference, tmp_path, **files))

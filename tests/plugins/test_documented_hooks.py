@@ -105,7 +105,7 @@ def test_the_example_of_json_between_markers() -> None:
 
 
 def test_the_example_of_register_logits_processors(tmp_path: Path) -> None:
-    factory = load_example("register_logits_processors", tmp_path).logits_processors["recent_tokens"]
+    factory: Any = load_example("register_logits_processors", tmp_path).logits_processors["recent_tokens"]
     process = factory(window=2, penalty=3.0)
     assert process([0, 1, 2, 2], torch.zeros(4)).tolist() == [0.0, 0.0, -3.0, 0.0]
     with pytest.raises(ValueError, match="window"):

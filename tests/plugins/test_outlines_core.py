@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.outlines_core import OutlinesCoreBackend
+from penstock.plugins.grammars.outlines_matcher import OutlinesCoreGrammar
 from tests.plugins.grammar_walks import (
     FIRST_MERGE,
     MERGES,
@@ -29,7 +30,7 @@ from tests.plugins.grammar_walks import (
 )
 
 
-def compiled_unless_large(pattern: str) -> CompiledGrammar:
+def compiled_unless_large(pattern: str) -> OutlinesCoreGrammar:
     """A few patterns that are drawn are refused for the size of their index; whatever else is refused is a failure."""
     try:
         return compiled(GrammarKind.REGEX, pattern)
