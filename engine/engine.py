@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch
 from penstock.engine.engine_core import DeltasByRequest, EngineCore
-from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.engine_life import EngineLife, done
+from penstock.engine.errors import InvalidRequest
 from penstock.engine.mask_filler import PATIENCE
 from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta
@@ -20,7 +21,6 @@ from penstock.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
 STEP_FAILED = "the model failed while it computed this request; the error has been logged"
 ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
 
@@ -54,36 +54,24 @@ class Engine:
         self._core = core
         self._streams: dict[str, _Stream] = {}
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._is_accepting = False
-        self._num_failed_steps = 0
+        self._life = EngineLife()
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
-        assert self._task is None, "the engine was started before"
         loop = asyncio.get_running_loop()
         self._core.masks.wake = functools.partial(_set_from_elsewhere, loop, self._wake)
-        self._task = asyncio.create_task(self._run(), name="engine")
+        self._life.begin(self._run, "engine")
         threading.Thread(target=self._core.runner.optimize, name="optimize", daemon=True).start()
-        self._is_accepting = True
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Takes no more requests, lets those that run finish for `drain_seconds`, ends the others and waits for the step under way."""
-        self._is_accepting = False
-        if self._task is None:
+        self._life.is_accepting = False
+        if not self._life.has_begun:
             return
-        try:
-            async with asyncio.timeout(drain_seconds):
-                while self._streams and not self._task.done():
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            if self._streams:  # the last of them may have gone in the same moment
-                logger.warning("%d requests were cut off by the shutdown", len(self._streams))
+        if not await self._life.drain(drain_seconds, lambda: self._streams):
+            logger.warning("%d requests were cut off by the shutdown", len(self._streams))
         self._end_all(FinishReason.ABORT)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._life.end()
         self._core.masks.close()
         await asyncio.to_thread(self._core.runner.shutdown)
 
@@ -95,12 +83,12 @@ class Engine:
     @property
     def is_accepting(self) -> bool:
         """False before the start and from the beginning of the shutdown."""
-        return self._is_accepting
+        return self._life.is_accepting
 
     @property
     def is_healthy(self) -> bool:
         """False once several steps in a row have failed, or when the engine is not running."""
-        return self._task is not None and not self._task.done() and self._num_failed_steps < MAX_FAILED_STEPS
+        return self._life.is_healthy
 
     def stats(self) -> EngineStats:
         return self._core.stats()
@@ -113,9 +101,7 @@ class Engine:
 
         Raises `EngineUnavailable`, `QueueFull` or `InvalidRequest` before the first delta.
         """
-        if not self._is_accepting or self._task is None or self._task.done():
-            is_stopping = self._task is not None and not self._is_accepting
-            raise EngineUnavailable("the server is shutting down" if is_stopping else "the engine is not running")
+        self._life.check_accepting()
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._core.add(request)
@@ -132,7 +118,7 @@ class Engine:
             self._core.abort(request.request_id)
             self._wake.set()
             if not self._streams:
-                self._idle.set()
+                self._life.idle.set()
 
     async def _run(self) -> None:
         news: DeltasByRequest = {}
@@ -150,7 +136,7 @@ class Engine:
                     self._wake.clear()
                     await self._awake()
                 else:
-                    await _done(flight.handle)
+                    await done(flight.handle.future)
                     news, flight = self._land(flight, follower)
         except Exception:  # a defect of the scheduler's: there is no going on, and no client may be left waiting
             logger.exception("The engine has failed")
@@ -181,11 +167,11 @@ class Engine:
             output = flight.handle.collect()
             assert flight.batch is not None
             news = self._core.update(step, flight.batch, output)
-            self._num_failed_steps = 0
+            self._life.num_failed_steps = 0
             return news, follower
         except Exception:  # whatever the model raised: it ends the requests of this step and nothing else
             logger.exception("A step over %d sequences failed", len(step.num_tokens))
-            self._num_failed_steps += 1
+            self._life.num_failed_steps += 1
             news = self._core.fail(step, STEP_FAILED)
             self._end_lost(step, news)
             if follower is not None:
@@ -216,14 +202,6 @@ class Engine:
         for request_id, stream in self._streams.items():
             stream.put([SequenceDelta(index, finish_reason=reason, error=error) for index in sorted(stream.unfinished)])
             self._core.abort(request_id)
-
-
-async def _done(handle: StepHandle) -> None:
-    """Waits for a step and leaves its outcome to `collect`: a future of asyncio's own never ends where the model raises StopIteration."""
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-    handle.future.add_done_callback(lambda future: loop.call_soon_threadsafe(done.set))
-    await done.wait()
 
 
 def _set_from_elsewhere(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

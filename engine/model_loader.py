@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from penstock.engine import attention
@@ -16,6 +15,7 @@ from penstock.engine.context_length import max_model_len
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_layout import LayerKV, kv_layout
 from penstock.engine.model_config import eos_token_ids, read_config
+from penstock.engine.pretrained import DTYPES, load_pretrained
 from penstock.engine.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
 from penstock.engine.quantized_file import quantized_names
 from penstock.engine.servable import check_servable
@@ -73,24 +73,16 @@ def load_model(
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
     mode = resolve_quantization(quantization, torch_device)
     stored = StoredWeightsConfig(quantized_names(directory))
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=torch_dtype,
-            attn_implementation=attn_implementation,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **({"quantization_config": stored} if stored.names else {}),
-        )
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ConfigurationError(f"{directory} cannot be loaded: {error}") from error
-    model: PreTrainedModel
-    model, report = loaded
-    # transformers fills what is missing with random numbers and goes on.
-    if missing := sorted(report["missing_keys"]):
-        raise ConfigurationError(f"{directory} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}, ...")
+    options: dict[str, Any] = {"quantization_config": stored} if stored.names else {}
+    model = load_pretrained(
+        AutoModelForCausalLM,
+        directory,
+        config,
+        torch_dtype,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        **options,
+    )
     if stored.names:
         forget_config(model)
         put_in_stored(model, directory, stored.places, mode, torch_dtype)
@@ -146,11 +138,10 @@ def resolve_device(device: str) -> torch.device:
 
 def resolve_dtype(dtype: Dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
     """`auto` is the stored type on a GPU, and on a CPU bfloat16 where it has instructions for it, else float32."""
-    named = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype != "auto":
-        if dtype not in named:
-            raise ConfigurationError(f"--dtype {dtype} is not one of auto, {', '.join(named)}")
-        return named[dtype]
+        if dtype not in DTYPES:
+            raise ConfigurationError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
     if device.type == "cuda":
         wanted = stored or torch.bfloat16
         has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)

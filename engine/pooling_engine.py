@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.encoder_batch import EncoderInput
-from penstock.engine.engine import ENGINE_FAILED, MAX_FAILED_STEPS
+from penstock.engine.engine import ENGINE_FAILED
+from penstock.engine.engine_life import EngineLife, done
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
 from penstock.engine.pooling_model import PoolingInput, PoolingModel
 from penstock.engine.pooling_params import PoolingParams
@@ -53,10 +54,7 @@ class PoolingEngine:
         self._running: list[WaitingInput] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._is_accepting = False
-        self._num_failed_steps = 0
+        self._life = EngineLife()
         self._num_inputs = self._num_prompt_tokens = self._num_steps = 0
 
     def _prepare_thread(self) -> None:
@@ -66,35 +64,27 @@ class PoolingEngine:
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
-        assert self._task is None, "the engine was started before"
-        self._task = asyncio.create_task(self._run(), name="pooling-engine")
-        self._is_accepting = True
+        self._life.begin(self._run, "pooling-engine")
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Takes no more inputs, computes those that wait for `drain_seconds`, refuses the others and waits for the batch under way."""
-        self._is_accepting = False
-        if self._task is not None:
-            try:
-                async with asyncio.timeout(drain_seconds):
-                    while self._has_work and not self._task.done():
-                        self._idle.clear()
-                        await self._idle.wait()
-            except TimeoutError:
+        self._life.is_accepting = False
+        if self._life.has_begun:
+            if not await self._life.drain(drain_seconds, lambda: self._has_work):
                 logger.warning("%d inputs were cut off by the shutdown", len(self._queue) + len(self._running))
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await self._life.end()
             self._end_all("the server is shutting down")
         await asyncio.to_thread(self._thread.shutdown)
 
     @property
     def is_accepting(self) -> bool:
         """False before the start and from the beginning of the shutdown."""
-        return self._is_accepting
+        return self._life.is_accepting
 
     @property
     def is_healthy(self) -> bool:
         """False once several batches in a row have failed, or when the engine is not running."""
-        return self._task is not None and not self._task.done() and self._num_failed_steps < MAX_FAILED_STEPS
+        return self._life.is_healthy
 
     def stats(self) -> PoolingStats:
         return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)
@@ -119,9 +109,7 @@ class PoolingEngine:
 
         Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable` at once, `GenerationFailed` where the model fails.
         """
-        if not self._is_accepting or self._task is None or self._task.done():
-            is_stopping = self._task is not None and not self._is_accepting
-            raise EngineUnavailable("the server is shutting down" if is_stopping else "the engine is not running")
+        self._life.check_accepting()
         checked = self.model.check(EncoderInput(prompt_token_ids, token_type_ids), params)
         waiting = WaitingInput(checked, asyncio.get_running_loop().create_future())
         self._queue.add(waiting, priority)
@@ -138,7 +126,7 @@ class PoolingEngine:
                 await asyncio.sleep(0)  # callers who have just had an answer may have more to ask
                 self._running = self._queue.take_batch()
                 if not self._running:
-                    self._idle.set()
+                    self._life.idle.set()
                     self._wake.clear()
                     await self._wake.wait()
                     continue
@@ -152,7 +140,7 @@ class PoolingEngine:
         is_done = await self._try(batch)
         if not is_done and len(batch) > 1:
             is_done = any([await self._try([waiting]) for waiting in batch])
-        self._num_failed_steps = 0 if is_done else self._num_failed_steps + 1
+        self._life.num_failed_steps = 0 if is_done else self._life.num_failed_steps + 1
         for waiting in batch:
             self._fail(waiting, GenerationFailed(BATCH_FAILED))
 
@@ -172,19 +160,15 @@ class PoolingEngine:
         return True
 
     async def _in_thread(self, inputs: Sequence[PoolingInput]) -> list[Tensor]:
-        """Not by a future of asyncio's own, which never ends where the model raises StopIteration."""
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
         future = self._thread.submit(self.model.compute, inputs)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
-        await done.wait()
+        await done(future)
         return future.result()
 
     def _end_all(self, reason: str) -> None:
         for waiting in [*self._running, *self._queue.take_all()]:
             self._fail(waiting, EngineUnavailable(reason))
         self._running = []
-        self._idle.set()
+        self._life.idle.set()
 
     def _fail(self, waiting: WaitingInput, error: Exception) -> None:
         """Nothing where there is an answer, or nobody waits for one."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
@@ -24,6 +23,7 @@ from penstock.engine.pooling_head import Head
 from penstock.engine.pooling_model import Classifier, PoolingModel, pooled
 from penstock.engine.pooling_params import PoolingTask
 from penstock.engine.pooling_stages import Stage, load_stage, make_activation, normalize
+from penstock.engine.pretrained import DTYPES, load_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,8 @@ def load_pooling_model(directory: Path, config: EngineConfig) -> PoolingModel:
 
 def resolve_pooling_dtype(dtype: Dtype, device: torch.device, stored: object) -> torch.dtype:
     """`auto` is the stored type on a GPU and float32 on a CPU: an embedding is compared by digits that bfloat16 does not have."""
-    named = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype != "auto":
-        return named[dtype]
+        return DTYPES[dtype]
     return stored if device.type == "cuda" and isinstance(stored, torch.dtype) else torch.float32
 
 
@@ -90,23 +89,14 @@ def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, trust_r
         factory = AutoModelForSequenceClassification
     elif is_token_classifier(config.architectures):
         factory = AutoModelForTokenClassification
-    try:
-        model, report = factory.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ConfigurationError(f"{directory} cannot be loaded: {error}") from error
-    # transformers fills what is missing with random numbers and goes on. A pooler without a head over it is not used.
-    missing = sorted(name for name in report["missing_keys"] if factory is not AutoModel or not name.startswith("pooler."))
-    if missing:
-        raise ConfigurationError(f"{directory} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}, ...")
-    loaded: PreTrainedModel = model
-    return loaded
+    return load_pretrained(
+        factory,
+        directory,
+        config,
+        dtype,
+        trust_remote_code=trust_remote_code,
+        is_needed=lambda name: factory is not AutoModel or not name.startswith("pooler."),  # which is not used without a head over it
+    )
 
 
 def _take_apart(model: PreTrainedModel, config: PretrainedConfig, files: SentenceFiles) -> tuple[PreTrainedModel, Forward, Classifier]:

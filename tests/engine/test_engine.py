@@ -11,8 +11,9 @@ import pytest
 from torch import Tensor
 
 from penstock.engine.batch import Batch
-from penstock.engine.engine import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
+from penstock.engine.engine import ENGINE_FAILED, STEP_FAILED, Engine
 from penstock.engine.engine_core import EngineCore
+from penstock.engine.engine_life import MAX_FAILED_STEPS
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.model_runner import StepHandle
