@@ -7,6 +7,9 @@
 #pragma once
 
 #include <omp.h>
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +18,7 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -44,7 +48,12 @@ class Pool {
             for (int64_t i = 0; i < count; ++i) function(context, i);
             return;
         }
-        for (; num_workers_ < num_threads - 1; ++num_workers_) std::thread(&Pool::work, this).detach();
+        while (static_cast<int>(workers_.size()) < num_threads - 1) {
+            workers_.push_back(std::thread(&Pool::work, this));
+            pthread_setname_np(workers_.back().native_handle(), "penstock-worker");
+            callers_cpu_ = -1;
+        }
+        keep_off(sched_getcpu());
         count_ = count;
         function_ = function;
         context_ = context;
@@ -65,6 +74,18 @@ class Pool {
     }
 
   private:
+    // A worker that is woken while the other cores are busy for a moment may be put where the caller runs. There the two take turns, one spinning
+    // while the other should work, until the system finds that a core is idle, which takes it as long as a whole step.
+    void keep_off(int cpu) {
+        if (cpu == callers_cpu_) return;
+        callers_cpu_ = cpu;
+        cpu_set_t others;
+        if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(getpid(), sizeof others, &others) != 0) return;
+        CPU_CLR(cpu, &others);
+        if (CPU_COUNT(&others) == 0) return;
+        for (std::thread& worker : workers_) pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+    }
+
     // The state is the number of the loop, whether it can be joined, and how many workers are at it.
     static constexpr uint64_t NUM_AT_WORK = 0xffff, IS_OPEN = 0x10000, EPOCH = 0x20000;
     static constexpr int64_t SPINS_BEFORE_YIELD = 2000;
@@ -84,7 +105,7 @@ class Pool {
         }
     }
 
-    // Waits for another loop than `seen`, awake at first.
+    // Waits for another loop than `seen`, awake at first, but not in anybody's way.
     uint64_t next_state(uint64_t seen) {
         const auto end = std::chrono::steady_clock::now() + AWAKE;
         do {
@@ -93,6 +114,7 @@ class Pool {
                 if (state / EPOCH != seen) return state;
                 pause();
             }
+            std::this_thread::yield();
         } while (std::chrono::steady_clock::now() < end);
         std::unique_lock<std::mutex> lock(sleepers_);
         num_asleep_.fetch_add(1);
@@ -114,7 +136,8 @@ class Pool {
 
     std::mutex callers_, sleepers_;
     std::condition_variable wake_;
-    int num_workers_ = 0;
+    std::vector<std::thread> workers_;
+    int callers_cpu_ = -1;
     int64_t count_ = 0, share_ = 1;
     void (*function_)(const void*, int64_t) = nullptr;
     const void* context_ = nullptr;
