@@ -146,9 +146,9 @@ class Bench:
             times["layers"] = clock()
             logits_KV = self.decoder.head(hidden_KH)
             times["head"] = clock()
-            samples, rows = sample_rows(batch, logits_KV, runner.sampler)
+            output = sample_rows(batch, logits_KV, runner.sampler)
             times["sampling"] = clock()
-            return StepOutput(samples, rows)
+            return output
 
         began = clock()
         step = self.core.schedule()

@@ -56,6 +56,8 @@ class Batch:
     To attention each token that is tried ahead, and each of up to `SHORT_CHUNK` that are known, is a sequence of its own with one new
     token, on the blocks that they share: all keys are written before anybody attends, and decoding is what its kernels do best.
 
+    `has_unmasked` says that among its samplers are some that a grammar decides and that have no mask: it is shown what they sample.
+
     `num_pending` of the input ids are placeholders (`pending_tokens.py`) for what the step before this one samples.
     """
 
@@ -69,6 +71,7 @@ class Batch:
     masks: StepMasks | None
     copies: list[tuple[int, int]]
     num_pending: int = 0
+    has_unmasked: bool = False
     outputs: list[OutputRows] = field(default_factory=list)
 
     def on(self, device: torch.device) -> "Batch":
@@ -144,6 +147,7 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         block_tables,
         num_decodes=sum(count for count in step.num_tokens.values() if count <= SHORT_CHUNK) + sum(map(len, step.drafts.values())),
     )
+    step_masks = masks.begin(samplers, step.drafts, vocab_size, pin_memory=pin_masks)
     return Batch(
         input_ids_1T=torch.tensor([input_ids + [0] * num_padding]),
         positions_1T=torch.tensor([positions + [0] * num_padding]),
@@ -152,9 +156,10 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         sample_rows=sample_rows,
         samplers=samplers,
         prompts=prompts,
-        masks=masks.begin(samplers, step.drafts, vocab_size, pin_memory=pin_masks),
+        masks=step_masks,
         copies=step.copies,
         num_pending=sum(sequence.pending_row is not None for sequence in step.num_tokens),
+        has_unmasked=any(row.sampling.is_constrained and row.sequence.mask is None for row in samplers),
         outputs=outputs,
     )
 

@@ -56,6 +56,8 @@ class EngineCore:
             device=self.runner.loaded.device,
             speculates=self.scheduler.speculation is not None,
         )
+        # A device of its own computes while masks are filled, and they cost nothing; here they take their time from what computes.
+        self.masks.samples_first = self.runner.loaded.device.type == "cpu"
         self._outputs = OutputProcessor(
             scheduler=self.scheduler,
             masks=self.masks,
@@ -167,7 +169,7 @@ class EngineCore:
             num_known = len(sequence.token_ids)
             if row in samples:
                 rows = [samples[row + place] for place in range(len(draft) + 1) if row + place in samples]
-                self._outputs.take_samples(sequence, delta, output.samples, rows, draft)
+                self._outputs.take_samples(sequence, delta, output, rows, draft)
             elif sequence.mask is not None and sequence.mask.needs_no_sample:
                 self._outputs.take_mask(sequence, delta, sequence.mask)
             else:
@@ -176,6 +178,8 @@ class EngineCore:
             if draft:
                 self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
             self._outputs.take_certain(sequence, delta)
+            if not delta.token_ids and delta.finish_reason is None:
+                continue  # its token has been taken back
             if sequence.outputs is not None:
                 delta.outputs = sequence.outputs.take(len(delta.token_ids))
             deltas.setdefault(sequence.request.request_id, []).append(delta)

@@ -66,7 +66,8 @@ class GrammarMatcher(Protocol):
     except at tokens that were only guessed: these are rolled back, and the matcher must then be what it was before them.
 
     One with a method `fork`, which gives another in the same place that goes on by itself, spares beam search taking all tokens anew.
-    One of a grammar that `has_quick_masks` may have an attribute `is_quick`, false while its next mask would take longer all the same.
+    One of a grammar that `has_quick_masks` may have an attribute `is_quick`, false while its next mask would take longer all the same. If
+    it is false after `advance`, the matcher may not have looked at the token: that is rolled back, and sampled again under a mask.
     """
 
     def fill_bitmask(self, row: "Tensor") -> None:

@@ -40,7 +40,7 @@ class GrammarGate:
         self._stop_token_ids = sorted(stop_token_ids)
         self._client_stop_ids = sorted(client_stop_ids - stop_token_ids)
         self._start_token_id = start_token_id
-        self._may_force = may_force
+        self.may_force = may_force
         self.may_look_ahead = True
         self._taken: list[int] = []  # for each token that was let pass, how many the matcher took for it
         self._num_accepted = 0
@@ -78,7 +78,7 @@ class GrammarGate:
 
     def forced_tokens(self, answer: Answer) -> list[int]:
         """What is certain to come next, as far as nothing but the grammar decides it. May take as long as a mask does."""
-        if not self._may_force or not self.is_open(answer) or self._may_still_reason(answer):
+        if not self.may_force or not self.is_open(answer) or self._may_still_reason(answer):
             return []
         forced: list[int] = []
         for token_id in self._matcher.forced_tokens()[:MAX_FORCED_TOKENS]:

@@ -11,7 +11,7 @@ def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
     Where somebody's next step depends on the token before it, or is worth a draft, it is better known first. A sequence with a grammar is
     let in between two steps, or it and all behind it would wait until nobody goes ahead any more.
     """
-    if batch.masks is not None or step.drafts:
+    if batch.masks is not None or batch.has_unmasked or step.drafts:
         return False
     sampling = {sampler.sequence for sampler in batch.samplers}
     going_on = [sequence for sequence in scheduler.running if not (sequence in sampling and sequence.ends_with_next_token)]

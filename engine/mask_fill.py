@@ -108,13 +108,16 @@ class MaskFill:
         if self._gate.may_look_ahead:
             self._ask_ahead(time.monotonic() + DRAFT_TIME)
 
-    def run_at_once(self) -> None:
-        """Asks what may come next in this thread, and again for each token of a sequence: `row_W` is used anew."""
+    def run_at_once(self, *, only_forced: bool = False) -> None:
+        """Asks what may come next in this thread, and again for each token of a sequence: `row_W` is used anew.
+
+        With `only_forced` the bits are left alone: those who ask want to know only what is certain.
+        """
         began_at = time.perf_counter()
         self._num_filled = 0
         self._draft = ()
         try:
-            self._ask()
+            self._ask(only_forced=only_forced)
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
             self._fail(error)
         self.is_done = True
@@ -137,12 +140,12 @@ class MaskFill:
         logger.exception("A grammar failed")
         self._error = f"the grammar raised {type(error).__name__}: {error}"
 
-    def _ask(self) -> None:
+    def _ask(self, *, only_forced: bool = False) -> None:
         if self.is_apart and self._gate.is_finished(self._answer):
             self.is_finished = True
             return
         self.forced = self._gate.forced_tokens(self._answer)
-        if not self.forced:
+        if not self.forced and not only_forced:
             self._gate.fill_bitmask(self._answer, self.row_W)
             self._num_filled = 1
 

@@ -25,11 +25,13 @@ class MaskFiller:
 
     When a step's time is up, what has not begun is taken back, and the worker is left alone with what it is at; that sequence samples
     in a later step, when its mask is there. From then on its masks are filled apart, until `NUM_MASKS_APART` of them were quick.
+    With `samples_first` quick grammars are only asked for the masks of tokens that they have refused.
     `wake` is called, in a worker's thread, when a late mask is there.
     """
 
     def __init__(self, grace: float = GRACE) -> None:
         self._grace = grace
+        self.samples_first = False
         self._worker = MaskWorker()
         self._worker_apart = MaskWorker()
         self._under_way: list[tuple[Sequence, MaskFill]] = []
@@ -40,7 +42,11 @@ class MaskFiller:
         self, samplers: list[SamplerRow], drafts: Mapping[Sequence, list[int]], vocab_size: int, *, pin_memory: bool
     ) -> StepMasks | None:
         """The masks of a step's samplers, to be filled once the step begins; None where no grammar has a say."""
-        constrained = [(row, sampler.sequence) for row, sampler in enumerate(samplers) if _begins_constrained(sampler)]
+        constrained = [
+            (row, sampler.sequence)
+            for row, sampler in enumerate(samplers)
+            if _begins_constrained(sampler) and not self.comes_later(sampler.sequence)
+        ]
         if not constrained:
             return None
         for _, sequence in constrained:
@@ -67,16 +73,23 @@ class MaskFiller:
             self._under_way.append((sequence, mask))
         return StepMasks(bitmask_BW, fills, self._submit(fresh), self._worker, self._grace)
 
-    def fill_at_once(self, sequence: Sequence, vocab_size: int) -> MaskFill:
-        """What comes next in a quick grammar, in this thread. One that turns out slow is asked apart from now on."""
+    def comes_later(self, sequence: Sequence) -> bool:
+        """Whether the sequence's next token is sampled without a mask, and shown to its grammar then."""
+        return self.samples_first and sequence.mask is None and sequence.can_sample_first
+
+    def fill_at_once(self, sequence: Sequence, vocab_size: int, *, only_forced: bool = False) -> MaskFill:
+        """What comes next in a quick grammar, in this thread; with `only_forced` nothing where there is a choice.
+
+        A grammar that turns out slow is asked apart from now on.
+        """
         mask = sequence.quick_mask
         if mask is None:
             assert sequence.gate is not None
             mask = sequence.quick_mask = MaskFill(sequence.gate, sequence.answer, allocate_bitmask(1, vocab_size))
-        mask.run_at_once()
+        mask.run_at_once(only_forced=only_forced)
         if mask.seconds > SLOW:
             sequence.num_masks_apart = NUM_MASKS_APART
-        sequence.mask = mask
+        sequence.mask = None if only_forced and not mask.needs_no_sample else mask
         return mask
 
     def _laid_out(self, constrained: list[tuple[int, Sequence]], num_rows: int, vocab_size: int, *, pin_memory: bool) -> Tensor:

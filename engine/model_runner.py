@@ -33,13 +33,15 @@ logger = logging.getLogger(__name__)
 class StepOutput:
     """Sampled tokens, an entry for each of `rows` of `Batch.samplers`, and the log probabilities of the prompt tokens computed.
 
-    `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names.
+    `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names. `sample_again` samples an entry under a mask, int32
+    [ceil(V / 32)], that it was sampled without; it is there where the batch `has_unmasked` rows, until the next step begins.
     """
 
     samples: SamplerOutput
     rows: list[int]
     prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    sample_again: Callable[[int, Tensor], SamplerOutput] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,8 @@ def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
     return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[_index(kept_rows, logits_KV.device)]
 
 
-def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> tuple[SamplerOutput, list[int]]:
-    """Samples what can be sampled in this step, once its masks are there, and says which of `batch.samplers` that are."""
+def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput:
+    """Samples what can be sampled in this step, once its masks are there."""
     rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
     logits_BV = _logits_of(batch, rows, logits_KV)
     bitmask_BW = None
@@ -75,7 +77,13 @@ def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> tuple[Samp
         bitmask_BW = batch.masks.bitmask_BW
         bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[_index(rows, bitmask_BW.device)]
         bitmask_BW = bitmask_BW.to(logits_BV.device, non_blocking=True)
-    return sampler.sample(logits_BV, [batch.samplers[row].sampling for row in rows], bitmask_BW), rows
+    states = [batch.samplers[row].sampling for row in rows]
+    output = StepOutput(sampler.sample(logits_BV, states, bitmask_BW), rows)
+    if batch.has_unmasked:
+        output.sample_again = lambda place, mask_W: sampler.sample(
+            logits_BV[place, None], [states[place]], mask_W.to(logits_BV.device)[None]
+        )
+    return output
 
 
 def _index(rows: list[int], device: torch.device) -> Tensor:
@@ -198,15 +206,16 @@ class ModelRunner:
             logits_KV, capture = self.forward(batch), None
         outputs = list(_output_rows(batch.outputs, logits_KV, capture))
         rows = list(range(len(batch.samplers)))
-        if self._copies is not None and batch.masks is None and not batch.prompts:
+        if self._copies is not None and batch.masks is None and not batch.has_unmasked and not batch.prompts:
             launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.samplers])
             if launched is not None:
                 self._pending.keep(launched.token_ids_B)
                 wait = self._copies.begin(launched.packed_2B())
                 return lambda: StepOutput(launched.read(wait()), rows, outputs=outputs)
-        samples, rows = sample_rows(batch, logits_KV, self.sampler)
-        self._pending.keep(samples.token_ids)
-        output = StepOutput(samples, rows, [self._score(logits_KV, rows) for rows in batch.prompts], outputs)
+        output = sample_rows(batch, logits_KV, self.sampler)
+        self._pending.keep(output.samples.token_ids)
+        output.prompt_logprobs = [self._score(logits_KV, rows) for rows in batch.prompts]
+        output.outputs = outputs
         return lambda: output
 
     @torch.inference_mode()

@@ -3,10 +3,14 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
 
 from penstock.engine.grammar_gate import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
 from penstock.engine.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.model_runner import StepOutput
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.sampler_output import NO_TOKEN_LEFT, SamplerOutput
@@ -34,7 +38,7 @@ class OutputProcessor:
     num_generation_tokens: int = 0
     num_forced_tokens: int = 0
 
-    def take_samples(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, rows: list[int], draft: list[int]) -> None:
+    def take_samples(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, rows: list[int], draft: list[int]) -> None:
         """Takes the next token, and those after it for as long as each was sampled after tokens that have indeed been said.
 
         A draft is right with the probability that the model gives it, and what is sampled in its place has the others' probabilities:
@@ -42,10 +46,14 @@ class OutputProcessor:
         """
         num_known = len(sequence.token_ids)
         is_constrained = sequence.is_constrained
+        is_masked = sequence.mask is not None or not is_constrained
         for num_right, row in enumerate(rows):
             if num_right:
                 self.scheduler.keep_computed(sequence, len(sequence.token_ids))
-            self._take_sample(sequence, delta, samples, row)
+            if is_masked or row in output.samples.failures:
+                self._take_sample(sequence, delta, output.samples, row)
+            else:
+                self._take_unmasked(sequence, delta, output, row)
             if sequence.status is not Status.RUNNING or sequence.token_ids[num_known:] != draft[: num_right + 1]:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
@@ -68,6 +76,32 @@ class OutputProcessor:
         else:
             self._read_or_fail(sequence, delta, lambda: self._accept(sequence, delta, samples.token_ids[row], samples.logprobs[row]))
 
+    def _take_unmasked(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, row: int) -> None:
+        assert output.sample_again is not None
+        token_id, sample_again = output.samples.token_ids[row], partial(output.sample_again, row)
+        self._read_or_fail(sequence, delta, lambda: self._accept_unmasked(sequence, delta, token_id, sample_again))
+
+    def _accept_unmasked(
+        self, sequence: Sequence, delta: SequenceDelta, token_id: int, sample_again: Callable[[Tensor], SamplerOutput]
+    ) -> None:
+        """Shows the grammar a token that was sampled without its mask. Where it is refused, the mask is filled and another sampled.
+
+        So it is with one that would end the answer: whether it may end, the mask says.
+        """
+        gate = sequence.gate
+        assert gate is not None
+        is_taken = not self._ends(sequence, token_id) and gate.advance(sequence.answer, token_id)
+        if not gate.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that holds up nobody
+            gate.rollback(int(is_taken))
+            sequence.num_masks_apart = 1
+            self.scheduler.take_back(sequence)
+        elif is_taken:
+            self._append(sequence, token_id, delta)
+        elif (mask := self.masks.fill_at_once(sequence, self.vocab_size)).needs_no_sample:
+            self.take_mask(sequence, delta, mask)
+        else:
+            self._take_sample(sequence, delta, sample_again(mask.row_W), 0)
+
     def take_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
         if mask.error is not None:
             self.fail(sequence, delta, mask.error)
@@ -78,7 +112,7 @@ class OutputProcessor:
     def take_certain(self, sequence: Sequence, delta: SequenceDelta) -> None:
         """Has a quick grammar say what comes next, and takes what it leaves no choice in: that goes into the next step with the rest."""
         while sequence.status is Status.RUNNING and sequence.has_quick_grammar and len(delta.token_ids) <= MAX_FORCED_TOKENS:
-            mask = self.masks.fill_at_once(sequence, self.vocab_size)
+            mask = self.masks.fill_at_once(sequence, self.vocab_size, only_forced=self.masks.comes_later(sequence))
             if not mask.needs_no_sample:
                 break
             self.take_mask(sequence, delta, mask)

@@ -112,6 +112,15 @@ class Sequence:
         return self.gate is not None and self.gate.is_quick and self.gate.has_begun and self.num_masks_apart == 0
 
     @property
+    def can_sample_first(self) -> bool:
+        """Whether the next token may be sampled without a mask and then shown to the grammar: with one, it would be the same.
+
+        So it is where nothing is drawn. What is most probable of all tokens and allowed, is most probable of the allowed ones.
+        """
+        may_sample = self.gate is not None and self.gate.may_force and self.sampling.params.is_greedy
+        return may_sample and self.has_quick_grammar and self.answer.phase is not Phase.REASONING
+
+    @property
     def is_held_up(self) -> bool:
         """Whether its mask was late and is not there yet: until then there is nothing to compute."""
         return self.mask is not None and self.mask.is_pending

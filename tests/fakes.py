@@ -137,14 +137,15 @@ class FakeRunner:
         self.pending.clear()
         self.cache.copy_blocks(batch.copies)
         logits_KV = self._forward(batch)
-        samples, sampled = sample_rows(batch, logits_KV, self.sampler)
-        self.pending.keep(samples.token_ids)
-        scores = []
+        output = sample_rows(batch, logits_KV, self.sampler)
+        self.pending.keep(output.samples.token_ids)
         for rows in batch.prompts:
             targets = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.stop - rows.start]
             num_top = rows.sequence.request.params.prompt_logprobs or 0
-            scores.append((rows.sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop], targets, num_top)))
-        return StepOutput(samples, sampled, scores, [self._outputs(batch, rows, logits_KV) for rows in batch.outputs])
+            scored = (rows.sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop], targets, num_top))
+            output.prompt_logprobs.append(scored)
+        output.outputs = [self._outputs(batch, rows, logits_KV) for rows in batch.outputs]
+        return output
 
     def _outputs(self, batch: Batch, rows: OutputRows, logits_KV: Tensor) -> dict[str, Tensor]:
         inputs_TI = torch.stack([batch.positions_1T[0], batch.input_ids_1T[0]], 1)[rows.start : rows.stop]

@@ -10,8 +10,10 @@ from penstock.engine import mask_filler
 from penstock.engine.grammar_gate import MAX_FORCED_TOKENS
 from penstock.engine.mask_filler import NUM_MASKS_APART
 from penstock.engine.outputs import FinishReason
-from tests.fakes import EOS, LETTERS, content, drive, generate, make_core, make_request, runner_of, saying, tokens
+from tests.fakes import EOS, LETTERS, content, drive, generate, make_core, make_request, runner_of, saying, tokens, undecided
 from tests.matchers import Grammar, Matcher, Spelling, Walk
+
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 3}
 
 
 def quick(make: Any) -> Grammar:
@@ -47,14 +49,19 @@ def test_what_is_forced_after_a_sampled_token_takes_no_step_of_its_own() -> None
     assert num_steps == [20, 10]
 
 
-def test_each_mask_is_asked_for_once() -> None:
-    matcher = Lettered()
+def test_masks_are_asked_for_once_and_where_nothing_is_drawn_only_after_a_token_was_refused() -> None:
+    drawn = Lettered()
     core = make_core(max_num_seqs=2)
-    core.add(make_request("r", grammar=quick(lambda: matcher), max_tokens=20))
+    core.add(make_request("r", grammar=quick(lambda: drawn), max_tokens=20, temperature=1.0))
     core.add(make_request("free", max_tokens=20))
     drive(core)
-    assert matcher.num_asked == 10
+    assert drawn.num_asked == 10
     runner_of(core).shutdown()
+    for preferred, num_asked in ((LETTERS[0], 1), (LETTERS[7], 10), (EOS, 10)):
+        greedy = Lettered()
+        core = make_core(lambda history, token_id=preferred: token_id)  # type: ignore[misc]
+        generate(core, make_request(grammar=quick(lambda matcher=greedy: matcher), max_tokens=20))
+        assert greedy.num_asked == num_asked  # the first one is asked for in any case
 
 
 def test_much_that_is_forced_comes_in_portions_all_the_same() -> None:
@@ -92,9 +99,9 @@ def test_one_that_turns_out_slow_is_no_longer_asked_on_the_loop(monkeypatch: pyt
     at_once: list[int] = []
     fill_at_once = mask_filler.MaskFiller.fill_at_once
 
-    def counted(self: Any, sequence: Any, vocab_size: int) -> Any:
+    def counted(self: Any, sequence: Any, vocab_size: int, **options: Any) -> Any:
         at_once.append(sequence.num_output_tokens)
-        return fill_at_once(self, sequence, vocab_size)
+        return fill_at_once(self, sequence, vocab_size, **options)
 
     class Busy(Walk):
         def fill_bitmask(self, row: Any) -> None:
@@ -104,11 +111,12 @@ def test_one_that_turns_out_slow_is_no_longer_asked_on_the_loop(monkeypatch: pyt
 
     monkeypatch.setattr(mask_filler.MaskFiller, "fill_at_once", counted)
     core = make_core()
-    deltas = generate(core, make_request(grammar=quick(lambda: Busy(2, forces=False)), max_tokens=30))
+    deltas = generate(core, make_request(grammar=quick(lambda: Busy(2, forces=False)), max_tokens=30, **DRAWN))
     assert len(tokens(deltas)) == 30
     assert at_once[:3] == [1, 2, 3]
     assert all(place > NUM_MASKS_APART for place in at_once[3:])
-    assert tokens(deltas) == tokens(generate(make_core(), make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=30)))
+    plain = make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=30, **DRAWN)
+    assert tokens(deltas) == tokens(generate(make_core(), plain))
 
 
 def test_a_mask_that_its_matcher_says_will_take_long_is_filled_in_another_thread() -> None:
@@ -124,10 +132,11 @@ def test_a_mask_that_its_matcher_says_will_take_long_is_filled_in_another_thread
             super().fill_bitmask(row)
 
     core = make_core()
-    deltas = generate(core, make_request(grammar=quick(lambda: Moody(2, forces=False)), max_tokens=12))
+    deltas = generate(core, make_request(grammar=quick(lambda: Moody(2, forces=False)), max_tokens=12, **DRAWN))
     assert [place for place in sorted(threads) if threads[place] == "mask"] == [0, 5, 6, 7]
     assert sorted(threads) == list(range(12))
-    assert tokens(deltas) == tokens(generate(make_core(), make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=12)))
+    plain = make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=12, **DRAWN)
+    assert tokens(deltas) == tokens(generate(make_core(), plain))
 
 
 def test_drafts_are_tried_with_quick_masks() -> None:
@@ -145,3 +154,44 @@ def test_drafts_are_tried_with_quick_masks() -> None:
         assert sum(core.stats().accepted_lengths) > 0
         assert core.stats().num_steps < 50
     assert said[0] == said[1]
+
+
+def test_what_a_matcher_says_once_it_is_no_longer_quick_counts_for_nothing() -> None:
+    """As with one whose lexer another sequence has spent meanwhile: it takes tokens without looking at them."""
+    threads: dict[int, str] = {}
+
+    class Spent(Walk):
+        is_quick = True
+
+        def advance(self, token_id: int) -> bool:
+            self.is_quick = len(self.path) != 5 or 5 in threads
+            if not self.is_quick:
+                self.path.append(token_id)
+                return True
+            return super().advance(token_id)
+
+        def fill_bitmask(self, row: Any) -> None:
+            threads[len(self.path)] = threading.current_thread().name
+            super().fill_bitmask(row)
+
+    for rows_for_weights in (None, 1000.0):
+        threads.clear()
+        core = make_core(rows_for_weights=rows_for_weights)
+        deltas = generate(core, make_request(grammar=quick(lambda: Spent(2, forces=False)), max_tokens=12))
+        assert threads[5] == "mask"
+        plain = make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=12)
+        assert tokens(deltas) == tokens(generate(make_core(), plain))
+        core.check_integrity()
+
+
+def test_a_token_sampled_first_is_the_one_that_a_mask_would_have_left() -> None:
+    """Whatever the model would say next: ends, forbidden letters, draws, and with penalties."""
+    for seed in range(40):
+        options: dict[str, Any] = {"max_tokens": 25, "frequency_penalty": 0.5 * (seed % 2), "min_tokens": seed % 3}
+        said = []
+        for has_quick_masks in (False, True):
+            core = make_core(undecided, rows_for_weights=1000.0 if seed % 4 == 0 else None)
+            grammar = Grammar(lambda seed=seed: Walk(seed, forces=seed % 5 == 0), has_quick_masks=has_quick_masks)  # type: ignore[misc]
+            deltas = generate(core, make_request(grammar=grammar, **options))
+            said.append((tokens(deltas), deltas[-1].finish_reason))
+        assert said[0] == said[1]
