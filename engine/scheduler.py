@@ -255,7 +255,7 @@ class Scheduler:
         ready = {
             sequence: proposer
             for sequence, num_tokens in step.num_tokens.items()
-            if num_tokens == sequence.num_uncomputed_tokens == 1 and (proposer := sequence.ready_proposer) is not None
+            if num_tokens == sequence.num_uncomputed_tokens <= SHORT_CHUNK and (proposer := sequence.ready_proposer) is not None
         }
         lengths = speculation.share(
             list(ready.values()),
@@ -269,7 +269,7 @@ class Scheduler:
             room = num_blocks * self.block_size - len(sequence.token_ids)
             num_tokens = min(length, room, sequence.max_tokens - sequence.num_output_tokens - 1)
             if num_tokens > 0:
-                self._extend_blocks(sequence, 1 + num_tokens)
+                self._extend_blocks(sequence, step.num_tokens[sequence] + num_tokens)
                 step.drafts[sequence] = proposer.propose(num_tokens)
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:

@@ -195,3 +195,21 @@ def test_a_token_sampled_first_is_the_one_that_a_mask_would_have_left() -> None:
             deltas = generate(core, make_request(grammar=grammar, **options))
             said.append((tokens(deltas), deltas[-1].finish_reason))
         assert said[0] == said[1]
+
+
+def test_what_follows_forced_tokens_is_tried_ahead_as_well() -> None:
+    class Forced(Matcher):
+        """Every other letter can only be b, and is taken without a step: the next step computes two tokens that are known."""
+
+        def allowed(self, path: list[int]) -> list[int]:
+            return [EOS] if len(path) >= 60 else LETTERS[1:2] if len(path) % 2 else [LETTERS[0], LETTERS[2]]
+
+    num_steps = []
+    for rows_for_weights in (None, 1000.0):
+        core = make_core(saying("ab" * 40, "ab" * 5), rows_for_weights=rows_for_weights)
+        request = make_request(prompt="ab" * 5, grammar=quick(Forced), max_tokens=60)
+        assert content(generate(core, request)) == "ab" * 30
+        num_steps.append(core.stats().num_steps)
+        core.check_integrity()
+    assert num_steps[0] == 30
+    assert num_steps[1] < 20
