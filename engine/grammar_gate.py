@@ -1,6 +1,7 @@
 """Where a sequence's grammar begins: not before its reasoning has ended."""
 
 import copy
+import logging
 
 from torch import Tensor
 
@@ -9,6 +10,8 @@ from penstock.engine.events import Event, Reasoning, Text
 from penstock.engine.grammar import GrammarMatcher
 from penstock.engine.parsing import Phase
 from penstock.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 UNFIT_START = "the text in the token that ended the reasoning does not fit the grammar"
 MAX_FORCED_TOKENS = 64  # at once: the loop reads them all before it turns to anybody else
@@ -97,6 +100,15 @@ class GrammarGate:
         self._taken.append(1)
         self._num_accepted += 1
         return True
+
+    def advance_guess(self, answer: Answer, token_id: int) -> bool:
+        """As `advance`, for a token that need not be what is said: a grammar that fails at it refuses it, and is shown no other."""
+        try:
+            return self.advance(answer, token_id)
+        except Exception as error:  # a plug-in's code: what it fails at is sampled again under a mask, and ends its request then
+            logger.info("A grammar failed at a token that was only guessed: %s: %s", type(error).__name__, error)
+            self.may_look_ahead = False
+            return False
 
     def advance_rest(self, token_ids: list[int]) -> bool:
         """Takes what the last token held beyond the end of the reasoning, as tokens of its own.

@@ -65,7 +65,9 @@ class MaskFiller:
                 mask = sequence.mask = MaskFill(sequence.gate, sequence.answer, bitmask_BW[row : rows.stop], draft, is_apart=is_apart)
                 fresh.append(mask)
             elif mask is sequence.quick_mask:
-                if draft:
+                if mask.needs_no_sample:
+                    fills[rows] = mask
+                elif draft:
                     mask.look_ahead(bitmask_BW[row : rows.stop], draft)
                     fills[rows] = mask
                 continue

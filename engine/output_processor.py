@@ -47,17 +47,24 @@ class OutputProcessor:
         num_known = len(sequence.token_ids)
         is_constrained = sequence.is_constrained
         is_masked = sequence.mask is not None or not is_constrained
-        for num_right, row in enumerate(rows):
+        num_right = 0
+        while num_right < len(rows):
             if num_right:
                 self.scheduler.keep_computed(sequence, len(sequence.token_ids))
-            if is_masked or row in output.samples.failures:
-                self._take_sample(sequence, delta, output.samples, row)
+            if is_masked:
+                self._take_sample(sequence, delta, output.samples, rows[num_right])
             else:
-                self._take_unmasked(sequence, delta, output, row)
-            if sequence.status is not Status.RUNNING or sequence.token_ids[num_known:] != draft[: num_right + 1]:
+                self._take_unmasked(sequence, delta, output, rows[num_right])
+                if sequence.token_ids[num_known:] == draft[: num_right + 1]:
+                    self.take_certain(sequence, delta)  # as under a mask, which would allow nothing else after that token
+            said = sequence.token_ids[num_known:]
+            if sequence.status is not Status.RUNNING or len(said) == num_right or said != draft[: len(said)]:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
+            if not is_masked and not self.masks.comes_later(sequence):
+                break
+            num_right = len(said)
 
     def settle(self, sequence: Sequence, draft: list[int], said: list[int]) -> None:
         """Counts how far the draft was what the sequence said, and keeps what was computed for it."""
@@ -78,24 +85,26 @@ class OutputProcessor:
 
     def _take_unmasked(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, row: int) -> None:
         assert output.sample_again is not None
-        token_id, sample_again = output.samples.token_ids[row], partial(output.sample_again, row)
+        token_id = None if row in output.samples.failures else output.samples.token_ids[row]
+        sample_again = partial(output.sample_again, row)
         self._read_or_fail(sequence, delta, lambda: self._accept_unmasked(sequence, delta, token_id, sample_again))
 
     def _accept_unmasked(
-        self, sequence: Sequence, delta: SequenceDelta, token_id: int, sample_again: Callable[[Tensor], SamplerOutput]
+        self, sequence: Sequence, delta: SequenceDelta, token_id: int | None, sample_again: Callable[[Tensor], SamplerOutput]
     ) -> None:
         """Shows the grammar a token that was sampled without its mask. Where it is refused, the mask is filled and another sampled.
 
-        So it is with one that would end the answer: whether it may end, the mask says.
+        So it is with one that would end the answer: whether it may end, the mask says. And with none: where the logits are not finite,
+        those that the mask leaves may be.
         """
         gate = sequence.gate
         assert gate is not None
-        is_taken = not self._ends(sequence, token_id) and gate.advance(sequence.answer, token_id)
+        is_taken = token_id is not None and not self._ends(sequence, token_id) and gate.advance_guess(sequence.answer, token_id)
         if not gate.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that holds up nobody
             gate.rollback(int(is_taken))
             sequence.num_masks_apart = 1
             self.scheduler.take_back(sequence)
-        elif is_taken:
+        elif token_id is not None and is_taken:
             self._append(sequence, token_id, delta)
         elif (mask := self.masks.fill_at_once(sequence, self.vocab_size)).needs_no_sample:
             self.take_mask(sequence, delta, mask)
@@ -110,10 +119,13 @@ class OutputProcessor:
             self._read_or_fail(sequence, delta, lambda: self._accept_mask(sequence, delta, mask))
 
     def take_certain(self, sequence: Sequence, delta: SequenceDelta) -> None:
-        """Has a quick grammar say what comes next, and takes what it leaves no choice in: that goes into the next step with the rest."""
-        while sequence.status is Status.RUNNING and sequence.has_quick_grammar and len(delta.token_ids) <= MAX_FORCED_TOKENS:
+        """Has a quick grammar say what comes next, and takes what it leaves no choice in: that goes into the next step with the rest.
+
+        Where that is much, the mask keeps the rest for the next step, which samples nothing.
+        """
+        while sequence.status is Status.RUNNING and sequence.has_quick_grammar:
             mask = self.masks.fill_at_once(sequence, self.vocab_size, only_forced=self.masks.comes_later(sequence))
-            if not mask.needs_no_sample:
+            if not mask.needs_no_sample or len(delta.token_ids) > MAX_FORCED_TOKENS:
                 break
             self.take_mask(sequence, delta, mask)
 

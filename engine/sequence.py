@@ -117,7 +117,7 @@ class Sequence:
 
         So it is where nothing is drawn. What is most probable of all tokens and allowed, is most probable of the allowed ones.
         """
-        may_sample = self.gate is not None and self.gate.may_force and self.sampling.params.is_greedy
+        may_sample = self.gate is not None and self.gate.may_force and self.gate.may_look_ahead and self.sampling.params.is_greedy
         return may_sample and self.has_quick_grammar and self.answer.phase is not Phase.REASONING
 
     @property
@@ -129,12 +129,13 @@ class Sequence:
     def ready_proposer(self) -> NgramProposer | None:
         """Who may propose tokens to be tried in the next step.
 
-        Nobody before there is an answer, for a slow grammar, which would have masks to fill for them all, or while the model may yet open
-        its reasoning.
+        Nobody before there is an answer, for a slow grammar, which would have masks to fill for them all, with a mask that came late and
+        whose other rows are those of an earlier draft, or while the model may yet open its reasoning.
         """
+        is_late = self.mask is not None and self.mask is not self.quick_mask
         is_slow = self.num_masks_apart > 0 or (self.mask is not None and not self.has_quick_grammar)
         is_undecided = self.gate is not None and self.answer.phase is Phase.UNDECIDED and not self.gate.has_begun
-        return None if is_slow or is_undecided or self.num_output_tokens == 0 else self.proposer
+        return None if is_late or is_slow or is_undecided or self.num_output_tokens == 0 else self.proposer
 
     @property
     def stop_match(self) -> tuple[int, ...] | None:

@@ -5,12 +5,27 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.engine import mask_filler
+from penstock.engine.bitmask import allocate_bitmask
 from penstock.engine.grammar_gate import MAX_FORCED_TOKENS
+from penstock.engine.mask_fill import MaskFill
 from penstock.engine.mask_filler import NUM_MASKS_APART
 from penstock.engine.outputs import FinishReason
-from tests.fakes import EOS, LETTERS, content, drive, generate, make_core, make_request, runner_of, saying, tokens, undecided
+from tests.fakes import (
+    EOS,
+    LETTERS,
+    content,
+    drive,
+    generate,
+    make_core,
+    make_request,
+    runner_of,
+    saying,
+    tokens,
+    undecided,
+)
 from tests.matchers import Grammar, Matcher, Spelling, Walk
 
 DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 3}
@@ -213,3 +228,94 @@ def test_what_follows_forced_tokens_is_tried_ahead_as_well() -> None:
         core.check_integrity()
     assert num_steps[0] == 30
     assert num_steps[1] < 20
+
+
+def test_what_is_forced_is_spelled_as_the_grammar_does_also_behind_tokens_that_were_tried_ahead() -> None:
+    class Spelled(Matcher):
+        """Every other letter can only be b; d would be another spelling of it, which is taken as well, though no mask shows it."""
+
+        def allowed(self, path: list[int]) -> list[int]:
+            return [EOS] if len(path) >= 40 else LETTERS[1:2] if len(path) % 2 else [LETTERS[0], LETTERS[2]]
+
+        def advance(self, token_id: int) -> bool:
+            return super().advance(LETTERS[1] if token_id == LETTERS[3] and len(self.path) % 2 else token_id)
+
+    core = make_core(lambda history: LETTERS[3 if history[-1] == LETTERS[0] else 0], rows_for_weights=1000.0)
+    assert content(generate(core, make_request(prompt="ab" * 5, grammar=quick(Spelled), max_tokens=40))) == "ab" * 20
+    assert core.stats().num_drafts > 0
+
+
+def test_much_that_is_forced_is_spelled_to_its_end_as_the_grammar_does() -> None:
+    class Long(Spelling):
+        def allowed(self, path: list[int]) -> list[int]:
+            return super().allowed(path) if path else LETTERS[:5]
+
+        def advance(self, token_id: int) -> bool:
+            if len(self.path) < len(self.spelling) and token_id == LETTERS[3]:
+                self.path.append(token_id)
+                return True
+            return super().advance(token_id)
+
+    core = make_core(lambda history: LETTERS[3])
+    deltas = generate(core, make_request(grammar=quick(lambda: Long("x" * 180, forces=True))))
+    assert content(deltas)[1:] == "x" * 179
+    assert core.stats().num_forced_tokens == 179
+    core.check_integrity()
+
+
+def test_logits_that_are_not_finite_fail_nobody_whose_grammar_forbids_their_tokens() -> None:
+    def odd(history: Any) -> torch.Tensor:
+        logits_V = undecided(history)
+        logits_V[5 if len(history) % 2 else EOS] = float("nan" if len(history) % 3 else "inf")
+        return logits_V
+
+    said = []
+    for has_quick_masks in (False, True):
+        grammar = Grammar(lambda: Lettered(), has_quick_masks=has_quick_masks)
+        deltas = generate(make_core(odd, rows_for_weights=1000.0), make_request(grammar=grammar, max_tokens=30))
+        said.append((tokens(deltas), deltas[-1].finish_reason, deltas[-1].error))
+    assert said[0] == said[1]
+    assert len(said[1][0]) == 20
+    assert said[1][2] is None
+
+
+def test_a_grammar_that_fails_at_what_it_forbids_is_shown_only_what_its_masks_leave() -> None:
+    class Strict(Walk):
+        def advance(self, token_id: int) -> bool:
+            if token_id not in self.allowed(self.path):
+                raise ValueError("not that one")
+            return super().advance(token_id)
+
+    for seed in range(10):
+        for rows_for_weights in (None, 1000.0):
+            core = make_core(undecided, rows_for_weights=rows_for_weights)
+            deltas = generate(core, make_request(grammar=quick(lambda seed=seed: Strict(seed, forces=False)), max_tokens=25))  # type: ignore[misc]
+            plain = make_request(grammar=Grammar(lambda seed=seed: Walk(seed, forces=False)), max_tokens=25)  # type: ignore[misc]
+            assert tokens(deltas) == tokens(generate(make_core(undecided), plain))
+            assert deltas[-1].error is None
+
+
+def test_a_mask_that_came_late_has_nothing_to_say_of_the_next_draft() -> None:
+    """Its other rows are those of the draft that it was asked about, in another step's tensor."""
+
+    class Late(Matcher):
+        def allowed(self, path: list[int]) -> list[int]:
+            return LETTERS[:2] if len(path) < 30 else [EOS]
+
+    core = make_core(saying("ab" * 40), rows_for_weights=1000.0)
+    core.add(make_request(prompt="ab" * 5, grammar=quick(Late), max_tokens=30))
+    core.step()
+    core.step()
+    [sequence] = core.scheduler.running
+    assert sequence.ready_proposer is not None
+    assert sequence.gate is not None
+    sequence.mask = MaskFill(sequence.gate, sequence.answer, allocate_bitmask(1, core.vocab_size))
+    assert sequence.mask.take()
+    sequence.mask.run()
+    assert sequence.ready_proposer is None
+    step = core.schedule()
+    assert step is not None
+    assert not step.drafts
+    batch = core.build(step)
+    core.update(step, batch, core.runner.launch(batch).collect())
+    drive(core)
