@@ -4,17 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.beam_params import BeamSearchParams
+    from penstock.engine.beam_search.beam_params import BeamSearchParams
     from penstock.engine.errors import ConfigurationError, EngineUnavailable, GenerationFailed, InvalidRequest, PenstockError, QueueFull
     from penstock.engine.hooks import hookimpl
-    from penstock.engine.pooling_params import PoolingParams
+    from penstock.engine.pooling.pooling_params import PoolingParams
     from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.executor import Executor
-    from penstock.llm.executor_output import OutputConfig
-    from penstock.llm.executor_request import Request
-    from penstock.llm.executor_response import Response, Result
-    from penstock.llm.executor_retention import KvCacheRetentionConfig
-    from penstock.llm.executor_sampling import SamplingConfig
+    from penstock.llm.executor_api.output import OutputConfig
+    from penstock.llm.executor_api.request import Request
+    from penstock.llm.executor_api.response import Response, Result
+    from penstock.llm.executor_api.retention import KvCacheRetentionConfig
+    from penstock.llm.executor_api.sampling import SamplingConfig
     from penstock.llm.llm import LLM
     from penstock.llm.pooling_output import (
         ClassificationOutput,
@@ -42,7 +42,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AsyncLLM": "penstock.llm.async_llm",
     "BeamSearchOutput": "penstock.llm.request_output",
-    "BeamSearchParams": "penstock.engine.beam_params",
+    "BeamSearchParams": "penstock.engine.beam_search.beam_params",
     "BeamSearchSequence": "penstock.llm.request_output",
     "ClassificationOutput": "penstock.llm.pooling_output",
     "ClassificationRequestOutput": "penstock.llm.pooling_output",
@@ -56,22 +56,22 @@ _PUBLIC = {
     "GuidedDecodingParams": "penstock.llm.sampling_params",
     "hookimpl": "penstock.engine.hooks",
     "InvalidRequest": "penstock.engine.errors",
-    "KvCacheRetentionConfig": "penstock.llm.executor_retention",
+    "KvCacheRetentionConfig": "penstock.llm.executor_api.retention",
     "LLM": "penstock.llm.llm",
     "Logprob": "penstock.llm.request_output",
-    "OutputConfig": "penstock.llm.executor_output",
+    "OutputConfig": "penstock.llm.executor_api.output",
     "PenstockError": "penstock.engine.errors",
     "PoolingOutput": "penstock.llm.pooling_output",
-    "PoolingParams": "penstock.engine.pooling_params",
+    "PoolingParams": "penstock.engine.pooling.pooling_params",
     "PoolingRequestOutput": "penstock.llm.pooling_output",
     "QueueFull": "penstock.engine.errors",
-    "Request": "penstock.llm.executor_request",
+    "Request": "penstock.llm.executor_api.request",
     "RequestMetrics": "penstock.llm.request_output",
     "RequestOutput": "penstock.llm.request_output",
     "RequestOutputKind": "penstock.llm.sampling_params",
-    "Response": "penstock.llm.executor_response",
-    "Result": "penstock.llm.executor_response",
-    "SamplingConfig": "penstock.llm.executor_sampling",
+    "Response": "penstock.llm.executor_api.response",
+    "Result": "penstock.llm.executor_api.response",
+    "SamplingConfig": "penstock.llm.executor_api.sampling",
     "SamplingParams": "penstock.llm.sampling_params",
     "ScoringOutput": "penstock.llm.pooling_output",
     "ScoringRequestOutput": "penstock.llm.pooling_output",

@@ -8,23 +8,23 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from penstock.api.chat_template import ChatTemplate, load_chat_template
 from penstock.api.context import PoolingContext, ServerContext, ServerOptions
 from penstock.api.model_abilities import description
+from penstock.api.templates.chat_template import ChatTemplate, load_chat_template
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.grammar_cache import GrammarCompiler
+from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
-from penstock.engine.model_kind import model_kind
-from penstock.engine.model_store import model_name, resolve_model
-from penstock.engine.packaged_model import PACKAGED_MODELS
-from penstock.engine.pooling_build import build_pooling_engine
-from penstock.engine.pooling_engine import PoolingEngine
-from penstock.engine.quantization import quantized_layers
+from penstock.engine.loading.model_store import model_name, resolve_model
+from penstock.engine.loading.packaged_model import PACKAGED_MODELS
+from penstock.engine.pooling.model_kind import model_kind
+from penstock.engine.pooling.pooling_build import build_pooling_engine
+from penstock.engine.pooling.pooling_engine import PoolingEngine
+from penstock.engine.quantization.quantization import quantized_layers
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins

@@ -55,11 +55,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(arguments: Arguments, plugins: "Plugins") -> None:
     """Loads the model and serves until a signal. The address is taken first: a port that is in use should not cost a model's loading."""
-    from penstock.engine.lean_imports import triton_left_out
+    from penstock.engine.loading.lean_imports import triton_left_out
 
     with triton_left_out(arguments.engine.device):
         from penstock.assembly import assemble
-    from penstock.engine.memory import release_heap
+    from penstock.engine.loading.memory import release_heap
 
     started = time.monotonic()
     listener = bind(arguments.host, arguments.port)

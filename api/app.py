@@ -4,13 +4,12 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.chat import create_chat_completion
-from penstock.api.classify import classify
 from penstock.api.completions import create_completion
 from penstock.api.context import CONTEXT, POOLING, SHARED, PoolingContext, ServerContext
-from penstock.api.embeddings import create_embeddings
-from penstock.api.grammar_metrics import GrammarCollector
 from penstock.api.health import show_health, show_version
-from penstock.api.metrics import METRICS, REQUEST_METRICS, Metrics, RequestMetrics, show_metrics
+from penstock.api.metrics.grammar_metrics import GrammarCollector
+from penstock.api.metrics.metrics import METRICS, REQUEST_METRICS, Metrics, RequestMetrics, show_metrics
+from penstock.api.metrics.pooling_metrics import PoolingCollector
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -24,10 +23,11 @@ from penstock.api.middleware import (
 )
 from penstock.api.model_abilities import GENERATES, what_it_is, wrong_model
 from penstock.api.models import list_models, show_model
-from penstock.api.pooling import pool
-from penstock.api.pooling_metrics import PoolingCollector
-from penstock.api.rerank import rerank, rerank_v2
-from penstock.api.score import create_scores
+from penstock.api.pooling.classify import classify
+from penstock.api.pooling.embeddings import create_embeddings
+from penstock.api.pooling.pooling import pool
+from penstock.api.pooling.rerank import rerank, rerank_v2
+from penstock.api.pooling.score import create_scores
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 from penstock.api.common_protocol import GenerationFields
-from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.outputs import SequenceDelta
 

@@ -4,30 +4,30 @@ import uuid
 
 from aiohttp import web
 
-from penstock.api.answer_check import AnswerCheck, warning_header
-from penstock.api.answering import answer
+from penstock.api.answers.answering import answer
+from penstock.api.answers.chat_fold import ChatFold
+from penstock.api.answers.folds import ReasoningView
 from penstock.api.beams import beam_search, searched, searched_defaults
 from penstock.api.bodies import read_body, served_model
-from penstock.api.chat_fold import ChatFold
 from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.constraint_size import is_large
-from penstock.api.constraints import grammar_spec, open_schema, whitespace_pattern
+from penstock.api.constraints.answer_check import AnswerCheck, warning_header
+from penstock.api.constraints.constraint_size import is_large
+from penstock.api.constraints.constraints import grammar_spec, open_schema, whitespace_pattern
+from penstock.api.constraints.tool_grammar import answer_grammar, callable_tool
 from penstock.api.context import CONTEXT, ServerContext
-from penstock.api.folds import ReasoningView
 from penstock.api.messages import template_kwargs
-from penstock.api.metrics import begin_timer
+from penstock.api.metrics.metrics import begin_timer
 from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, client_of, compiled_grammar, logits_processors
 from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
-from penstock.api.rendering import check_template_fields, render_conversation
 from penstock.api.sampling import sampling_params, token_limit
-from penstock.api.tool_grammar import answer_grammar, callable_tool
+from penstock.api.templates.rendering import check_template_fields, render_conversation
 from penstock.api.tools import ToolUse, tool_use
 from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling.sampling_params import SamplingParams
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 

@@ -4,24 +4,24 @@ import uuid
 
 from aiohttp import web
 
-from penstock.api.answer_check import AnswerCheck, warning_header
-from penstock.api.answering import answer
+from penstock.api.answers.answering import answer
+from penstock.api.answers.completion_fold import CompletionFold, Prompt
+from penstock.api.answers.streams import merge
 from penstock.api.beams import beam_search, searched, searched_defaults
 from penstock.api.bodies import read_body, served_model
-from penstock.api.completion_fold import CompletionFold, Prompt
 from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
-from penstock.api.constraint_size import is_large
-from penstock.api.constraints import grammar_spec, open_schema
+from penstock.api.constraints.answer_check import AnswerCheck, warning_header
+from penstock.api.constraints.constraint_size import is_large
+from penstock.api.constraints.constraints import grammar_spec, open_schema
 from penstock.api.context import CONTEXT, ServerContext
-from penstock.api.metrics import begin_timer
+from penstock.api.metrics.metrics import begin_timer
 from penstock.api.preparing import answer_reader, check_streaming, client_of, compiled_grammar, logits_processors, special_token_ids
 from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length, path_of, split_prompts
 from penstock.api.sampling import sampling_params, token_limit
-from penstock.api.streams import merge
 from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling.sampling_params import SamplingParams
 
 MAX_SEQUENCES = 4096  # over all prompts
 

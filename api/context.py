@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
-from penstock.api.conformance_checker import ConformanceChecker
+from penstock.api.constraints.conformance_checker import ConformanceChecker
 
 if TYPE_CHECKING:
-    from penstock.api.chat_template import ChatTemplate
+    from penstock.api.templates.chat_template import ChatTemplate
     from penstock.engine.engine import Engine
-    from penstock.engine.grammar_cache import GrammarCompiler
+    from penstock.engine.grammars.grammar_cache import GrammarCompiler
     from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-    from penstock.engine.pooling_engine import PoolingEngine
+    from penstock.engine.pooling.pooling_engine import PoolingEngine
     from penstock.engine.tokenizer import Tokenizer
     from penstock.plugins.manager import Plugins
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.answer_check import WARNING_HEADER
 from penstock.api.bodies import IGNORED_HEADER
+from penstock.api.constraints.answer_check import WARNING_HEADER
 from penstock.api.context import SHARED
 from penstock.api.errors import error_body, error_response, json_response
-from penstock.api.metrics import ARRIVED, TIMER
+from penstock.api.metrics.metrics import ARRIVED, TIMER
 from penstock.engine.errors import EngineUnavailable, PenstockError
 
 access_log = logging.getLogger("penstock.access")

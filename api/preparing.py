@@ -7,15 +7,15 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from penstock.api.backend_choice import chosen_backend
 from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice
+from penstock.api.constraints.backend_choice import chosen_backend
 from penstock.api.context import CONTEXT, ServerContext
-from penstock.engine.answer import Answer
-from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.chosen_processors import chosen_processors

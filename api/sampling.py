@@ -5,7 +5,7 @@ from typing import Any
 from penstock.api.common_protocol import GenerationFields
 from penstock.api.errors import ContextLengthExceeded
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling.sampling_params import SamplingParams
 
 TAKEN_AS_THEY_ARE = (
     "n",

@@ -11,7 +11,7 @@ from penstock.api.context import SHARED, SharedContext
 from penstock.api.errors import json_response
 from penstock.api.messages import template_kwargs
 from penstock.api.prompts import LONG_TEXT, encode_text
-from penstock.api.rendering import check_template_fields, render_conversation
+from penstock.api.templates.rendering import check_template_fields, render_conversation
 from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from penstock.api.context import SharedContext
-from penstock.engine.lock_handover import HANDOVER
+from penstock.engine.overlap.lock_handover import HANDOVER
 
 T = TypeVar("T")
 

@@ -59,10 +59,10 @@ def embedding_with_penstock(model: str, threads: int | None) -> Iterator[Embed]:
     import asyncio
 
     from penstock.engine.config import EngineConfig
-    from penstock.engine.model_store import resolve_model
-    from penstock.engine.pooling_batch import pool_all
-    from penstock.engine.pooling_build import build_pooling_engine
-    from penstock.engine.pooling_params import PoolingParams
+    from penstock.engine.loading.model_store import resolve_model
+    from penstock.engine.pooling.pooling_batch import pool_all
+    from penstock.engine.pooling.pooling_build import build_pooling_engine
+    from penstock.engine.pooling.pooling_params import PoolingParams
     from penstock.engine.tokenizer import Tokenizer
 
     directory = resolve_model(model)
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.worker is not None:
         return work(given.worker, given.model, given.threads)
-    from penstock.engine.model_store import resolve_model
+    from penstock.engine.loading.model_store import resolve_model
 
     directory = str(resolve_model(given.model))
     pythons = {NAMES[0]: sys.executable} | ({NAMES[1]: given.against} if given.against else {})

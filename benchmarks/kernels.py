@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.attention_cuda import num_multiprocessors
+from penstock.engine.attention.attention_cuda import num_multiprocessors
 from penstock.engine.kernels import references
 from penstock.engine.kernels.bitmask_apply import bitmask_apply
 from penstock.engine.kernels.kv_write import kv_write

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.packed_linear import PackedLinear, can_pack
-from penstock.engine.quantized_linear import QuantizedLinear, can_quantize
-from penstock.engine.quantized_weight import GROUP_SIZE, quantized
+from penstock.engine.layers.packed_linear import PackedLinear, can_pack
+from penstock.engine.quantization.quantized_linear import QuantizedLinear, can_quantize
+from penstock.engine.quantization.quantized_weight import GROUP_SIZE, quantized
 
 SHAPES = {  # in_features, out_features and how many, as the engine fuses them
     "default": {

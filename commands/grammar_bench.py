@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from penstock.engine.errors import ConfigurationError, GenerationFailed, QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.grammar_cache import GrammarCompiler
+from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.tokenizer import Tokenizer
 
 # What nobody asks for, since it would come from the cache, and what makes backends load whatever they load when first needed.

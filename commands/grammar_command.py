@@ -14,8 +14,8 @@ from penstock.commands.grammar_report import trial_as_json, trial_as_text
 from penstock.commands.grammar_trial import PARAM, run_trial
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.model_config import read_answer_tokens
-from penstock.engine.model_store import model_name, resolve_model
+from penstock.engine.loading.model_config import read_answer_tokens
+from penstock.engine.loading.model_store import model_name, resolve_model
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 

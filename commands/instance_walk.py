@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from penstock.engine.bitmask import BITS_PER_WORD, allocate_bitmask
 from penstock.engine.grammar import CompiledGrammar, Vocabulary
+from penstock.engine.grammars.bitmask import BITS_PER_WORD, allocate_bitmask
 
 
 @dataclass(slots=True)

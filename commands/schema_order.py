@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.plugins.grammars.schema_shape import resolve
+from penstock.plugins.grammars.json_schema.schema_shape import resolve
 
 MAX_PARTS = 10_000  # of all schemas for all values within one; alternatives within alternatives multiply
 _OF_MEMBERS = ("properties", "patternProperties", "additionalProperties", "required", "items", "prefixItems", "additionalItems")

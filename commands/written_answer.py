@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
+from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView
 from penstock.api.chat_protocol import AssistantMessage
-from penstock.api.folds import ChoiceFold, MessageFold, ReasoningView
-from penstock.engine.blank_text import BlankText
 from penstock.engine.events import SpecialText
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.outputs import FinishReason, SequenceDelta
-from penstock.engine.parser_chain import ParserChain
 from penstock.engine.parsing import Parser
+from penstock.engine.text.blank_text import BlankText
+from penstock.engine.text.parser_chain import ParserChain
+from penstock.engine.text.visible_events import visible_events
 from penstock.engine.turn import Turn
-from penstock.engine.visible_events import visible_events
 from penstock.plugins.automaton import split_symbols
 from penstock.plugins.markers import join_pieces
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from penstock.engine.attention_metadata import AttentionMetadata
-from penstock.engine.mask_filler import MaskFiller
-from penstock.engine.pending_tokens import placeholder
-from penstock.engine.sampler_row import SamplerRow, sampler_rows
+from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.grammars.mask_filler import MaskFiller
+from penstock.engine.grammars.step_masks import StepMasks
+from penstock.engine.overlap.pending_tokens import placeholder
+from penstock.engine.overlap.transfer import sent
+from penstock.engine.sampling.sampler_row import SamplerRow, sampler_rows
 from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import LOGITS
-from penstock.engine.step_masks import StepMasks
-from penstock.engine.transfer import sent
 
 _NONE = range(0)
 
@@ -58,7 +58,7 @@ class Batch:
 
     `has_unmasked` says that among its samplers are some that a grammar decides and that have no mask: it is shown what they sample.
 
-    `num_pending` of the input ids are placeholders (`pending_tokens.py`) for what the step before this one samples.
+    `num_pending` of the input ids are placeholders (`overlap/pending_tokens.py`) for what the step before this one samples.
     """
 
     input_ids_1T: Tensor

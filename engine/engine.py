@@ -12,7 +12,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.engine_core import DeltasByRequest, EngineCore
 from penstock.engine.engine_life import EngineLife, done
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.mask_filler import PATIENCE
+from penstock.engine.grammars.mask_filler import PATIENCE
 from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request

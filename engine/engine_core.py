@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, build_batch
-from penstock.engine.beam_check import check_beam_request
-from penstock.engine.beam_processor import BeamProcessor
+from penstock.engine.beam_search.beam_check import check_beam_request
+from penstock.engine.beam_search.beam_processor import BeamProcessor
 from penstock.engine.deadlines import Deadlines
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.lookahead import can_look_ahead
-from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepOutput
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.outputs import SequenceDelta
+from penstock.engine.overlap.lookahead import can_look_ahead
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status

@@ -4,19 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.answer import Answer
-from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.retention import Retention
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.text.answer import Answer
 
 
 @dataclass(slots=True, kw_only=True)
 class Request:
     """Token ids, how to sample, and how to read what comes out.
 
-    `make_answer` is called once per sequence. So are `logits_processors`, which `engine.logits_processors.bind` makes: state belongs to one
-    sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
+    `make_answer` is called once per sequence. So are `logits_processors`, which `sampling.logits_processors.bind` makes: state belongs to
+    one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
     `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it

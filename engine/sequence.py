@@ -5,20 +5,20 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.engine.answer import Answer
-from penstock.engine.grammar_gate import GrammarGate
-from penstock.engine.mask_fill import MaskFill
-from penstock.engine.ngram_proposer import NgramProposer
+from penstock.engine.grammars.grammar_gate import GrammarGate
+from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampling_state import SamplingState
+from penstock.engine.sampling.sampling_state import SamplingState
 from penstock.engine.sequence_outputs import SequenceOutputs
-from penstock.engine.stop_sequences import StopSequences
-from penstock.engine.thinking_budget import ThinkingBudget
+from penstock.engine.speculation.ngram_proposer import NgramProposer
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.stop_sequences import StopSequences
+from penstock.engine.text.thinking_budget import ThinkingBudget
 
 if TYPE_CHECKING:
-    from penstock.engine.beam_search import BeamSearch
+    from penstock.engine.beam_search.beam_search import BeamSearch
 
 
 class Status(enum.Enum):

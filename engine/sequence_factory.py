@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.answer import Answer
-from penstock.engine.beam_check import end_token_ids, num_candidates
-from penstock.engine.beam_group import BeamGroup
-from penstock.engine.beam_params import BeamSearchParams
-from penstock.engine.beam_reader import BeamReader, must_go_on
-from penstock.engine.beam_search import BeamSearch
-from penstock.engine.grammar_gate import GrammarGate
-from penstock.engine.ngram_proposer import NgramProposer
+from penstock.engine.beam_search.beam_check import end_token_ids, num_candidates
+from penstock.engine.beam_search.beam_group import BeamGroup
+from penstock.engine.beam_search.beam_params import BeamSearchParams
+from penstock.engine.beam_search.beam_reader import BeamReader, must_go_on
+from penstock.engine.beam_search.beam_search import BeamSearch
+from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.request import Request
-from penstock.engine.sampling_state import SamplingState
+from penstock.engine.sampling.sampling_state import SamplingState
 from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import SequenceOutputs
-from penstock.engine.stop_sequences import StopSequences
-from penstock.engine.thinking_budget import ThinkingBudget
+from penstock.engine.speculation.ngram_proposer import NgramProposer
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.stop_sequences import StopSequences
+from penstock.engine.text.thinking_budget import ThinkingBudget
 from penstock.engine.tokenizer import Tokenizer
 
 

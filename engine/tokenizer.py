@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.grammar import Vocabulary
-from penstock.engine.token_table import DecoderKind, TokenTable
+from penstock.engine.text.token_table import DecoderKind, TokenTable
 
 REPLACEMENT = "\ufffd"
 

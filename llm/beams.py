@@ -5,7 +5,7 @@ import uuid
 
 from penstock.api.context import ServerContext
 from penstock.api.preparing import answer_reader
-from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.llm.preparing import Prepared, check_params, token_ids_of

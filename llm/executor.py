@@ -16,18 +16,18 @@ from penstock.api.context import ServerContext
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.tokenizer import Tokenizer
-from penstock.llm.executor_checks import check_type, wrong
-from penstock.llm.executor_guide import GuidedDecodingParams, GuideType
-from penstock.llm.executor_jobs import Jobs
-from penstock.llm.executor_mailbox import Mailbox
-from penstock.llm.executor_metrics import KvCacheMetrics, RequestPerfMetrics, TimingMetrics
-from penstock.llm.executor_output import AdditionalModelOutput, OutputConfig
-from penstock.llm.executor_recorder import StepRecorder
-from penstock.llm.executor_request import LogitsProcessorConfig, Request, RequestType
-from penstock.llm.executor_response import AdditionalOutput, FinishReason, Response, Result
-from penstock.llm.executor_retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
-from penstock.llm.executor_sampling import SamplingConfig
-from penstock.llm.executor_stats import (
+from penstock.llm.executor_api.checks import check_type, wrong
+from penstock.llm.executor_api.guide import GuidedDecodingParams, GuideType
+from penstock.llm.executor_api.jobs import Jobs
+from penstock.llm.executor_api.mailbox import Mailbox
+from penstock.llm.executor_api.metrics import KvCacheMetrics, RequestPerfMetrics, TimingMetrics
+from penstock.llm.executor_api.output import AdditionalModelOutput, OutputConfig
+from penstock.llm.executor_api.recorder import StepRecorder
+from penstock.llm.executor_api.request import LogitsProcessorConfig, Request, RequestType
+from penstock.llm.executor_api.response import AdditionalOutput, FinishReason, Response, Result
+from penstock.llm.executor_api.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
+from penstock.llm.executor_api.sampling import SamplingConfig
+from penstock.llm.executor_api.stats import (
     InflightBatchingStats,
     IterationStats,
     KvCacheStats,

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, NoReturn, cast
 
-from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
 from penstock.llm.batch import run_batch
 from penstock.llm.beams import beam_output, prepare_beams
 from penstock.llm.offline_model import OfflineModel

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.api.answers.folds import ChoiceFold, MessageFold
 from penstock.api.chat_protocol import ChatChunkChoice
-from penstock.api.folds import ChoiceFold, MessageFold
 from penstock.engine import outputs as engine
 from penstock.engine.tokenizer import Tokenizer
 from penstock.llm.preparing import Prepared

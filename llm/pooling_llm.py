@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from penstock.api.metrics.pooling_metrics import PoolingTimer
 from penstock.api.model_abilities import description, wrong_model
-from penstock.api.pooling_inputs import EncodingOptions, encode_inputs, token_limit
-from penstock.api.pooling_metrics import PoolingTimer
-from penstock.api.scores import Side, score_pairs
+from penstock.api.pooling.pooling_inputs import EncodingOptions, encode_inputs, token_limit
+from penstock.api.pooling.scores import Side, score_pairs
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling_engine import PoolingOutput as Pooled
-from penstock.engine.pooling_params import PoolingParams, PoolingTask
-from penstock.engine.scoring import ScoreLimits
+from penstock.engine.pooling.pooling_engine import PoolingOutput as Pooled
+from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.scoring import ScoreLimits
 from penstock.llm.calls import pooling_calls
 from penstock.llm.local_model import LocalModel
 from penstock.llm.pooling_output import (

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
+from penstock.api.answers.folds import ReasoningView
 from penstock.api.chat import check, conversation_request, reasoning_view, render, thinking_budget
 from penstock.api.chat_protocol import ChatCompletionRequest, ChatMessage
-from penstock.api.constraint_size import is_large
-from penstock.api.constraints import grammar_spec
+from penstock.api.constraints.constraint_size import is_large
+from penstock.api.constraints.constraints import grammar_spec
 from penstock.api.context import ServerContext
 from penstock.api.decoding import mistaken_path
-from penstock.api.folds import ReasoningView
 from penstock.api.preparing import answer_reader, compiled_grammar, logits_processors
 from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
 from penstock.api.sampling import token_limit

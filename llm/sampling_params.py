@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice, StructuredOutputs
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sampling_params import SamplingParams as EngineParams
+from penstock.engine.sampling.sampling_params import SamplingParams as EngineParams
 
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

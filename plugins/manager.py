@@ -18,7 +18,7 @@ from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.format_info import FormatInfo
-from penstock.engine.logits_processors import as_registered
+from penstock.engine.sampling.logits_processors import as_registered
 from penstock.engine.turn import Turn
 from penstock.plugins import reasoning, tools
 from penstock.plugins.recognition import Evidence
@@ -28,9 +28,9 @@ GROUP = "penstock"
 FOLDERS = (reasoning, tools)  # each module in them is a plug-in
 BUILT_INS = (
     "penstock.plugins.processors.no_repeat_ngram",
-    "penstock.plugins.grammars.llguidance",
-    "penstock.plugins.grammars.outlines_core",
-    "penstock.plugins.grammars.xgrammar",
+    "penstock.plugins.grammars.llguidance.backend",
+    "penstock.plugins.grammars.outlines_core.backend",
+    "penstock.plugins.grammars.xgrammar.backend",
 )
 
 

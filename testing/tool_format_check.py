@@ -213,6 +213,6 @@ def check_tool_format(
 
 
 def _default_backend() -> GrammarBackendFactory:
-    from penstock.plugins.grammars.llguidance import LlguidanceBackend
+    from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 
     return LlguidanceBackend

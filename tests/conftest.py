@@ -9,7 +9,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PENSTOCK_API_KEY", None)  # a key of whoever runs the tests would be asked of their clients
 
-from penstock.engine.model_store import resolve_model
+from penstock.engine.loading.model_store import resolve_model
 
 
 @pytest.fixture(scope="session")

@@ -14,28 +14,28 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from penstock.engine.answer import Answer
+from penstock.engine.attention.kv_layout import LayerKV
 from penstock.engine.batch import Batch, OutputRows
-from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.block_pool import BlockPool
-from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.events import Reasoning, Text
+from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.kv_layout import LayerKV
-from penstock.engine.logprobs import prompt_logprobs
-from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.outputs import SequenceDelta
-from penstock.engine.pending_tokens import PendingTokens
+from penstock.engine.overlap.pending_tokens import PendingTokens
 from penstock.engine.request import Request
 from penstock.engine.retention import Retention
-from penstock.engine.sampler import Sampler
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling.logprobs import prompt_logprobs
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.sampling_params import SamplingParams
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence_outputs import LOGITS
-from penstock.engine.speculation import Speculation
+from penstock.engine.speculation.speculation import Speculation
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 

@@ -17,7 +17,7 @@ from penstock.api.context import PoolingContext
 from penstock.arguments import build_parser, parse_arguments
 from penstock.assembly import AssembledPooling, assemble, served_names
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.packaged_model import PACKAGED_MODELS
+from penstock.engine.loading.packaged_model import PACKAGED_MODELS
 from penstock.plugins.manager import Plugins
 from penstock.server import bind, run
 from tests import encoders

@@ -1,7 +1,7 @@
 // The C++ kernels for CPUs: writing keys and values into their blocks, attention over them, linear layers, whole decoders, and grammars' masks.
 // Caches are [num_blocks, block_size, num_kv_heads, head_size], contiguous.
 //
-// A plain C interface without torch's headers, and one translation unit, so that it compiles in seconds; `engine/native_library.py` builds
+// A plain C interface without torch's headers, and one translation unit, so that it compiles in seconds; `engine/native/library.py` builds
 // and loads it.
 
 #include "bitmask.h"

@@ -3,8 +3,8 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.harmony import ANALYSIS, FINAL, Harmony
-from penstock.plugins.harmony_header import CHANNEL, ENDS, MESSAGE, ROLE
+from penstock.plugins.harmony.harmony import ANALYSIS, FINAL, Harmony
+from penstock.plugins.harmony.harmony_header import CHANNEL, ENDS, MESSAGE, ROLE
 
 INFO = FormatInfo(
     models="gpt-oss",

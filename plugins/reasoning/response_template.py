@@ -7,8 +7,8 @@ from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
 from penstock.plugins.edge_space import EdgeSpace
 from penstock.plugins.markers import join_pieces
-from penstock.plugins.response_template import CALLS_FIELD, REASONING_FIELDS, Delimiter, Field, after_anchor, template_of
-from penstock.plugins.template_reader import Closed, Opened, Part, Stretch, TemplateReader
+from penstock.plugins.response_templates.response_template import CALLS_FIELD, REASONING_FIELDS, Delimiter, Field, after_anchor, template_of
+from penstock.plugins.response_templates.template_reader import Closed, Opened, Part, Stretch, TemplateReader
 
 MAX_BETWEEN = 100
 """Characters between two fields that pass for part of their delimiters, where the template has no field for them."""

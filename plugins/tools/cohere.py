@@ -7,9 +7,9 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Marker, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
-from penstock.plugins.json_call import CallKeys
-from penstock.plugins.json_call_array import json_call_array
-from penstock.plugins.json_tool_format import JsonToolFormat
+from penstock.plugins.json_calls.json_call import CallKeys
+from penstock.plugins.json_calls.json_call_array import json_call_array
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 
 START = "<|START_ACTION|>"
 END = "<|END_ACTION|>"

@@ -5,10 +5,10 @@ from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Marker, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
-from penstock.plugins.call_envelope import CallEnvelope
-from penstock.plugins.call_head import CallHead
-from penstock.plugins.json_tool_calls import JsonToolCalls
-from penstock.plugins.json_tool_format import JsonToolFormat
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.call_head import CallHead
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

@@ -2,7 +2,7 @@
 
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
-from penstock.plugins.json_blocks import json_blocks
+from penstock.plugins.json_calls.json_blocks import json_blocks
 
 START = "<tool_call>"
 END = "</tool_call>"

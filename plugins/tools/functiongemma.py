@@ -3,9 +3,9 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.notation_call import SCALARS
-from penstock.plugins.notation_calls import NotationCalls
-from penstock.plugins.notation_tool_format import NotationToolFormat
+from penstock.plugins.expression_calls.notation_call import SCALARS
+from penstock.plugins.expression_calls.notation_calls import NotationCalls
+from penstock.plugins.expression_calls.notation_tool_format import NotationToolFormat
 
 START, END, DELIMITER = "<start_function_call>", "<end_function_call>", "<escape>"
 

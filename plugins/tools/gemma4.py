@@ -3,8 +3,8 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.notation_calls import NotationCalls
-from penstock.plugins.notation_tool_format import NotationToolFormat
+from penstock.plugins.expression_calls.notation_calls import NotationCalls
+from penstock.plugins.expression_calls.notation_tool_format import NotationToolFormat
 
 START, END, DELIMITER = "<|tool_call>", "<tool_call|>", '<|"|>'
 

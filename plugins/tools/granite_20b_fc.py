@@ -4,9 +4,9 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Marker
 from penstock.engine.turn import Turn
-from penstock.plugins.call_envelope import CallEnvelope
-from penstock.plugins.json_tool_calls import JsonToolCalls
-from penstock.plugins.json_tool_format import JsonToolFormat
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 
 START = "<function_call>"
 ENVELOPE = CallEnvelope(openings=(START,))

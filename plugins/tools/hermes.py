@@ -5,10 +5,10 @@ from collections.abc import Callable
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.call_envelope import CallEnvelope
 from penstock.plugins.call_ids import new_call_id
-from penstock.plugins.json_blocks import block_format
-from penstock.plugins.json_tool_calls import JsonToolCalls
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.json_blocks import block_format
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
 
 START = "<tool_call>"
 END = "</tool_call>"

@@ -5,9 +5,9 @@ from dataclasses import replace
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.call_sections import CallSections
-from penstock.plugins.parameter_calls import parameter_calls
-from penstock.plugins.parameter_tool_format import ParameterToolFormat
+from penstock.plugins.markup_calls.call_sections import CallSections
+from penstock.plugins.markup_calls.parameter_calls import parameter_calls
+from penstock.plugins.markup_calls.parameter_tool_format import ParameterToolFormat
 from penstock.plugins.tools import glm
 
 MARKUP = replace(glm.MARKUP, section="<tool_calls>", section_end="</tool_calls>", name_ends=("<tool_sep>",))

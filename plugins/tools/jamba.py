@@ -2,7 +2,7 @@
 
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
-from penstock.plugins.json_call_array import array_format, json_call_array
+from penstock.plugins.json_calls.json_call_array import array_format, json_call_array
 
 START = "<tool_calls>"
 END = "</tool_calls>"

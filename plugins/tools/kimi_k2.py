@@ -9,10 +9,10 @@ from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Marker, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
-from penstock.plugins.call_envelope import CallEnvelope
-from penstock.plugins.call_head import CallHead, Identity
-from penstock.plugins.json_tool_calls import JsonToolCalls
-from penstock.plugins.json_tool_format import JsonToolFormat
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.call_head import CallHead, Identity
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 MISSPELT_BEGIN, MISSPELT_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"

@@ -4,11 +4,11 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Marker
 from penstock.engine.turn import Turn
-from penstock.plugins.call_envelope import CallEnvelope
-from penstock.plugins.json_tool_calls import JsonToolCalls
+from penstock.plugins.expression_calls.python_calls import PythonCalls, PythonEnvelope
+from penstock.plugins.expression_calls.python_tool_format import PythonToolFormat
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
 from penstock.plugins.parsers_in_turn import ParsersInTurn
-from penstock.plugins.python_calls import PythonCalls, PythonEnvelope
-from penstock.plugins.python_tool_format import PythonToolFormat
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 ENVELOPE = PythonEnvelope(start=START, end=END)

@@ -4,8 +4,8 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Marker
 from penstock.engine.turn import Turn
-from penstock.plugins.python_calls import PythonCalls, PythonEnvelope
-from penstock.plugins.python_tool_format import PythonToolFormat
+from penstock.plugins.expression_calls.python_calls import PythonCalls, PythonEnvelope
+from penstock.plugins.expression_calls.python_tool_format import PythonToolFormat
 
 START, END = "<|python_start|>", "<|python_end|>"
 ENVELOPE = PythonEnvelope(start=START, end=END, is_bare=True)

@@ -3,11 +3,11 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.call_reader import Surroundings
-from penstock.plugins.call_sections import CallSections, Envelope
-from penstock.plugins.element_reader import ElementReader
-from penstock.plugins.element_tool_format import ElementToolFormat
 from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.markup_calls.call_reader import Surroundings
+from penstock.plugins.markup_calls.call_sections import CallSections, Envelope
+from penstock.plugins.markup_calls.element_reader import ElementReader
+from penstock.plugins.markup_calls.element_tool_format import ElementToolFormat
 from penstock.plugins.schema_types import ToolSchemas
 
 MARK = "]<]minimax[>["

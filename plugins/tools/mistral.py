@@ -5,11 +5,11 @@ from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Marker, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
-from penstock.plugins.call_envelope import CallEnvelope
-from penstock.plugins.call_head import CallHead
 from penstock.plugins.call_ids import new_short_call_id
-from penstock.plugins.json_tool_calls import JsonToolCalls
-from penstock.plugins.json_tool_format import JsonToolFormat
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.call_head import CallHead
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 
 START = "[TOOL_CALLS]"
 ID = "[CALL_ID]"

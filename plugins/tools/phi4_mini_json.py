@@ -3,8 +3,8 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal
-from penstock.plugins.json_call_array import json_call_array
-from penstock.plugins.json_tool_format import JsonToolFormat
+from penstock.plugins.json_calls.json_call_array import json_call_array
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 
 START = "functools"
 TOKEN_START = "<|tool_call|>"

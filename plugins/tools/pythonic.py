@@ -3,7 +3,7 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.python_calls import PythonCalls, PythonEnvelope
+from penstock.plugins.expression_calls.python_calls import PythonCalls, PythonEnvelope
 
 ENVELOPE = PythonEnvelope(is_bare=True)
 

@@ -3,10 +3,10 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.call_sections import CallSections
-from penstock.plugins.parameter_calls import parameter_calls
-from penstock.plugins.parameter_markup import ParameterMarkup, read_bare_tag
-from penstock.plugins.parameter_tool_format import ParameterToolFormat
+from penstock.plugins.markup_calls.call_sections import CallSections
+from penstock.plugins.markup_calls.parameter_calls import parameter_calls
+from penstock.plugins.markup_calls.parameter_markup import ParameterMarkup, read_bare_tag
+from penstock.plugins.markup_calls.parameter_tool_format import ParameterToolFormat
 
 MARKUP = ParameterMarkup(
     section="<tool_call>",

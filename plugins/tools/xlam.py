@@ -4,10 +4,10 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal
 from penstock.engine.turn import Turn
-from penstock.plugins.call_envelope import CallEnvelope
-from penstock.plugins.json_call import CallKeys, JsonCall
-from penstock.plugins.json_tool_calls import JsonToolCalls
-from penstock.plugins.json_tool_format import JsonToolFormat
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.json_call import CallKeys, JsonCall
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 
 OPENINGS = ("[TOOL_CALLS]", "<tool_call>", "```json", "```\n")
 CLOSINGS = ("```", "</tool_call>")

@@ -10,7 +10,7 @@ from typing import Any
 from openai import AsyncOpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from penstock.api.chat_template import ChatTemplate
+from penstock.api.templates.chat_template import ChatTemplate
 from penstock.plugins.manager import Plugins
 from tests.api.families import Family
 from tests.api.scripted import MODEL, Scripted, client_of, scripted_server

@@ -13,10 +13,10 @@ from aiohttp.test_utils import TestServer
 from openai import AsyncOpenAI
 
 from penstock.api.app import build_app
-from penstock.api.chat_template import ChatTemplate
 from penstock.api.context import ServerContext
+from penstock.api.templates.chat_template import ChatTemplate
 from penstock.engine.engine import Engine
-from penstock.engine.grammar_cache import GrammarCompiler
+from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from tests import fakes

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
 from penstock.api.app import build_app, build_runner
-from penstock.api.chat_template import ChatTemplate
 from penstock.api.context import PoolingContext, ServerOptions
+from penstock.api.templates.chat_template import ChatTemplate
 from penstock.engine.config import EngineConfig
-from penstock.engine.pooling_build import build_pooling_engine
-from penstock.engine.pooling_engine import PoolingEngine
+from penstock.engine.pooling.pooling_build import build_pooling_engine
+from penstock.engine.pooling.pooling_engine import PoolingEngine
 from penstock.engine.tokenizer import Tokenizer
 
 MODEL = "tiny"

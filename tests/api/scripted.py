@@ -14,12 +14,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock.api.app import build_app, build_runner
-from penstock.api.chat_template import ChatTemplate
 from penstock.api.context import ServerContext, ServerOptions
+from penstock.api.templates.chat_template import ChatTemplate
 from penstock.engine.errors import InvalidRequest, PenstockError
 from penstock.engine.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
-from penstock.engine.grammar_choice import is_lenient
-from penstock.engine.grammar_stats import CompileOutcome, CompileSeconds, GrammarStats
+from penstock.engine.grammars.grammar_choice import is_lenient
+from penstock.engine.grammars.grammar_stats import CompileOutcome, CompileSeconds, GrammarStats
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from penstock.api.app import build_app
-from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.engine import Engine
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.request import Request

@@ -6,14 +6,14 @@ from msgspec import Struct
 
 from penstock.api.app import POOLED
 from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.classify import ClassificationRequest
 from penstock.api.common_protocol import FieldsWithoutEffect, StreamOptions
 from penstock.api.completion_protocol import CompletionRequest
 from penstock.api.decoding import REFUSED
-from penstock.api.embedding_protocol import EmbeddingRequest
-from penstock.api.pooling import PoolingRequest
-from penstock.api.rerank_protocol import RerankRequest
-from penstock.api.score_protocol import ScoreRequest
+from penstock.api.pooling.classify import ClassificationRequest
+from penstock.api.pooling.embedding_protocol import EmbeddingRequest
+from penstock.api.pooling.pooling import PoolingRequest
+from penstock.api.pooling.rerank_protocol import RerankRequest
+from penstock.api.pooling.score_protocol import ScoreRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "requests.md").read_text(encoding="utf-8")

@@ -10,13 +10,14 @@ from benchmarks.client import BadAnswer, Client, Recording
 from benchmarks.hostile_grammars import Stream, Trial, largest_gap
 from benchmarks.hostile_inputs import INPUTS, HostileInput
 from penstock.api.common_protocol import GenerationFields
-from penstock.api.constraints import grammar_spec
+from penstock.api.constraints.constraints import grammar_spec
 from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.grammar_cache import GrammarCompiler
-from penstock.plugins.grammars import llguidance, outlines_core
+from penstock.engine.grammars.grammar_cache import GrammarCompiler
+from penstock.plugins.grammars.llguidance import backend as llguidance
+from penstock.plugins.grammars.outlines_core import backend as outlines_core
 from tests.benchmarks.fake_server import FakeServer
-from tests.plugins.grammar_walks import STOPS, VOCABULARY
+from tests.plugins.grammars.grammar_walks import STOPS, VOCABULARY
 
 # What is measured or translated for most of a second; the benchmark sends these too.
 SLOW = {

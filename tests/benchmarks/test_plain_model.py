@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.plain_model import main
-from penstock.engine.gguf_conversion import convert_gguf
-from penstock.engine.quantized_file import read_quantized
-from tests.engine.test_gguf_conversion import write_gguf
+from penstock.engine.gguf.conversion import convert_gguf
+from penstock.engine.quantization.quantized_file import read_quantized
+from tests.engine.gguf.test_conversion import write_gguf
 
 
 def test_others_read_what_the_codes_stand_for(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.passages import PASSAGES, QUESTIONS
 from benchmarks.quality import Predictions, main
-from penstock.engine.gguf_conversion import convert_gguf
-from tests.engine.test_gguf_conversion import write_gguf
+from penstock.engine.gguf.conversion import convert_gguf
+from tests.engine.gguf.test_conversion import write_gguf
 
 
 def test_perplexity_is_that_of_the_tokens_that_came() -> None:

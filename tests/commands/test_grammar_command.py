@@ -20,10 +20,10 @@ from penstock.commands.grammar_check import Check, check, check_as_json, check_a
 from penstock.commands.grammar_report import percentile, trial_as_json, trial_as_text
 from penstock.commands.grammar_trial import NUM_COMPILATIONS, Case, Malformed, Trial, read_cases, run_trial
 from penstock.commands.instance_walk import Walker
-from penstock.engine import grammar_limits
 from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.grammar_cache import TIME_LIMIT
+from penstock.engine.grammars import grammar_limits
+from penstock.engine.grammars.grammar_cache import TIME_LIMIT
 from penstock.engine.tokenizer import Tokenizer
 from penstock.server import main
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.api.folds import ChoiceFold, MessageFold, ReasoningView
+from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView
 from penstock.commands.parse_lines import Flags, LineParser, as_json
 from penstock.commands.written_answer import WrittenAnswer
-from penstock.engine.answer import Answer
-from penstock.engine.detokenizer import Detokenizer
 from penstock.engine.events import SpecialText
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1

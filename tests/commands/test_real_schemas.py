@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.commands.grammar_bench import GrammarBench
 from penstock.commands.grammar_trial import run_trial
-from penstock.plugins.grammars.llguidance import LlguidanceBackend
+from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 
 CASES = Path(__file__).with_name("real_schemas.jsonl").read_bytes().splitlines()

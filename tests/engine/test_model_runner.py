@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.cuda_graphs import DecodeGraphs
+from penstock.engine.decoder.cuda_graphs import DecodeGraphs
+from penstock.engine.decoder.forward import compute_logits
 from penstock.engine.engine import STEP_FAILED, Engine
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.forward import compute_logits
-from penstock.engine.model_loader import LoadedModel
+from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.model_runner import ModelRunner
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.batch import Batch
-from penstock.engine.beam_params import BeamSearchParams
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.model_runner import StepHandle
 from penstock.engine.outputs import FinishReason, SequenceDelta

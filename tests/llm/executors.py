@@ -6,15 +6,15 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from penstock.api.chat_template import ChatTemplate
 from penstock.api.context import ServerContext
+from penstock.api.templates.chat_template import ChatTemplate
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.grammar_cache import GrammarCompiler
+from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.llm.executor import Executor
-from penstock.llm.executor_output import OutputConfig
-from penstock.llm.executor_request import Request
-from penstock.llm.executor_response import Response, Result
+from penstock.llm.executor_api.output import OutputConfig
+from penstock.llm.executor_api.request import Request
+from penstock.llm.executor_api.response import Response, Result
 from penstock.plugins.manager import Plugins
 from tests.fakes import NextToken, ids, letter_after, make_core
 

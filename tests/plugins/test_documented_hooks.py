@@ -14,8 +14,8 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Marker, Sequence
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
-from penstock.plugins.grammars.llguidance import LlguidanceBackend
-from penstock.plugins.json_tool_format import JsonToolFormat
+from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_logits_processor, check_parser, check_tool_format, read
 from penstock.testing.grammar_walks import accepts, byte_vocabulary

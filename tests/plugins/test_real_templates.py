@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from penstock.api.chat_template import ChatTemplate
 from penstock.api.messages import template_kwargs
 from penstock.api.preparing import added_token_texts, answer_reader
-from penstock.engine.answer import Answer
+from penstock.api.templates.chat_template import ChatTemplate
 from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.parsing import Phase
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.text.answer import Answer
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins

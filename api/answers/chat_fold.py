@@ -1,0 +1,76 @@
+"""One chat request's deltas as its chunks, and as the body that the same chunks add up to."""
+
+import time
+from collections.abc import Mapping
+
+from msgspec import UNSET, UnsetType
+
+from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView, UsageFold
+from penstock.api.answers.logprobs import TokenWriter
+from penstock.api.chat_protocol import ChatChunkChoice, ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
+from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOptions, Usage
+from penstock.api.context import ServerContext
+from penstock.engine.outputs import SequenceDelta
+from penstock.engine.request import Request
+
+
+class ChatFold:
+    """One request's deltas as chunks, and as the body that the same chunks add up to."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatCompletionRequest,
+        request: Request,
+        view: ReasoningView,
+        model: str,
+        found: Mapping[int, Conformance],
+    ) -> None:
+        self._id, self._created, self._model = request.request_id, int(time.time()), model
+        self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._num_prompt_top = body.prompt_logprobs
+        self._has_reasoning_parser = context.reasoning_parser is not None
+        self._options = body.stream_options or StreamOptions()
+        num_top = request.params.logprobs
+        write = (lambda token: self._tokens.chat(token, num_top)) if num_top is not None else None
+        max_tool_calls = 1 if body.parallel_tool_calls is False else None
+        self._choices = [ChoiceFold(index, view, write, max_tool_calls, found) for index in range(request.params.n)]
+        self._messages = [MessageFold(index) for index in range(request.params.n)]
+        self._usage = UsageFold(request.params.n)
+
+    @property
+    def is_long(self) -> bool:
+        return self._num_prompt_top is not None
+
+    def opening(self) -> list[ChatCompletionChunk]:
+        return [self._chunk([choice.opening()]) for choice in self._choices]
+
+    def chunks(self, delta: SequenceDelta) -> list[ChatCompletionChunk]:
+        self._usage.feed(delta)
+        return [self._chunk([choice]) for choice in self._choices[delta.index].feed(delta)]
+
+    def closing(self) -> list[ChatCompletionChunk]:
+        if not self._options.include_usage:
+            return []
+        return [self._chunk([], self._usage.usage())]
+
+    def add(self, delta: SequenceDelta) -> None:
+        self._usage.feed(delta)
+        self._messages[delta.index].feed(self._choices[delta.index].feed(delta))
+
+    def body(self) -> ChatCompletion:
+        choices = [message.choice(has_reasoning_parser=self._has_reasoning_parser) for message in self._messages if message.is_finished]
+        usage = self._usage.usage()
+        return ChatCompletion(self._id, "chat.completion", self._created, self._model, choices, usage, self._prompt_logprobs())
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None = UNSET) -> ChatCompletionChunk:
+        """OpenAI sends `usage: null` on every chunk but the last where usage was asked for."""
+        if usage is UNSET and self._options.include_usage:
+            usage = self._usage.usage() if self._options.continuous_usage_stats else None
+        return ChatCompletionChunk(self._id, "chat.completion.chunk", self._created, self._model, choices, usage)
+
+    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
+        prompt = self._usage.prompts.get(0)
+        if self._num_prompt_top is None or prompt is None or prompt.logprobs is None:
+            return UNSET
+        return self._tokens.prompt(prompt.logprobs, self._num_prompt_top)

@@ -1,0 +1,155 @@
+"""One completions request's deltas as its chunks, and as the body that the same chunks add up to."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec import UNSET, UnsetType
+
+from penstock.api.answers.folds import UsageFold, check_delta
+from penstock.api.answers.logprobs import CompletionLogprobsWriter, TokenWriter
+from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOptions, Usage
+from penstock.api.completion_protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from penstock.engine.events import Text
+from penstock.engine.outputs import PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of the request. `text` is what `echo` gives back."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionView:
+    """What of a sequence the client wants to see. `hidden` tokens make no text.
+
+    `num_top` and `num_prompt_top` count alternatives; None where the client asked for no logprobs.
+    """
+
+    echo: bool
+    num_top: int | None
+    num_prompt_top: int | None
+    tokens: TokenWriter
+    hidden: frozenset[int]
+
+
+class TextFold:
+    """One sequence's steps as completion choices: what a step added, or nothing where its text is held back."""
+
+    def __init__(self, index: int, prompt: Prompt, view: CompletionView, found: Mapping[int, Conformance]) -> None:
+        self._index = index
+        self._found = found
+        self._prompt = prompt
+        self._view = view
+        self._logprobs = CompletionLogprobsWriter(view.tokens, view.hidden)
+        self._pending: list[tuple[int, TokenLogprobs | None]] = []
+        self._is_first = True
+
+    def feed(self, delta: SequenceDelta, prompt: PromptInfo | None) -> CompletionChoice | None:
+        """Raises `GenerationFailed` or `EngineUnavailable` where the delta says that the sequence was cut off."""
+        check_delta(delta)
+        text = self._echo(prompt) if self._is_first else ""
+        prompt_logprobs = self._prompt_logprobs(prompt) if self._is_first else UNSET
+        self._is_first = False
+        self._pending += [(token.token_id, token) for token in delta.logprobs]
+        text += "".join(event.text for event in delta.events if isinstance(event, Text))
+        if not text and delta.finish_reason is None and prompt_logprobs is UNSET:
+            return None
+        reason = None if delta.finish_reason is None else str(delta.finish_reason)
+        found = UNSET if reason is None else self._found.get(self._index, UNSET)
+        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, prompt_logprobs, found)
+
+    def _echo(self, prompt: PromptInfo | None) -> str:
+        if not self._view.echo:
+            return ""
+        if prompt is not None and prompt.logprobs is not None:
+            self._pending += zip(self._prompt.token_ids, prompt.logprobs, strict=True)
+        return self._prompt.text
+
+    def _prompt_logprobs(self, prompt: PromptInfo | None) -> PromptLogprobs | UnsetType:
+        if self._view.num_prompt_top is None or prompt is None or prompt.logprobs is None:
+            return UNSET
+        return self._view.tokens.prompt(prompt.logprobs, self._view.num_prompt_top)
+
+    def _take_logprobs(self) -> CompletionLogprobs | None:
+        if self._view.num_top is None:
+            return None
+        entries, self._pending = self._pending, []
+        return self._logprobs.write(entries, self._view.num_top)
+
+
+def join(whole: CompletionChoice, part: CompletionChoice) -> None:
+    """Adds what a later step brought to a choice."""
+    whole.text += part.text
+    whole.finish_reason = part.finish_reason
+    whole.stop_reason = part.stop_reason
+    whole.structured_output = part.structured_output
+    if whole.logprobs is not None and part.logprobs is not None:
+        for name in CompletionLogprobs.__struct_fields__:
+            getattr(whole.logprobs, name).extend(getattr(part.logprobs, name))
+
+
+class CompletionFold:
+    """The deltas of one request with one prompt or several: prompt p's sequence s is choice p * n + s."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        body: CompletionRequest,
+        prompts: Sequence[Prompt],
+        n: int,
+        tokenizer: Tokenizer,
+        hidden: frozenset[int],
+        found: Mapping[int, Conformance],
+    ) -> None:
+        self._id, self._created, self._model = request_id, int(time.time()), model
+        self._options = body.stream_options or StreamOptions()
+        view = CompletionView(
+            echo=bool(body.echo),
+            num_top=body.logprobs,
+            num_prompt_top=body.prompt_logprobs,
+            tokens=TokenWriter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids)),
+            hidden=hidden,
+        )
+        self.is_long = body.prompt_logprobs is not None or (bool(body.echo) and body.logprobs is not None)
+        self._n = n
+        self._texts = [TextFold(index, prompts[index // n], view, found) for index in range(len(prompts) * n)]
+        self._choices: dict[int, CompletionChoice] = {}
+        self._usage = UsageFold(n)
+
+    def opening(self) -> list[Completion]:
+        return []
+
+    def chunks(self, delta: SequenceDelta) -> list[Completion]:
+        choice = self._feed(delta)
+        return [] if choice is None else [self._chunk([choice])]
+
+    def closing(self) -> list[Completion]:
+        return [self._chunk([], self._usage.usage())] if self._options.include_usage else []
+
+    def add(self, delta: SequenceDelta) -> None:
+        choice = self._feed(delta)
+        if choice is None:
+            return
+        if choice.index in self._choices:
+            join(self._choices[choice.index], choice)
+        else:
+            self._choices[choice.index] = choice
+
+    def body(self) -> Completion:
+        choices = [choice for _, choice in sorted(self._choices.items())]
+        return Completion(self._id, "text_completion", self._created, self._model, choices, self._usage.usage())
+
+    def _feed(self, delta: SequenceDelta) -> CompletionChoice | None:
+        self._usage.feed(delta)
+        return self._texts[delta.index].feed(delta, self._usage.prompts.get(delta.index // self._n))
+
+    def _chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> Completion:
+        if usage is UNSET and self._options.include_usage:
+            usage = self._usage.usage() if self._options.continuous_usage_stats else None
+        return Completion(self._id, "text_completion", self._created, self._model, choices, usage)

@@ -1,0 +1,204 @@
+"""Every spelling of a constraint as one `GrammarSpec`. docs/requests.md has the table of them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from penstock.api.common_protocol import GenerationFields, ResponseFormat, StructuredOutputs
+from penstock.api.constraints.backend_choice import CLOSED, COMPACT, named_backend
+from penstock.api.constraints.closed_schema import closed
+from penstock.api.constraints.constraint_size import check_text
+from penstock.api.constraints.grammar_source import grammar_of
+from penstock.api.constraints.json_source import read_json, write_json
+from penstock.api.constraints.json_whitespace import whitespace_regex
+from penstock.api.constraints.structural_tag import TagReader
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
+
+RESPONSE_FORMATS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema",),
+    "grammar": ("grammar",),
+    "structural_tag": ("format", "structures", "triggers"),
+}
+
+
+class Form(NamedTuple):
+    """A constraint that the request has: the path of its field, and how to read it."""
+
+    param: str
+    spec: Callable[[], GrammarSpec]
+
+
+def grammar_spec(body: GenerationFields) -> GrammarSpec | None:
+    """The request's constraint, or None where it has none.
+
+    Raises `InvalidRequest` for what cannot be read, and where there is more than one: a constraint is never ignored.
+    """
+    forms = list(_Forms(body).all())
+    if len(forms) > 1:
+        fields = " and ".join(f"`{form.param}`" for form in forms)
+        raise InvalidRequest(f"only one constraint may be given, got {fields}", forms[1].param)
+    if not forms and body.structured_outputs is not None:
+        message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
+        raise InvalidRequest(message, "structured_outputs")
+    return forms[0].spec() if forms else None
+
+
+def open_schema(body: GenerationFields, grammar: CompiledGrammar | None) -> str | None:
+    """The JSON Schema that the content is to be checked against: where the request has one, and `grammar` does not enforce all of it."""
+    spec = grammar_spec(body) if grammar is not None and grammar.warnings else None
+    return spec.text if spec is not None and spec.kind is GrammarKind.JSON_SCHEMA else None
+
+
+def whitespace_pattern(body: GenerationFields) -> str | None:
+    """What may stand between the tokens of JSON: None for the default, "" for nothing. Raises `InvalidRequest` where two fields differ."""
+    outputs, backend = body.structured_outputs or StructuredOutputs(), named_backend(body)
+    given = {
+        "guided_whitespace_pattern": body.guided_whitespace_pattern,
+        "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
+        "structured_outputs.disable_any_whitespace": "" if outputs.disable_any_whitespace else None,
+    }
+    if backend is not None and COMPACT in backend.options:
+        given[backend.param] = ""
+    patterns = {param: pattern for param, pattern in given.items() if pattern is not None}
+    if len(set(patterns.values())) > 1:
+        fields = " and ".join(f"`{param}`" for param in patterns)
+        raise InvalidRequest(f"{fields} say different things of whitespace", list(patterns)[-1])
+    return next((whitespace_regex(pattern, param) for param, pattern in patterns.items()), None)
+
+
+def closing_field(body: GenerationFields) -> str | None:
+    """The path of the field that asks for schemas without additional properties, if any."""
+    outputs, backend = body.structured_outputs, named_backend(body)
+    if outputs is not None and outputs.disable_additional_properties:
+        return "structured_outputs.disable_additional_properties"
+    return backend.param if backend is not None and CLOSED in backend.options else None
+
+
+class _Forms:
+    """The constraints of one request, in the order of its fields."""
+
+    def __init__(self, body: GenerationFields) -> None:
+        self._body = body
+        self._whitespace = whitespace_pattern(body)
+        self._closing = closing_field(body)
+        self._tags = TagReader(self._whitespace)
+
+    def all(self) -> Iterator[Form]:
+        yield from self._guided()
+        yield from self._structured_outputs()
+        yield from self._response_format()
+        yield from self._bare()
+
+    def _guided(self) -> Iterator[Form]:
+        body = self._body
+        if body.guided_json is not None:
+            yield Form("guided_json", lambda: self._json_schema(body.guided_json, "guided_json"))
+        if (regex := body.guided_regex) is not None:
+            yield Form("guided_regex", lambda: GrammarSpec(GrammarKind.REGEX, regex, "guided_regex"))
+        if (choices := body.guided_choice) is not None:
+            yield Form("guided_choice", lambda: _choice(choices, "guided_choice"))
+        if (grammar := body.guided_grammar) is not None:
+            yield Form("guided_grammar", lambda: grammar_of(grammar, "guided_grammar"))
+
+    def _structured_outputs(self) -> Iterator[Form]:
+        outputs, at = self._body.structured_outputs, "structured_outputs"
+        if outputs is None:
+            return
+        if outputs.json is not None:
+            yield Form(f"{at}.json", lambda: self._json_schema(outputs.json, f"{at}.json"))
+        if (regex := outputs.regex) is not None:
+            yield Form(f"{at}.regex", lambda: GrammarSpec(GrammarKind.REGEX, regex, f"{at}.regex"))
+        if (choices := outputs.choice) is not None:
+            yield Form(f"{at}.choice", lambda: _choice(choices, f"{at}.choice"))
+        if (grammar := outputs.grammar) is not None:
+            yield Form(f"{at}.grammar", lambda: grammar_of(grammar, f"{at}.grammar"))
+        if outputs.json_object:
+            yield Form(f"{at}.json_object", lambda: self._json_object(f"{at}.json_object"))
+        if (tag := outputs.structural_tag) is not None:
+            yield Form(f"{at}.structural_tag", lambda: self._structural_tag(tag, f"{at}.structural_tag"))
+
+    def _response_format(self) -> Iterator[Form]:
+        given = self._body.response_format
+        if given is None:
+            return
+        _check_fields(given)
+        match given.type:
+            case "json_object" if given.schema is not None:
+                yield Form("response_format.schema", lambda: self._json_schema(given.schema, "response_format.schema", is_lenient=True))
+            case "json_object":
+                yield Form("response_format", lambda: self._json_object("response_format"))
+            case "json_schema":
+                yield Form("response_format.json_schema.schema", lambda: self._json_schema_format(given))
+            case "grammar":
+                yield Form("response_format.grammar", lambda: self._grammar_format(given))
+            case "structural_tag":
+                members = {name: getattr(given, name) for name in RESPONSE_FORMATS["structural_tag"]}
+                tag = {name: value for name, value in members.items() if value is not None}
+                yield Form("response_format", lambda: self._structural_tag(tag, "response_format"))
+
+    def _bare(self) -> Iterator[Form]:
+        """SGLang's fields. Empty ones are off."""
+        body = self._body
+        if body.json_schema is not None and body.json_schema != "":
+            yield Form("json_schema", lambda: self._json_schema(body.json_schema, "json_schema"))
+        if regex := body.regex:
+            yield Form("regex", lambda: GrammarSpec(GrammarKind.REGEX, regex, "regex"))
+        if ebnf := body.ebnf:
+            yield Form("ebnf", lambda: GrammarSpec(GrammarKind.GBNF, ebnf, "ebnf"))
+        if tag := body.structural_tag:
+            yield Form("structural_tag", lambda: self._structural_tag(tag, "structural_tag"))
+
+    def _json_schema_format(self, given: ResponseFormat) -> GrammarSpec:
+        param = "response_format.json_schema.schema"
+        if given.json_schema is None or given.json_schema.schema is None:
+            raise InvalidRequest("`response_format` of type `json_schema` needs a schema", param)
+        return self._json_schema(given.json_schema.schema, param, is_lenient=given.json_schema.strict is not True)
+
+    def _grammar_format(self, given: ResponseFormat) -> GrammarSpec:
+        if given.grammar is None:
+            raise InvalidRequest("`response_format` of type `grammar` needs a grammar", "response_format.grammar")
+        return grammar_of(given.grammar, "response_format.grammar")
+
+    def _structural_tag(self, tag: str | dict[str, Any], param: str) -> GrammarSpec:
+        if self._closing is not None:
+            raise InvalidRequest("schemas in structural tags stay as they are: say `additionalProperties: false` in them", self._closing)
+        check_text(tag, param)
+        return self._tags.read(tag, param)
+
+    def _json_object(self, param: str) -> GrammarSpec:
+        return GrammarSpec(GrammarKind.JSON_OBJECT, "", param, self._whitespace)
+
+    def _json_schema(self, schema: Any, param: str, *, is_lenient: bool = False) -> GrammarSpec:
+        return json_schema_spec(schema, param, self._whitespace, is_lenient=is_lenient, is_closed=self._closing is not None)
+
+
+def json_schema_spec(schema: Any, param: str, whitespace: str | None, *, is_lenient: bool = False, is_closed: bool = False) -> GrammarSpec:
+    """A schema as an object or as its JSON text; its members keep their order, which the answer's follow. Raises `InvalidRequest`."""
+    check_text(schema, param)
+    if isinstance(schema, str):
+        schema = read_json(schema, param)
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"`{param}` must be a JSON Schema: an object, or one as a string", param)
+    if is_closed:
+        schema = closed(schema, param)
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, write_json(schema, param), param, whitespace, is_lenient)
+
+
+def _choice(choices: list[str], param: str) -> GrammarSpec:
+    check_text(choices, param)
+    if not choices or not all(choices):
+        raise InvalidRequest(f"`{param}` must be a list of non-empty strings", param)
+    return GrammarSpec(GrammarKind.CHOICE, write_json(choices, param), param)
+
+
+def _check_fields(given: ResponseFormat) -> None:
+    """Raises `InvalidRequest` for a type that there is not, and for a field of another type's."""
+    own = RESPONSE_FORMATS.get(given.type)
+    if own is None:
+        known = ", ".join(f"`{name}`" for name in RESPONSE_FORMATS)
+        raise InvalidRequest(f"`response_format.type` must be one of {known}, got {given.type[:100]!r}", "response_format.type")
+    for name in ResponseFormat.__struct_fields__:
+        if name not in ("type", *own) and getattr(given, name) is not None:
+            raise InvalidRequest(f"`{name}` has no meaning in a `response_format` of type `{given.type}`", f"response_format.{name}")

@@ -1,0 +1,204 @@
+"""Structural tags as a `Structure`: what a backend is to allow, part by part."""
+
+from collections.abc import Sequence as List
+from typing import Any
+
+import msgspec
+
+from penstock.api.common_protocol import GrammarDefinition
+from penstock.api.constraints import structural_tag_protocol as wire
+from penstock.api.constraints.free_text import Closing, Rule, dispatch, either, row, text
+from penstock.api.constraints.grammar_source import KINDS
+from penstock.api.constraints.json_source import read_json, write_json
+from penstock.api.decoding import mistaken_path
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.structure import Repeat, Structure, Value
+
+MAX_DEPTH = 32
+
+
+class TagReader:
+    """Reads structural tags. All text that is spelled out in them may have added tokens in it.
+
+    `whitespace_pattern` is for the JSON in them, as in `GrammarSpec`.
+    """
+
+    def __init__(self, whitespace_pattern: str | None = None) -> None:
+        self._whitespace = whitespace_pattern
+
+    def read(self, source: str | dict[str, Any], param: str) -> GrammarSpec:
+        """The constraint of a tag as an object or as its JSON text, in the old form or the new one.
+
+        Raises `InvalidRequest` with the path of what is malformed, not known, or not possible to express exactly.
+        """
+        tag = _converted(read_json(source, param) if isinstance(source, str) else source, param)
+        if tag.type != "structural_tag":
+            raise InvalidRequest(f"`{param}.type` must be `structural_tag`, got {tag.type[:100]!r}", f"{param}.type")
+        is_legacy = tag.structures is not None or tag.triggers is not None
+        if (tag.format is not None) == is_legacy:
+            raise InvalidRequest(f"`{param}` needs either `format`, or `structures` and `triggers`", param)
+        structure = self._legacy(tag, param) if tag.format is None else self._format(tag.format, f"{param}.format", Closing(), 0)
+        return GrammarSpec(GrammarKind.STRUCTURE, "", param, self._whitespace, structure=structure)
+
+    def _legacy(self, tag: wire.StructuralTag, param: str) -> Structure:
+        missing = next((name for name in ("structures", "triggers") if getattr(tag, name) is None), None)
+        if missing is not None:
+            raise InvalidRequest(f"`{param}` needs `{missing}`", f"{param}.{missing}")
+        tags: list[tuple[str, Structure]] = []
+        for index, item in enumerate(tag.structures or ()):
+            content = self._schema(item.schema, f"{param}.structures[{index}].schema")
+            tags.append((item.begin, row(content, text(item.end))))
+        rules = self._rules(tag.triggers or [], tags, param, f"{param}.structures")
+        return dispatch(rules, (), Closing(), is_repeated=True, param=param)
+
+    def _format(self, node: wire.Format, path: str, closing: Closing | None, depth: int) -> Structure:
+        """The format and what closes it. Without `closing` something else follows, so that free text would have no end."""
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"structural tags may be nested {MAX_DEPTH} deep", path)
+        match node:
+            case wire.SequenceOf(elements):
+                last = len(elements) - 1
+                closings = [None] * last + [closing]
+                parts = [self._format(part, f"{path}.elements[{i}]", closings[i], depth + 1) for i, part in enumerate(elements)]
+                return row(*parts)
+            case wire.OneOf(elements):
+                return either([self._format(part, f"{path}.elements[{i}]", closing, depth + 1) for i, part in enumerate(elements)])
+            case wire.AnyText():
+                return self._any_text(node, path, closing)
+            case wire.TriggeredTags():
+                return self._triggered_tags(node, path, closing, depth)
+            case wire.Dispatch():
+                return self._dispatch(node, path, closing, depth)
+            case _:
+                part = self._bounded(node, path, depth)
+                return part if closing is None else row(part, closing.structure)
+
+    def _bounded(self, node: wire.Format, path: str, depth: int) -> Structure:
+        """A format that ends by itself."""
+        match node:
+            case wire.ConstString(value):
+                return text(value)
+            case wire.JsonSchemaContent():
+                return self._json_schema(node, path)
+            case wire.RegexContent(pattern):
+                return Value(GrammarSpec(GrammarKind.REGEX, pattern, f"{path}.pattern"))
+            case wire.GrammarContent(grammar):
+                return _grammar(grammar, f"{path}.grammar")
+            case wire.Tag():
+                return row(text(node.begin), self._inside(node, path, depth))
+            case wire.TagsWithSeparator():
+                return self._tags_with_separator(node, path, depth)
+            case wire.Optional(content):
+                return Repeat(self._format(content, f"{path}.content", None, depth + 1), 0, 1)
+            case wire.Star(content):
+                return Repeat(self._format(content, f"{path}.content", None, depth + 1))
+            case wire.Plus(content):
+                return Repeat(self._format(content, f"{path}.content", None, depth + 1), 1)
+            case wire.RepeatOf(minimum, maximum, content):
+                if -1 < maximum < minimum:
+                    raise InvalidRequest(f"`max` must be at least `min`, got {maximum}", f"{path}.max")
+                bound = None if maximum == -1 else maximum
+                return Repeat(self._format(content, f"{path}.content", None, depth + 1), minimum, bound)
+        raise AssertionError(node)
+
+    def _inside(self, tag: wire.Tag, path: str, depth: int) -> Structure:
+        """A tag's content and its end."""
+        return self._format(tag.content, f"{path}.content", Closing(tag.ends, f"{path}.end"), depth + 1)
+
+    def _json_schema(self, node: wire.JsonSchemaContent, path: str) -> Structure:
+        if node.style != "json":
+            raise InvalidRequest(f"`style` must be `json`, got {node.style[:100]!r}", f"{path}.style")
+        if node.max_whitespace_cnt is not None:
+            raise InvalidRequest("use `whitespace_pattern`", f"{path}.max_whitespace_cnt")
+        for name in ("any_order", "excludes"):
+            if getattr(node, name):
+                raise InvalidRequest(f"`{name}` is not supported in a structural tag", f"{path}.{name}")
+        return self._schema(node.json_schema, f"{path}.json_schema")
+
+    def _schema(self, schema: Any, path: str) -> Structure:
+        if isinstance(schema, str):
+            schema = read_json(schema, path)
+        if not isinstance(schema, dict | bool):
+            raise InvalidRequest(f"`{path}` must be a JSON Schema: an object, or one as a string", path)
+        return Value(GrammarSpec(GrammarKind.JSON_SCHEMA, write_json(schema, path), path, self._whitespace))
+
+    def _any_text(self, node: wire.AnyText, path: str, closing: Closing | None) -> Structure:
+        for name in ("max_tokens", "max_chars"):
+            if getattr(node, name) is not None:
+                raise InvalidRequest(f"`{name}` is not supported in a structural tag", f"{path}.{name}")
+        return dispatch([], _excluded(node.excludes, path), _needed(closing, path), is_repeated=False, param=path)
+
+    def _triggered_tags(self, node: wire.TriggeredTags, path: str, closing: Closing | None, depth: int) -> Structure:
+        excludes = _excluded(node.excludes, path)
+        tags = [(tag.begin, self._inside(tag, f"{path}.tags[{i}]", depth)) for i, tag in enumerate(node.tags)]
+        rules = self._rules(node.triggers, tags, path, f"{path}.tags")
+        first = either([row(text(begin), inside) for begin, inside in tags])
+        if node.at_least_one and node.stop_after_first:
+            return first if closing is None else row(first, closing.structure)
+        rest = dispatch(rules, excludes, _needed(closing, path), is_repeated=not node.stop_after_first, param=path)
+        return row(first, rest) if node.at_least_one else rest
+
+    def _dispatch(self, node: wire.Dispatch, path: str, closing: Closing | None, depth: int) -> Structure:
+        rules: list[Rule] = []
+        for index, (pattern, content) in enumerate(node.rules):
+            at = f"{path}.rules[{index}]"
+            rules.append(Rule(_stated(pattern, f"{at}[0]"), self._format(content, f"{at}[1]", None, depth + 1)))
+        return dispatch(rules, _excluded(node.excludes, path), _needed(closing, path), is_repeated=node.loop, param=path)
+
+    def _tags_with_separator(self, node: wire.TagsWithSeparator, path: str, depth: int) -> Structure:
+        one = either([self._bounded(tag, f"{path}.tags[{i}]", depth) for i, tag in enumerate(node.tags)])
+        some = one if node.stop_after_first else row(one, Repeat(row(text(node.separator), one)))
+        return some if node.at_least_one else Repeat(some, 0, 1)
+
+    def _rules(self, triggers: List[str], tags: List[tuple[str, Structure]], path: str, tags_path: str) -> list[Rule]:
+        """Each trigger with what may follow it. Raises `InvalidRequest` for a tag that no trigger begins, or two do, and for idle ones."""
+        following: dict[str, list[Structure]] = {_stated(trigger, f"{path}.triggers[{i}]"): [] for i, trigger in enumerate(triggers)}
+        for index, (begin, inside) in enumerate(tags):
+            matching = [trigger for trigger in following if begin.startswith(trigger)]
+            if len(matching) != 1:
+                message = "one of the triggers must be the beginning of `begin`, and only one"
+                raise InvalidRequest(message, f"{tags_path}[{index}].begin")
+            following[matching[0]].append(row(text(begin.removeprefix(matching[0])), inside))
+        for index, trigger in enumerate(triggers):
+            if not following[trigger]:
+                raise InvalidRequest("no tag begins with this", f"{path}.triggers[{index}]")
+        return [Rule(trigger, either(parts)) for trigger, parts in following.items()]
+
+
+def _converted(source: Any, param: str) -> wire.StructuralTag:
+    try:
+        return msgspec.convert(source, wire.StructuralTag)
+    except msgspec.ValidationError as error:
+        path = mistaken_path(error)
+        where = f"{param}.{path}" if path else param
+        message = str(error).partition(" - at ")[0]
+        if where.endswith(".type"):
+            known = ", ".join(sorted(str(kind.__struct_config__.tag) for kind in wire.Format.__args__))
+            message = f"{message}: there are {known}"
+        raise InvalidRequest(f"`{where}`: {message}", where) from None
+    except RecursionError:
+        raise InvalidRequest(f"`{param}` is nested too deeply", param) from None
+
+
+def _grammar(grammar: str | GrammarDefinition, path: str) -> Structure:
+    """XGrammar's own are EBNF unless they say otherwise."""
+    if isinstance(grammar, str):
+        return Value(GrammarSpec(GrammarKind.GBNF, grammar, path))
+    return Value(GrammarSpec(KINDS[grammar.syntax], grammar.definition, f"{path}.definition"))
+
+
+def _excluded(words: List[str], path: str) -> tuple[str, ...]:
+    return tuple(_stated(word, f"{path}.excludes[{index}]") for index, word in enumerate(dict.fromkeys(words)))
+
+
+def _stated(word: str, path: str) -> str:
+    if not word:
+        raise InvalidRequest(f"`{path}` must not be empty", path)
+    return word
+
+
+def _needed(closing: Closing | None, path: str) -> Closing:
+    if closing is None:
+        raise InvalidRequest("free text has no end here: put it into a `tag`, or last", path)
+    return closing

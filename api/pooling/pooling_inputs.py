@@ -1,0 +1,132 @@
+"""From the inputs of a body to what the engine pools. Whatever is wrong with any of them is found before the first one runs."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.api.context import PoolingContext
+from penstock.api.errors import ContextLengthExceeded
+from penstock.api.messages import template_kwargs
+from penstock.api.pooling.pooling_protocol import InputFields, PoolingUsage
+from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length, split_prompts
+from penstock.api.templates.rendering import check_template_fields, render_conversation
+from penstock.api.workers import MANY, run
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.pooling.encoder_batch import EncoderInput
+from penstock.engine.pooling.pooling_text import EncodedText
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingOptions:
+    """`max_tokens` cuts what is longer; None: nothing is cut. `prompt_name` names an instruction of the model's."""
+
+    max_tokens: int | None = None
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+async def read_inputs(context: PoolingContext, body: InputFields) -> list[EncodedText]:
+    """The body's `input`, or its `messages` as one. Raises `InvalidRequest` with the path of the input that is wrong."""
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("give either `input` or `messages`", "input")
+    if body.messages is None:
+        source, param, add_special_tokens = "" if body.input is None else body.input, "input", body.add_special_tokens is not False
+    else:
+        source, param, add_special_tokens = await rendered(context, body), "messages", body.add_special_tokens is True
+    given = await run(context, lambda: split_prompts(source, param), is_long=len(source) > MANY)
+    is_list = not isinstance(source, str) and not isinstance(source[0], int)
+    paths = [f"{param}[{position}]" if is_list else param for position in range(len(given))]
+    options = EncodingOptions(token_limit(context, body.truncate_prompt_tokens), add_special_tokens, body.prompt_name)
+    return await encode_inputs(context, given, paths, options)
+
+
+async def encode_inputs(
+    context: PoolingContext, given: Sequence[str | list[int]], paths: Sequence[str], options: EncodingOptions
+) -> list[EncodedText]:
+    """Texts, or token ids as they are. Raises `InvalidRequest` with the path of one that is empty, too long or no text of this model's."""
+    texts = [(item, path) for item, path in zip(given, paths, strict=True) if isinstance(item, str)]
+    await check_texts(context, texts, is_cut=options.max_tokens is not None)
+    inputs = await run_encoding(context, lambda: [encoded(context, item, options) for item in given], is_long=is_long(given))
+    await check_inputs(context, inputs, paths)
+    return inputs
+
+
+async def rendered(context: PoolingContext, body: InputFields) -> str:
+    """The conversation as the model's template writes it, without the start of an answer unless the body asks for that."""
+    check_template_fields(context, body)
+    if not (body.chat_template or context.chat_template.source):
+        raise InvalidRequest("the model has no chat template: give `input`, or start the server with --chat-template", "messages")
+    if body.add_generation_prompt is None:
+        body.add_generation_prompt = False
+    prompt = await render_conversation(context, body, body.messages or [], [], template_kwargs(body.chat_template_kwargs, None))
+    return prompt.text
+
+
+def token_limit(context: PoolingContext, asked: int | None) -> int | None:
+    """What `truncate_prompt_tokens` comes to: None where nothing is to be cut."""
+    if asked is None or asked > 0:
+        return asked
+    if asked != -1:
+        message = f"`truncate_prompt_tokens` must be at least 1, or -1 for as many as the model takes, got {asked}"
+        raise InvalidRequest(message, "truncate_prompt_tokens")
+    return context.max_model_len
+
+
+async def check_texts(context: PoolingContext, texts: Sequence[tuple[str, str]], *, is_cut: bool) -> None:
+    """Texts with their paths: raises `InvalidRequest` for one that is empty, cannot be encoded, or is too long to count its tokens."""
+    for text, path in texts:
+        if not text:
+            raise InvalidRequest("the text is empty", path)
+        if not text.isascii() and LONE_SURROGATE.search(text):
+            raise InvalidRequest("the text holds a lone surrogate and cannot be encoded as UTF-8", path)
+        if not is_cut:
+            await check_text_length(context, text, path)
+
+
+async def run_encoding(context: PoolingContext, call: Callable[[], list[EncodedText]], *, is_long: bool) -> list[EncodedText]:
+    """For texts that have been checked: nothing but the limit can be wrong with them."""
+    try:
+        return await run(context, call, is_long=is_long)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, error.param or "truncate_prompt_tokens") from None
+
+
+async def check_inputs(context: PoolingContext, inputs: Sequence[EncodedText], paths: Sequence[str]) -> None:
+    """Raises `InvalidRequest` for one without tokens, too long for the model, or with ids that it does not know."""
+
+    def check() -> None:
+        for item, path in zip(inputs, paths, strict=True):
+            check_length(context, len(item.tokens.token_ids), path)
+            check_prompt_ids(item.tokens.token_ids, context.vocab_size, path)
+
+    await run(context, check, is_long=usage_of(inputs).total_tokens > LONG_TEXT)
+
+
+def check_length(context: PoolingContext, num_tokens: int, path: str) -> None:
+    if num_tokens > context.max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {context.max_model_len} tokens. However, this input has {num_tokens}. "
+            "Please shorten it, or have it cut with `truncate_prompt_tokens`.",
+            path,
+        )
+
+
+def usage_of(inputs: Sequence[EncodedText]) -> PoolingUsage:
+    num_tokens = sum(len(item.tokens.token_ids) for item in inputs)
+    return PoolingUsage(num_tokens, num_tokens)
+
+
+def is_long(given: Sequence[str | list[int]]) -> bool:
+    """Whether tokenizing these would hold up the event loop."""
+    return len(given) > MANY or sum(len(item) for item in given if isinstance(item, str)) >= LONG_TEXT
+
+
+def encoded(context: PoolingContext, source: str | list[int], options: EncodingOptions) -> EncodedText:
+    """A text without special tokens has all that there is to be written in it already, instructions included."""
+    if isinstance(source, list):
+        return EncodedText(EncoderInput(source[: options.max_tokens]))
+    if not options.add_special_tokens:
+        return EncodedText(EncoderInput(context.tokenizer.encode(source, add_special_tokens=False)[: options.max_tokens]))
+    return context.engine.encode(source, max_tokens=options.max_tokens, prompt_name=options.prompt_name)

@@ -1,0 +1,202 @@
+"""From messages to the prompt's text, and to the part of it that tells a parser where the answer starts."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from penstock.api.templates.template_environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
+from penstock.api.templates.template_messages import Message, prepare_message
+from penstock.engine.errors import ConfigurationError, InvalidRequest
+
+SHIPPED = Path(__file__).parent
+TIME_LIMIT_SECONDS = 5.0
+MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """`tail` is the end of `text`: what the template wrote to open the assistant's turn, with the text being continued if there is any.
+
+    `continued` is that text as the client wrote it.
+    """
+
+    text: str
+    tail: str
+    continued: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """Renders conversations with the served model's template, or with one that came in a request.
+
+    `source` is None where the model has none: then every chat request is refused. `tool_source` is used instead where tools are given.
+    `special_tokens` are the template's variables `bos_token`, `eos_token`, ... Templates run on `workers`, each for at most
+    `time_limit` seconds.
+    """
+
+    source: str | None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    tool_source: str | None = None
+    workers: Executor | None = None
+    time_limit: float = TIME_LIMIT_SECONDS
+
+    def __post_init__(self) -> None:
+        for source in (self.source, self.tool_source):
+            if source is not None:
+                try:
+                    compile_template(source)
+                except jinja2.TemplateError as error:
+                    raise ConfigurationError(f"the chat template is not valid Jinja: {describe(error)}") from error
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        template: str | None = None,
+    ) -> RenderedPrompt:
+        """Raises `InvalidRequest` with the template's own message where it refuses the conversation, fails, or takes too long."""
+        source = template or self.source_for(tools)
+        if source is None:
+            raise InvalidRequest(
+                "the model has no chat template: use /v1/completions, or start the server with --chat-template", "messages"
+            )
+        variables = {"tools": list(tools) if tools else None, "documents": None, **self.special_tokens, **(template_kwargs or {})}
+        call = Interruptible()
+
+        def render() -> RenderedPrompt:
+            conversation = [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+            return _Rendering(source, conversation, variables).run(add_generation_prompt, continue_final_message)
+
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.time_limit, call.interrupt)
+        try:
+            return await loop.run_in_executor(self.workers, call.run, render)
+        except TemplateTimeout:
+            raise InvalidRequest(f"the chat template did not finish within {self.time_limit:g} seconds", "messages") from None
+        except RecursionError:
+            raise InvalidRequest("the chat template recurses too deeply", "messages") from None
+        finally:
+            timer.cancel()
+
+    def source_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        """The template that a conversation with these tools is rendered with."""
+        return self.tool_source if tools and self.tool_source else self.source
+
+
+def load_chat_template(name: str) -> str:
+    """The text of a template file, or of a shipped template by its name.
+
+    Raises `ConfigurationError` listing the shipped names where there is neither.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        if name not in shipped_names():
+            raise ConfigurationError(f"no chat template {name!r}: it is neither a file nor one of {', '.join(shipped_names())}")
+        path = SHIPPED / f"{name}.jinja"
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the chat template {name!r}: {error}") from error
+
+
+def shipped_names() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.jinja"))
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> jinja2.Template:
+    return TemplateEnvironment().from_string(source)
+
+
+@lru_cache(maxsize=16)
+def wants_parts(source: str) -> bool:
+    """Whether a template shows content only where it is a list of parts, as those of some multimodal models do."""
+
+    def shows(content: object) -> bool:
+        try:
+            text = render_bounded(compile_template(source), {"messages": [{"role": "user", "content": content}]})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+            return False
+        return MARK in text
+
+    return not shows(MARK) and shows([{"type": "text", "text": MARK}])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """One conversation and one template, rendered as often as it takes to find out where the answer starts."""
+
+    source: str
+    messages: list[dict[str, Any]]
+    variables: Mapping[str, Any]
+
+    def run(self, add_generation_prompt: bool, continue_final_message: bool) -> RenderedPrompt:
+        try:
+            if continue_final_message:
+                return self.continued()
+            return self.opened() if add_generation_prompt else RenderedPrompt(self.text(self.messages), "")
+        except (InvalidRequest, RecursionError):
+            raise
+        except Exception as error:  # a template is a program: whatever it raises is about this conversation, and the client is told
+            raise InvalidRequest(f"the chat template refused the messages: {describe(error)}", "messages") from error
+
+    def opened(self) -> RenderedPrompt:
+        """The prompt with its generation prompt; the tail is what that has added.
+
+        Some templates open the assistant's turn without being asked to: there the tail is what follows the last message's content.
+        """
+        closed = self.text(self.messages)
+        opened = self.text(self.messages, add_generation_prompt=True)
+        if opened != closed:
+            return RenderedPrompt(opened, opened[common_prefix(opened, closed) :])
+        _, mark, tail = self.text(self.marked(), add_generation_prompt=True).rpartition(MARK)
+        return RenderedPrompt(opened, tail if mark and opened.endswith(tail) else "")
+
+    def continued(self) -> RenderedPrompt:
+        """The prompt up to the end of the final message's content, which a mark finds wherever the template puts it."""
+        text, mark, _ = self.text(self.marked()).rpartition(MARK)
+        if not mark:
+            raise InvalidRequest("the chat template leaves out the final message, so it cannot be continued", "continue_final_message")
+        content = self.messages[-1]["content"]
+        try:
+            start = common_prefix(text, self.text(self.messages[:-1]))
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+            # Some templates refuse what comes before on its own, such as nothing at all.
+            return RenderedPrompt(text, content, content)
+        return RenderedPrompt(text, text[start:], content)
+
+    def marked(self) -> list[dict[str, Any]]:
+        """The messages with a mark after the last one's content."""
+        *before, final = self.messages
+        return [*before, {**final, "content": final["content"] + MARK}]
+
+    def text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        if wants_parts(self.source):
+            messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+        variables = {**self.variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        return render_bounded(compile_template(self.source), variables)
+
+
+def common_prefix(left: str, right: str) -> int:
+    """How many characters the two start with in common."""
+    if left.startswith(right):
+        return len(right)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+def describe(error: Exception) -> str:
+    """A template's error as one line; where Jinja knows the line, with it."""
+    line = getattr(error, "lineno", None)
+    message = str(error) or type(error).__name__
+    return f"{message} (line {line})" if line else message

@@ -1,0 +1,136 @@
+"""What a model computes on its way to the logits, by name: which there are, and where in its modules they can be seen.
+
+hidden_states.N     what decoder layer N reads, N from 0; hidden_states.L, of L layers, is what the last of them gives
+hidden_states.last  the same after the final norm, which is what the head reads
+attention_input.N, attention_output.N, mlp_input.N, mlp_output.N    into and out of these parts of layer N
+logits              float32, before everything that a request has done to them
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.engine.decoder.compiled_layers import CompiledLayer
+from penstock.engine.decoder.decoder_layers import decoder_layers
+from penstock.engine.decoder.native_decoder import NativeDecoder
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.sequence_outputs import LOGITS
+
+ATTENTION_PARTS = ("self_attn", "attn", "attention")
+MLP_PARTS = ("mlp", "feed_forward", "block_sparse_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an output can be seen: what goes into a module, or what comes out of it."""
+
+    module: nn.Module
+    is_input: bool
+
+
+@dataclass(slots=True)
+class Capture:
+    """The rows `rows_R` of the flat batch of everything that was asked for, [R, ...] on the device, once the model has run."""
+
+    rows_R: Tensor
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, states_1TH: Tensor) -> None:
+        self.rows[name] = states_1TH[0].index_select(0, self.rows_R)  # a copy: what follows may write over it
+
+
+class ModelOutputs:
+    """The named outputs of one model. Nothing hangs on it while nobody captures any."""
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        self._model = model
+        self._layers = decoder_layers(model, num_layers)
+        self._places = _places(model, self._layers)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._places, LOGITS]
+
+    def check(self, names: tuple[str, ...]) -> None:
+        """Raises `InvalidRequest` for the first that this model does not have."""
+        for name in names:
+            if name != LOGITS and name not in self._places:
+                raise InvalidRequest(f"the model has no output {name[:100]!r}: it has {', '.join(_summary(self.names))}", "outputs")
+
+    @contextmanager
+    def capturing(self, names: set[str], rows_R: Tensor) -> Iterator[Capture]:
+        """While this lasts, the model's own modules run, in place of what was compiled from them or does their work, and are looked at."""
+        capture = Capture(rows_R)
+        with ExitStack() as undo:
+            for module in (self._model, *self._layers):
+                undo.callback(vars(module).update, _without_stand_in(module))
+            for name in names - {LOGITS}:
+                place = self._places[name]
+                if place.is_input:
+                    undo.callback(place.module.register_forward_pre_hook(_seeing_input(capture, name), with_kwargs=True).remove)
+                else:
+                    undo.callback(place.module.register_forward_hook(_seeing_output(capture, name)).remove)
+            yield capture
+
+
+def owned_rows(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy that is like any other tensor: one that is made in inference mode stays forbidden to autograd and to most changes."""
+    with torch.inference_mode(False):
+        copy = torch.empty(rows.shape, dtype=dtype or rows.dtype)
+    return copy.copy_(rows)
+
+
+def _places(model: Any, layers: list[nn.Module]) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for number, layer in enumerate(layers):
+        places[f"hidden_states.{number}"] = Place(layer, is_input=True)
+    if layers:
+        places[f"hidden_states.{len(layers)}"] = Place(layers[-1], is_input=False)
+    if model.base_model is not model:  # whose head would come out with it
+        places["hidden_states.last"] = Place(model.base_model, is_input=False)
+    for kind, parts in (("attention", ATTENTION_PARTS), ("mlp", MLP_PARTS)):
+        found = [next((layer._modules[part] for part in parts if layer._modules.get(part) is not None), None) for layer in layers]
+        for side, is_input in (("input", True), ("output", False)):
+            places |= {f"{kind}_{side}.{number}": Place(part, is_input) for number, part in enumerate(found) if part is not None}
+    return places
+
+
+def _without_stand_in(module: nn.Module) -> dict[str, Any]:
+    """Takes away what stands in for the module's own `forward`, and returns what puts it back."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, NativeDecoder | CompiledLayer):
+        return {}
+    del module.forward
+    return {"forward": forward}
+
+
+def _seeing_input(capture: Capture, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        capture.take(name, args[0] if args else kwargs["hidden_states"])
+
+    return see
+
+
+def _seeing_output(capture: Capture, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    def see(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not isinstance(output, Tensor):
+            output = output[0]  # the states come first, in tuples and in transformers' own output classes
+        capture.take(name, output)
+
+    return see
+
+
+def _summary(names: list[str]) -> list[str]:
+    """Names that differ in their number as one."""
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        kind, _, number = name.rpartition(".")
+        if number.isdigit():
+            numbers.setdefault(kind, []).append(int(number))
+    others = [name for name in names if not name.rpartition(".")[2].isdigit()]
+    return [*(f"{kind}.{min(found)} to {kind}.{max(found)}" for kind, found in numbers.items()), *others]

@@ -1,0 +1,185 @@
+"""A GGUF file turned into a safetensors directory, once; afterwards the model loads in about a second."""
+
+import contextlib
+import glob
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf.header import check_gguf_header
+from penstock.engine.loading.cache_directory import cache_directory
+
+if TYPE_CHECKING:
+    import gguf
+    import tokenizers
+    import torch
+
+# Part of every converted directory's name: raised whenever a conversion comes out differently.
+CONVERSION_VERSION = 2
+
+logger = logging.getLogger(__name__)
+
+
+def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
+    """Makes `directory` by `build(empty directory)` unless it is there, and returns it.
+
+    Whole or not at all: the work is done in a temporary directory beside it that is renamed at the end. Of several processes one builds
+    and the others wait for it.
+    """
+    if directory.is_dir():
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _held(FileLock(directory.parent / f".{directory.name}.lock")):
+            if not directory.is_dir():
+                with _scratch(directory) as scratch:
+                    build(scratch)
+                    _write_through(scratch)
+                    scratch.rename(directory)
+                    _sync(directory.parent)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from error
+    return directory
+
+
+def _write_through(directory: Path) -> None:
+    """Has the disk hold it all: a power failure after a rename must not leave empty files under the final name."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _held(lock: FileLock) -> Iterator[None]:
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        logger.info("Waiting for another process that is making the same model's files (%s)", lock.lock_file)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """An empty directory beside it. The caller holds the lock, so any that is found there is of a process that was killed."""
+    for abandoned in directory.parent.glob(f".{glob.escape(directory.name)}.*/"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    path.chmod(0o755)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def converted_gguf(gguf_file: Path) -> Path:
+    """The cached safetensors directory of a GGUF file, made now if it is not there.
+
+    The file is recognised by its path, size and modification time: hashing gigabytes at each start would take longer than loading.
+    """
+    gguf_file = gguf_file.resolve()
+    status = gguf_file.stat()
+    identity = hashlib.sha256(f"{gguf_file}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:16]
+    directory = cache_directory() / "models" / f"{gguf_file.stem}-{identity}-v{CONVERSION_VERSION}"
+    return build_once(directory, lambda scratch: convert_gguf(gguf_file, scratch))
+
+
+def convert_gguf(gguf_file: Path, directory: Path) -> None:
+    """Writes config, weights, tokenizer and chat template of `gguf_file` into `directory`, as `from_pretrained` reads them.
+
+    Matrices of the types that `blocks.py` reads stay in their codes, in a file of their own (`quantized_file`). Other quantized weights
+    come out as bfloat16: rounding to it is far below the error that quantization made. F16 and F32 files keep their type.
+    Raises `ConfigurationError` where the file or its architecture cannot be read.
+    """
+    header = _Header.read(gguf_file)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+    from penstock.engine.gguf.matrices import take_quantized_matrices
+    from penstock.engine.quantization.quantized_file import write_quantized
+
+    folder, name = gguf_file.parent, gguf_file.name
+    try:
+        config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        config._name_or_path = ""
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, config=config, local_files_only=True)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=name,
+            config=config,
+            local_files_only=True,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=header.dtype,
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError) as error:
+        raise ConfigurationError(f"{name} holds a {header.architecture!r} model that cannot be read: {error}") from error
+    _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
+    setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now
+    matrices = take_quantized_matrices(model, header.tensors)
+    if matrices:
+        write_quantized(directory, matrices)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+# What `tokenizer.ggml.pre` says where each digit is a word of its own and all else is split as GPT-2 does; transformers leaves it out.
+_DIGIT_SPLITTING = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+
+
+def _split_digits(tokenizer: "tokenizers.Tokenizer", pre_tokenizer: str) -> None:
+    if pre_tokenizer in _DIGIT_SPLITTING:
+        from tokenizers import pre_tokenizers
+
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What conversion goes by: the architecture and pre-tokenizer by llama.cpp's names, the type to store plain weights in, the tensors."""
+
+    architecture: str
+    pre_tokenizer: str
+    dtype: "torch.dtype"
+    tensors: "list[gguf.ReaderTensor]"
+
+    @classmethod
+    def read(cls, gguf_file: Path) -> "_Header":
+        import torch
+        from gguf import GGMLQuantizationType, GGUFReader
+
+        try:
+            check_gguf_header(gguf_file)
+            reader = GGUFReader(gguf_file)
+            names = ("general.architecture", "tokenizer.ggml.pre", "split.count")
+            fields: list[Any] = [None if field is None else field.contents() for field in map(reader.get_field, names)]
+        except (ValueError, LookupError, TypeError, ArithmeticError, OSError) as error:
+            raise ConfigurationError(f"{gguf_file} is not a GGUF file that can be read: {error}") from error
+        architecture, pre_tokenizer, num_parts = fields
+        if num_parts not in (None, 0, 1):
+            raise ConfigurationError(f"{gguf_file.name} is one part of a split GGUF: merge the parts with llama.cpp's `gguf-split --merge`")
+        kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
+        if kinds == {GGMLQuantizationType.F32}:
+            dtype = torch.float32
+        else:
+            dtype = torch.float16 if kinds <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32} else torch.bfloat16
+        return cls(str(architecture), str(pre_tokenizer), dtype, reader.tensors)

@@ -1,0 +1,170 @@
+"""One sequence's mask, from when it is asked for until it is there."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from penstock.engine.grammars.grammar_gate import GrammarGate
+from penstock.engine.text.answer import Answer
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT = 5.0  # seconds
+DRAFT_TIME = 0.002  # seconds, after which no mask for another drafted token is begun
+TOO_SLOW = "the constraint takes too long to say what may come next"
+
+
+class MaskFill:
+    """What a sequence may say next: `forced` where that is certain, else the bits of `row_W`, the first of int32 [1 + draft, ceil(V / 32)].
+
+    The other rows say what may follow the tokens of the draft, as far as the grammar lets these pass and there is time.
+    It is run by whoever takes it, and nobody else touches the gate's matcher until `is_done`, which is set last. `error` says why there
+    is no result. `is_apart` says that the grammar is slow: no step waits for it, and whether it is finished is found out here as well.
+    `on_done` is called at the end, in the thread that ran it, where it was set before `is_done` was.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_begun_at",
+        "_claim",
+        "_draft",
+        "_error",
+        "_gate",
+        "_is_given_up",
+        "_num_filled",
+        "address",
+        "forced",
+        "is_apart",
+        "is_done",
+        "is_finished",
+        "on_done",
+        "row_W",
+        "rows_DW",
+        "seconds",
+    )
+
+    def __init__(self, gate: GrammarGate, answer: Answer, rows_DW: Tensor, draft: Sequence[int] = (), *, is_apart: bool = False) -> None:
+        self._gate = gate
+        self._answer = answer
+        self._claim = threading.Lock()
+        self._begun_at: float | None = None
+        self._draft = draft
+        self._num_filled = 0
+        self._error: str | None = None
+        self._is_given_up = False
+        self.rows_DW = rows_DW
+        self.row_W = rows_DW[0]
+        self.address = self.row_W.data_ptr()
+        self.is_apart = is_apart
+        self.forced: list[int] = []
+        self.seconds = 0.0
+        self.is_finished = False
+        self.is_done = False
+        self.on_done: Callable[[], None] | None = None
+
+    def take(self) -> bool:
+        """True for the first who asks, in whatever thread: it is his to run, or to leave undone."""
+        return self._claim.acquire(blocking=False)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it has run for so long that nobody waits for it any more."""
+        return not self.is_done and self._begun_at is not None and time.monotonic() - self._begun_at > TIME_LIMIT
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is worth waiting for."""
+        return not self.is_done and not self.is_overdue
+
+    @property
+    def error(self) -> str | None:
+        if self._is_given_up or self.is_overdue:
+            return TOO_SLOW
+        return self._error if self.is_done else None
+
+    def give_up(self) -> None:
+        """It is too late for it now, even if it comes in the same moment."""
+        self._is_given_up = True
+
+    @property
+    def needs_no_sample(self) -> bool:
+        """Whether it says by itself how the sequence goes on, or that it does not."""
+        return self.error is not None or (self.is_done and (self.is_finished or bool(self.forced)))
+
+    @property
+    def num_to_sample(self) -> int:
+        """For how many of its rows it has said what may come next, where that is more than one token."""
+        return self._num_filled if self.is_done and not self.needs_no_sample else 0
+
+    def look_ahead(self, rows_DW: Tensor, draft: Sequence[int]) -> None:
+        """Goes on from the mask that is there, of which the first of these rows is a copy, to those after the tokens of a late draft."""
+        assert self._num_filled
+        self._num_filled = 1
+        self.rows_DW = rows_DW
+        self._draft = draft
+        if self._gate.may_look_ahead:
+            self._ask_ahead(time.monotonic() + DRAFT_TIME)
+
+    def run_at_once(self, *, only_forced: bool = False) -> None:
+        """Asks what may come next in this thread, and again for each token of a sequence: `row_W` is used anew.
+
+        With `only_forced` the bits are left alone: those who ask want to know only what is certain.
+        """
+        began_at = time.perf_counter()
+        self._num_filled = 0
+        self._draft = ()
+        try:
+            self._ask(only_forced=only_forced)
+        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
+            self._fail(error)
+        self.is_done = True
+        self.seconds = time.perf_counter() - began_at
+
+    def run(self) -> None:
+        self._begun_at = time.monotonic()
+        try:
+            self._ask()
+            self.seconds = time.monotonic() - self._begun_at
+            if self._draft and self._num_filled and self._gate.may_look_ahead:
+                self._ask_ahead(self._begun_at + DRAFT_TIME)
+        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
+            self._fail(error)
+        self.is_done = True
+        if self.on_done is not None:
+            self.on_done()
+
+    def _fail(self, error: Exception) -> None:
+        logger.exception("A grammar failed")
+        self._error = f"the grammar raised {type(error).__name__}: {error}"
+
+    def _ask(self, *, only_forced: bool = False) -> None:
+        if self.is_apart and self._gate.is_finished(self._answer):
+            self.is_finished = True
+            return
+        self.forced = self._gate.forced_tokens(self._answer)
+        if not self.forced and not only_forced:
+            self._gate.fill_bitmask(self._answer, self.row_W)
+            self._num_filled = 1
+
+    def _ask_ahead(self, deadline: float) -> None:
+        """Lets the grammar take the draft, token by token, and take it back.
+
+        What it fails at may never be said: that ends only the draft.
+        """
+        num_taken = 0
+        try:
+            for token_id, row_W in zip(self._draft, self.rows_DW[1:], strict=True):
+                if time.monotonic() > deadline or self._gate.is_stop(token_id) or not self._gate.advance(self._answer, token_id):
+                    break
+                num_taken += 1
+                if self._gate.is_finished(self._answer):
+                    break
+                self._gate.fill_bitmask(self._answer, row_W)
+                self._num_filled += 1
+        except Exception as error:
+            logger.info("A grammar failed at a draft, and is asked about no others: %s: %s", type(error).__name__, error)
+            self._gate.may_look_ahead = False
+        self._gate.rollback(num_taken)

@@ -1,0 +1,79 @@
+"""Where a model's files are: what `--model` names, as a local directory that `from_pretrained` reads."""
+
+import os
+from pathlib import Path
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf.conversion import converted_gguf
+from penstock.engine.loading.packaged_model import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel, packaged_model_directory
+
+# What serving takes from a repository: not its other weight formats, which can be many times as large.
+_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
+_CODE = ["*.py"]
+
+
+def resolve_model(model: str | None, trust_remote_code: bool = False) -> Path:
+    """The local directory of a model: None for the default one, the name of a packaged one, a directory, a `.gguf` file or a
+    Hugging Face id. A directory that is called like a packaged model is named `./minilm`.
+
+    Fetches and converts where needed, with progress on standard error. `trust_remote_code` also fetches a repository's Python files.
+    Raises `ConfigurationError` with what to change.
+    """
+    packaged = _packaged(model)
+    if packaged is not None:
+        return packaged_model_directory(packaged)
+    assert model is not None
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(f"--model {model}: the directory holds no config.json, so it is not a transformers model")
+        return path.resolve()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigurationError(f"--model {model}: a file must be a .gguf; of other formats name the directory")
+        return converted_gguf(path)
+    if path.suffix == ".gguf" or model.startswith((".", "~", os.sep)) or model.count("/") > 1:
+        raise ConfigurationError(f"--model {model}: there is no such file or directory")
+    return _from_hub(model, trust_remote_code)
+
+
+def model_name(model: str | None) -> str:
+    """What a model is called on the wire unless the operator says otherwise: the id itself, or the name of its directory or file."""
+    packaged = _packaged(model)
+    if packaged is not None:
+        return packaged.name
+    assert model is not None
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if path.suffix == ".gguf" else model
+
+
+def _packaged(model: str | None) -> PackagedModel | None:
+    return DEFAULT_MODEL if model is None else PACKAGED_MODELS.get(model)
+
+
+def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    otherwise = "a local directory or a .gguf file also works"
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=_FILES + _CODE * trust_remote_code, etag_timeout=5))
+    except HFValidationError as error:
+        raise ConfigurationError(f"--model {model_id} is neither a path that exists nor a Hugging Face id; {otherwise}") from error
+    except GatedRepoError as error:
+        raise ConfigurationError(f"--model {model_id} is gated: accept its terms there and log in with `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigurationError(f"--model {model_id}: Hugging Face has no such model, or it is private; {otherwise}") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        raise ConfigurationError(
+            f"--model {model_id}: Hugging Face cannot be reached and the model is not in its local cache; {otherwise}"
+        ) from error

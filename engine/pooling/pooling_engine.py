@@ -1,0 +1,176 @@
+"""The engine of models that turn text into numbers, as the server sees it: texts in, tensors out, computed in batches."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.engine import ENGINE_FAILED
+from penstock.engine.engine_life import EngineLife, done
+from penstock.engine.errors import EngineUnavailable, GenerationFailed
+from penstock.engine.pooling.encoder_batch import EncoderInput
+from penstock.engine.pooling.pooling_model import PoolingInput, PoolingModel
+from penstock.engine.pooling.pooling_params import PoolingParams
+from penstock.engine.pooling.pooling_queue import PoolingQueue, WaitingInput
+from penstock.engine.pooling.pooling_text import EncodedText, encode_text
+from penstock.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+BATCH_FAILED = "the model failed while it computed this input; the error has been logged"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """`data` is float32 on the CPU: [D] for embed, [T, D] token_embed, [L] classify, [T, L] token_classify, [1] score."""
+
+    data: Tensor
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingStats:
+    """The first two are of this moment, the others have counted since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_inputs: int
+    num_prompt_tokens: int
+    num_steps: int
+
+
+class PoolingEngine:
+    """Runs a `PoolingModel` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks."""
+
+    def __init__(self, model: PoolingModel, tokenizer: Tokenizer, queue: PoolingQueue, *, num_threads: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.num_threads = num_threads
+        self._queue = queue
+        self._running: list[WaitingInput] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
+        self._wake = asyncio.Event()
+        self._life = EngineLife()
+        self._num_inputs = self._num_prompt_tokens = self._num_steps = 0
+
+    def _prepare_thread(self) -> None:
+        torch.set_num_threads(self.num_threads)  # OpenMP keeps it per thread
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
+
+    async def start(self) -> None:
+        """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
+        self._life.begin(self._run, "pooling-engine")
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Takes no more inputs, computes those that wait for `drain_seconds`, refuses the others and waits for the batch under way."""
+        self._life.is_accepting = False
+        if self._life.has_begun:
+            if not await self._life.drain(drain_seconds, lambda: self._has_work):
+                logger.warning("%d inputs were cut off by the shutdown", len(self._queue) + len(self._running))
+            await self._life.end()
+            self._end_all("the server is shutting down")
+        await asyncio.to_thread(self._thread.shutdown)
+
+    @property
+    def is_accepting(self) -> bool:
+        """False before the start and from the beginning of the shutdown."""
+        return self._life.is_accepting
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once several batches in a row have failed, or when the engine is not running."""
+        return self._life.is_healthy
+
+    def stats(self) -> PoolingStats:
+        return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)
+
+    def encode(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        max_tokens: int | None = None,
+        max_pair_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> EncodedText:
+        """`encode_text` for this model. May be called from any thread."""
+        limits = {"max_tokens": max_tokens, "max_pair_tokens": max_pair_tokens}
+        return encode_text(self.tokenizer, self.model.files, text, pair, **limits, prompt_name=prompt_name)
+
+    async def pool(
+        self, prompt_token_ids: list[int], params: PoolingParams, *, token_type_ids: list[int] | None = None, priority: int = 0
+    ) -> PoolingOutput:
+        """What the model makes of one text, or pair of texts. Lower priorities go first; cancelling the call takes the text out.
+
+        Raises `InvalidRequest`, `QueueFull` or `EngineUnavailable` at once, `GenerationFailed` where the model fails.
+        """
+        self._life.check_accepting()
+        checked = self.model.check(EncoderInput(prompt_token_ids, token_type_ids), params)
+        waiting = WaitingInput(checked, asyncio.get_running_loop().create_future())
+        self._queue.add(waiting, priority)
+        self._wake.set()
+        return PoolingOutput(await waiting.future, prompt_token_ids)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._running) or len(self._queue) > 0
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(0)  # callers who have just had an answer may have more to ask
+                self._running = self._queue.take_batch()
+                if not self._running:
+                    self._life.idle.set()
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                await self._compute(self._running)
+        except Exception:  # a defect of our own: there is no going on, and no client may be left waiting
+            logger.exception("The engine has failed")
+            self._end_all(ENGINE_FAILED)
+
+    async def _compute(self, batch: list[WaitingInput]) -> None:
+        """Where the model fails, one of the texts may be at fault: each is tried alone, so that the others do not pay for it."""
+        is_done = await self._try(batch)
+        if not is_done and len(batch) > 1:
+            is_done = any([await self._try([waiting]) for waiting in batch])
+        self._life.num_failed_steps = 0 if is_done else self._life.num_failed_steps + 1
+        for waiting in batch:
+            self._fail(waiting, GenerationFailed(BATCH_FAILED))
+
+    async def _try(self, batch: list[WaitingInput]) -> bool:
+        """Whether the model has answered these."""
+        try:
+            answers = await self._in_thread([waiting.input for waiting in batch])
+        except Exception:  # whatever the model raised: it ends these texts and nothing else
+            logger.exception("A batch of %d inputs failed", len(batch))
+            return False
+        self._num_steps += 1
+        for waiting, answer in zip(batch, answers, strict=True):
+            self._num_inputs += 1
+            self._num_prompt_tokens += waiting.num_tokens
+            if not waiting.future.done():
+                waiting.future.set_result(answer)
+        return True
+
+    async def _in_thread(self, inputs: Sequence[PoolingInput]) -> list[Tensor]:
+        future = self._thread.submit(self.model.compute, inputs)
+        await done(future)
+        return future.result()
+
+    def _end_all(self, reason: str) -> None:
+        for waiting in [*self._running, *self._queue.take_all()]:
+            self._fail(waiting, EngineUnavailable(reason))
+        self._running = []
+        self._life.idle.set()
+
+    def _fail(self, waiting: WaitingInput, error: Exception) -> None:
+        """Nothing where there is an answer, or nobody waits for one."""
+        if not waiting.future.done():
+            waiting.future.set_exception(error)

@@ -1,0 +1,217 @@
+"""From logits to tokens, batched over the sequences of a step."""
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import threshold
+
+from penstock.engine.grammars.bitmask import apply_bitmask
+from penstock.engine.native.library import native_library
+from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.overlap.transfer import sent
+from penstock.engine.sampling.draw import draw, most_probable, most_probable_k, padded_width
+from penstock.engine.sampling.greedy import greedy_tokens
+from penstock.engine.sampling.launched_samples import LaunchedSamples
+from penstock.engine.sampling.logprobs import token_logprobs, top_pairs
+from penstock.engine.sampling.penalties import apply_penalties
+from penstock.engine.sampling.processor_pass import ProcessorPass
+from penstock.engine.sampling.sampler_output import NO_TOKEN_LEFT, SamplerOutput
+from penstock.engine.sampling.sampling_state import SamplingState
+
+# On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
+CPU_PASS_ELEMENTS = 2**19
+
+
+class Sampler:
+    """Chooses the next token of every sequence.
+
+    Order: logits processors, allowed ids, logit bias, penalties, bad words and held-off stop ids, grammar bitmask, temperature, top-k,
+    top-p, min-p. Log probabilities come from the raw logits. A row's token depends on that row and its seed alone.
+
+    Where candidates are wanted, what comes before the temperature works on log probabilities, as in beam search of `transformers`.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str, seed: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._width = padded_width(vocab_size)
+        self._shared_generator = random.Random(seed)
+        self._rows_per_pass = max(1, CPU_PASS_ELEMENTS // self._width) if self.device.type == "cpu" else None
+
+    def sample(self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None) -> SamplerOutput:
+        """Logits in any float dtype, left as they are; columns from `vocab_size` on are ignored.
+
+        `bitmask_BW` is int32 [B, ceil(V / 32)], all ones where a row is unconstrained; None where all are. Not a number, or no token
+        left, fails that row alone.
+        """
+        if all(state.takes_most_probable for state in states):
+            greedy = greedy_tokens(logits_BV, self.vocab_size, bitmask_BW)
+            if greedy is not None:
+                return SamplerOutput(greedy, [None] * len(greedy))
+        output = SamplerOutput([], [])
+        processed = self._run_processors(logits_BV, states)
+        step = self._rows_per_pass or max(1, len(states))
+        for start in range(0, len(states), step):
+            rows = slice(start, start + step)
+            bitmask = None if bitmask_BW is None else bitmask_BW[rows]
+            output.extend(self._sample_pass(logits_BV[rows], states[rows], bitmask, processed[rows]))
+        return output
+
+    def launch(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> LaunchedSamples | None:
+        """Does what `sample` does without a mask, and does not wait for the device. None where some row asks for more than a token by
+        rules of its own.
+        """
+        if not all(state.is_predictable and state.num_logprobs is None for state in states):
+            return None
+        work_BV = self._float_copy(logits_BV, states)
+        self._edit(work_BV, states)
+        return LaunchedSamples(*self._choose(work_BV, states), work_BV, self._reason)
+
+    def _sample_pass(
+        self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, processed: Sequence[Tensor | str | None]
+    ) -> SamplerOutput:
+        work_BV = self._float_copy(logits_BV, states)
+        failures: dict[int, str] = {}
+        for row, result in enumerate(processed):
+            if isinstance(result, Tensor):
+                work_BV[row, : self.vocab_size] = result
+            elif result is not None:
+                failures[row] = result
+        self._edit(work_BV, states)
+        if bitmask_BW is not None:
+            self._constrain(work_BV, bitmask_BW)
+        token_ids, is_possible = torch.stack(self._choose(work_BV, states)).tolist()
+        for row, possible in enumerate(is_possible):
+            if not possible and row not in failures:
+                failures[row] = self._reason(logits_BV[row], work_BV[row])
+        logprobs = self._logprobs(logits_BV, states, token_ids, failures)
+        return SamplerOutput(token_ids, logprobs, failures, self._candidates(work_BV, states, failures))
+
+    def _float_copy(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """Float32 [B, W] with -inf in the columns of padding."""
+        work_BV = torch.empty((len(logits_BV), self._width), dtype=torch.float32, device=logits_BV.device)
+        work_BV[:, : self.vocab_size] = logits_BV[:, : self.vocab_size]
+        work_BV[:, self.vocab_size :] = -torch.inf
+        searching = [row for row, state in enumerate(states) if state.num_candidates]
+        if searching:
+            temperatures = torch.tensor([states[row].params.temperature or 1.0 for row in searching])
+            rows = slice(None) if len(searching) == len(states) else searching
+            work_BV[rows] = (work_BV[rows] / sent(temperatures, work_BV.device)[:, None]).log_softmax(-1)
+        return work_BV
+
+    def _run_processors(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> list[Tensor | str | None]:
+        """For each row what its logits processors made of it, [V], or why they failed; None where it has none."""
+        results: list[Tensor | str | None] = [None] * len(states)
+        rows = [row for row, state in enumerate(states) if state.processors]
+        if rows:
+            own = [states[row] for row in rows]
+            logits_RV = self._float_copy(logits_BV[rows], own)[:, : self.vocab_size]
+            run = ProcessorPass(logits_RV, [state.processors for state in own])
+            run.run()
+            for place, row in enumerate(rows):
+                results[row] = run.failures.get(place, logits_RV[place])
+        return results
+
+    def _edit(self, work_BV: Tensor, states: Sequence[SamplingState]) -> None:
+        """Everything that changes a few tokens of a few rows."""
+        for row, state in enumerate(states):
+            if state.allowed_ids is not None:
+                kept = work_BV[row, state.allowed_ids]
+                work_BV[row] = -torch.inf
+                work_BV[row, state.allowed_ids] = kept
+            if state.bias_ids is not None:
+                work_BV[row, state.bias_ids] += state.biases
+        penalised = [(row, state.counts, state.penalties) for row, state in enumerate(states) if state.counts is not None]
+        if penalised:
+            apply_penalties(work_BV, *zip(*penalised, strict=True))
+        masked = [(row, token_id) for row, state in enumerate(states) for token_id in state.masked_ids()]
+        if masked:
+            rows, ids = sent(torch.tensor(masked), work_BV.device).unbind(1)
+            work_BV[rows, ids] = -torch.inf
+
+    def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:
+        if bitmask_BW.is_cuda or (bitmask_BW.device.type == "cpu" and native_library() is not None):
+            apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW)  # passes over ones faster than they can be looked for
+            return
+        rows = (bitmask_BW != -1).any(-1).nonzero()[:, 0].tolist()
+        if rows:
+            apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW[rows], rows)
+
+    def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[Tensor, Tensor]:
+        """A token for each row, and whether the row had any to give: int64 [B] both."""
+        if work_BV.is_cuda:
+            from penstock.engine.sampling.device_choice import choose_on_device  # needs triton
+
+            return choose_on_device(work_BV, states, self._shared_generator)
+        token_ids = most_probable(work_BV)
+        is_possible_B = work_BV.gather(1, token_ids[:, None])[:, 0].isfinite().long()
+        is_possible = is_possible_B.tolist()
+        drawn = [row for row, state in enumerate(states) if is_possible[row] and not state.takes_first]
+        for rows in ([row for row in drawn if states[row].top_k is None], [row for row in drawn if states[row].top_k is not None]):
+            if rows:
+                logits_BV = work_BV if len(rows) == len(states) else work_BV[rows]
+                token_ids[rows] = self._draw(logits_BV, [states[row] for row in rows])
+        return token_ids, is_possible_B
+
+    def _draw(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """Draws for rows with a temperature, which all have a top_k or all have none."""
+        params = [state.params for state in states]
+        top_ks = [state.top_k for state in states if state.top_k is not None]
+        ids_BV = None
+        if top_ks:
+            logits_BV, ids_BV = most_probable_k(logits_BV, top_ks)
+        # With 0 as its greatest, no row overflows at a low temperature.
+        logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+        logits_BV.div_(torch.tensor([[row.temperature] for row in params], dtype=torch.float32, device=logits_BV.device))
+        probs_BV = logits_BV.softmax(-1)
+        _drop_below_min_p(probs_BV, [row.min_p for row in params])
+        generators = [state.numbers or self._shared_generator for state in states]
+        columns = draw(probs_BV, [row.top_p for row in params], [generator.random for generator in generators])
+        return columns if ids_BV is None else ids_BV.gather(1, columns[:, None])[:, 0]
+
+    def _candidates(self, work_BV: Tensor, states: Sequence[SamplingState], failures: dict[int, str]) -> dict[int, list[tuple[int, float]]]:
+        """The best tokens of the rows that want them, best first; fewer where fewer are allowed."""
+        counts = {row: state.num_candidates for row, state in enumerate(states) if state.num_candidates and row not in failures}
+        if not counts:
+            return {}
+        scores_RV = work_BV[list(counts)]
+        # One more than asked for: it tells whether a tie was cut.
+        values, ids = scores_RV.topk(min(max(counts.values()) + 1, self._width))
+        rows = zip(counts.items(), scores_RV, values.tolist(), ids.tolist(), strict=True)
+        tops = {row: top_pairs(scores_V, row_values, row_ids, count) for (row, count), scores_V, row_values, row_ids in rows}
+        return {row: [(token_id, score) for token_id, score in pairs if score > -math.inf] for row, pairs in tops.items()}
+
+    def _reason(self, logits_V: Tensor, work_V: Tensor) -> str:
+        logits_V = logits_V[: self.vocab_size]
+        if logits_V.isnan().any() or logits_V.isposinf().any():
+            return "the model's logits are not finite"
+        if work_V.isnan().any() or work_V.isposinf().any():
+            return "the logits are not finite after this request's penalties and logits processors"
+        return NO_TOKEN_LEFT
+
+    def _logprobs(
+        self, logits_BV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int], failures: dict[int, str]
+    ) -> list[TokenLogprobs | None]:
+        result: list[TokenLogprobs | None] = [None] * len(states)
+        asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None and row not in failures}
+        if asked:
+            rows = list(asked)
+            raw_BV = logits_BV if len(rows) == len(states) else logits_BV[rows]
+            entries = token_logprobs(raw_BV[:, : self.vocab_size], [token_ids[row] for row in rows], list(asked.values()))
+            for row, entry in zip(rows, entries, strict=True):
+                result[row] = entry
+        return result
+
+
+def _drop_below_min_p(probs_BV: Tensor, min_ps: Sequence[float]) -> None:
+    rows = [row for row, min_p in enumerate(min_ps) if min_p > 0]
+    if not rows:
+        return
+    bounds = probs_BV[rows].amax(-1) * torch.tensor([min_ps[row] for row in rows], device=probs_BV.device)
+    # torch's threshold vectorizes, but keeps only what exceeds its bound.
+    below: list[float] = torch.nextafter(bounds, torch.zeros_like(bounds)).tolist()
+    for row, bound in zip(rows, below, strict=True):
+        threshold(probs_BV[row], bound, 0.0, inplace=True)

@@ -1,0 +1,331 @@
+"""One call as Python writes it, `name(key=value, …)` with literals only, read as it arrives and given out as JSON."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+
+from penstock.plugins.expression_calls.json_writer import JsonWriter, escaped
+from penstock.plugins.expression_calls.python_string import PythonString
+
+_SPACE = re.compile(r"\s+")
+NAME = re.compile(r"[\w.\-]+")
+KEY = re.compile(r"[\w\-]+")
+_TOKEN = re.compile(r"[\w.+\-]+")
+_WORDS = {"True": "true", "true": "true", "False": "false", "false": "false", "None": "null", "null": "null"}
+_JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d[\d_]*", re.ASCII)
+_OTHER_INTEGER = re.compile(r"[+-]?0[xXoObB][0-9a-fA-F_]+", re.ASCII)
+_FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][+-]?\d+)?", re.ASCII)
+_CLOSERS = {"[": "]", "(": ")"}
+MAX_WORD = 1000
+"""Characters of a name or a number: what is longer is none."""
+
+Step = Callable[[str, int], int]
+
+
+class PythonCall:
+    """Reads from the first character of the name to the closing bracket.
+
+    `name` is known once the bracket after it has come, and the call is certain (`is_started`) with its first value or its end: then its
+    arguments come out character by character. `is_malformed` at the first character that cannot be right. Tuples and sets are arrays.
+    A quotation mark inside a string of its own kind is part of it, unless what follows could follow a string.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_complete = False
+        self.is_malformed = False
+        self._writer = JsonWriter()
+        self._has_value = False
+        self._word: list[str] = []
+        self._length = 0
+        self._closers: list[str] = []
+        self._nexts: list[Step] = []  # what reads the next item of each open bracket
+        self._string = PythonString("'")
+        self._quote = ""
+        self._space: list[str] = []  # after a string that may go on
+        self._key: list[str] | None = None  # the scalar being read, where it is a key or may be one
+        self._ends = ""  # what may follow it
+        self._step: Step = self._read_name
+
+    @property
+    def is_started(self) -> bool:
+        return self.is_complete or self._has_value
+
+    @property
+    def depth(self) -> int:
+        """How many brackets are open."""
+        return len(self._closers)
+
+    def take_arguments(self) -> str:
+        """The arguments that have come since the last call of this."""
+        return self._writer.take() if self.is_started else ""
+
+    def feed(self, text: str, position: int) -> int:
+        """Reads from `position`; returns where it stopped: the end of the text, or of the call, or what is malformed."""
+        while position < len(text) and not self.is_complete and not self.is_malformed:
+            position = self._step(text, position)
+        return position
+
+    def finish(self) -> None:
+        """Generation is over inside the call: ends what is open, and leaves out what has no value yet."""
+        if self._step == self._read_token and self._key is None:
+            value = json_of("".join(self._word))
+            if value is not None:
+                self._has_value = True
+                self._writer.scalar(value)
+        if self.is_started:
+            self._writer.close()
+
+    def _fail(self, position: int) -> int:
+        self.is_malformed = True
+        return position
+
+    def _open(self, closer: str, read_next: Step) -> None:
+        self._closers.append(closer)
+        self._nexts.append(read_next)
+        self._step = read_next
+
+    def _close(self) -> None:
+        self._closers.pop()
+        self._nexts.pop()
+        self._writer.end()
+        self.is_complete = not self._closers
+        self._step = self._read_after_value
+
+    def _take_word(self, pattern: re.Pattern[str], text: str, position: int) -> int:
+        found = pattern.match(text, position)
+        if found is None:
+            return position
+        self._word.append(found[0])
+        self._length += len(found[0])
+        self.is_malformed = self._length > MAX_WORD
+        return found.end()
+
+    def _end_word(self) -> str:
+        word = "".join(self._word)
+        self._word.clear()
+        self._length = 0
+        return word
+
+    def _read_name(self, text: str, position: int) -> int:
+        end = self._take_word(NAME, text, position)
+        if end > position:
+            return end
+        if text[position] != "(" or not self._word:
+            return self._fail(position)
+        self.name = self._end_word()
+        self._writer.begin("{")
+        self._open(")", self._read_parameter)
+        return position + 1
+
+    def _read_parameter(self, text: str, position: int) -> int:
+        """The name of one, or the end of the call."""
+        space = _SPACE.match(text, position)
+        if space is not None and not self._word:
+            return space.end()
+        end = self._take_word(KEY, text, position)
+        if end > position:
+            return end
+        if text[position] == ")" and not self._word:
+            self._close()
+            return position + 1
+        self._step = self._read_equals
+        return position if self._word else self._fail(position)
+
+    def _read_equals(self, text: str, position: int) -> int:
+        space = _SPACE.match(text, position)
+        if space is not None:
+            return space.end()
+        if text[position] != "=":
+            return self._fail(position)
+        self._writer.key(self._end_word())
+        self._step = self._read_value
+        return position + 1
+
+    def _read_value(self, text: str, position: int) -> int:
+        """The first character of a value that has to come."""
+        space = _SPACE.match(text, position)
+        if space is not None:
+            return space.end()
+        char = text[position]
+        if char in _CLOSERS:
+            self._has_value = True
+            self._writer.begin("[")
+            self._open(_CLOSERS[char], self._read_item)
+        elif char == "{":
+            self._has_value = True
+            self._open("}", self._read_first)
+        elif char in "'\"":
+            self._has_value = True
+            self._writer.begin_string()
+            self._open_string(char)
+        else:
+            self._step = self._read_token
+            return position
+        return position + 1
+
+    def _read_item(self, text: str, position: int) -> int:
+        """A value of a list, or its end."""
+        if text[position] == self._closers[-1]:
+            self._close()
+            return position + 1
+        return self._read_value(text, position)
+
+    def _read_first(self, text: str, position: int) -> int:
+        """After a brace: a key, an item of a set, or the end of an empty dict."""
+        if text[position] == "}":
+            self._writer.begin("{")
+        return self._read_key(text, position)
+
+    def _read_key(self, text: str, position: int) -> int:
+        space = _SPACE.match(text, position)
+        if space is not None:
+            return space.end()
+        char = text[position]
+        if char == "}":
+            self._close()
+            return position + 1
+        self._key = []
+        if char in "'\"":
+            self._open_string(char)
+            return position + 1
+        self._step = self._read_token
+        return position
+
+    def _open_string(self, quote: str, *, is_raw: bool = False) -> None:
+        self._string = PythonString(quote, is_raw=is_raw)
+        self._quote = quote
+        self._step = self._read_string
+
+    def _read_string(self, text: str, position: int) -> int:
+        end = self._string.feed(text, position)
+        self._add(self._string.take())
+        if self._string.is_over:
+            self._step = self._read_after_string
+        return end
+
+    def _add(self, characters: str) -> None:
+        if self._key is not None:
+            self._key.append(characters)
+        elif characters:
+            self._writer.add(characters)
+
+    def _read_after_string(self, text: str, position: int) -> int:
+        """What follows tells whether the string is over: another one goes on with it, as in Python."""
+        space = _SPACE.match(text, position)
+        if space is not None:
+            self._space.append(space[0])
+            return space.end()
+        char = text[position]
+        if char in "'\"":
+            self._open_string(char)
+            self._space.clear()
+            return position + 1
+        if self._key is None and char == ")" and self.depth == 1:
+            self._step = self._read_after_last
+            return position + 1
+        is_over = char in (",", self._closers[-1]) if self._key is None else char in ":,}"
+        if not is_over:
+            self._go_on_with_string("")
+        elif self._key is not None:
+            self._key = [f'"{escaped("".join(self._key))}"']
+            self._step = self._read_after_key
+        else:
+            self._writer.end_string()
+            self._step = self._read_after_value
+        self._space.clear()
+        return position
+
+    def _go_on_with_string(self, after: str) -> None:
+        self._add(self._quote + "".join(self._space) + after)
+        self._string.reopen()
+        self._step = self._read_string
+
+    def _read_after_last(self, text: str, position: int) -> int:
+        """A bracket ends the call only where something can come after it that ends a call."""
+        if text[position] in ",]<" or text[position].isspace():
+            self._writer.end_string()
+            self._close()
+        else:
+            self._go_on_with_string(")")
+        self._space.clear()
+        return position
+
+    def _read_token(self, text: str, position: int) -> int:
+        end = self._take_word(_TOKEN, text, position)
+        if end > position:
+            return end
+        word = self._end_word()
+        if text[position] in "'\"" and word in ("r", "R", "u", "U"):
+            if self._key is None:
+                self._has_value = True
+                self._writer.begin_string()
+            self._open_string(text[position], is_raw=word in "rR")
+            return position + 1
+        value = json_of(word)
+        if value is None:
+            return self._fail(position)
+        if self._key is not None:
+            self._key = [value]
+            self._step = self._read_after_key
+        else:
+            self._has_value = True
+            self._writer.scalar(value)
+            self._step = self._read_after_value
+        return position
+
+    def _read_after_key(self, text: str, position: int) -> int:
+        space = _SPACE.match(text, position)
+        if space is not None:
+            return space.end()
+        assert self._key is not None
+        value = "".join(self._key)
+        self._key = None
+        is_first = self._nexts[-1] == self._read_first
+        if text[position] == ":":
+            if is_first:
+                self._writer.begin("{")
+                self._nexts[-1] = self._read_key
+            self._writer.key(json.loads(value) if value[0] == '"' else value)
+            self._step = self._read_value
+            return position + 1
+        if not is_first or text[position] not in ",}":
+            return self._fail(position)
+        self._writer.begin("[")
+        self._nexts[-1] = self._read_item
+        self._writer.scalar(value)
+        self._step = self._read_after_value
+        return position
+
+    def _read_after_value(self, text: str, position: int) -> int:
+        space = _SPACE.match(text, position)
+        if space is not None:
+            return space.end()
+        if text[position] == ",":
+            self._step = self._nexts[-1]
+        elif text[position] == self._closers[-1]:
+            self._close()
+        else:
+            return self._fail(position)
+        return position + 1
+
+
+def json_of(word: str) -> str | None:
+    """A number or a constant as JSON; None for anything else, numbers beyond the range of floats among it."""
+    if word in _WORDS:
+        return _WORDS[word]
+    if _JSON_NUMBER.fullmatch(word):
+        is_finite = not ("e" in word or "E" in word or "." in word) or math.isfinite(float(word))
+        return word if is_finite else None
+    try:
+        if _INTEGER.fullmatch(word):
+            return str(int(word))
+        if _OTHER_INTEGER.fullmatch(word):
+            return str(int(word, 0))
+        if _FLOAT.fullmatch(word) and math.isfinite(float(word)):
+            return repr(float(word))
+    except ValueError:  # an underscore at a place where Python has none
+        return None
+    return None

@@ -1,0 +1,246 @@
+"""Tool calls written as Python expressions: a list of them, or a line for each, with markers around or nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.turn import Turn
+from penstock.plugins.call_ids import new_call_id
+from penstock.plugins.expression_calls.python_call import PythonCall
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
+
+_NO_CALL = ("(", ")", "[", "]", "{", "}", '"', "'")
+_QUOTES = {quote: (quote, f"\\{quote}") for quote in "\"'"}
+
+
+@dataclass(frozen=True, slots=True)
+class PythonEnvelope:
+    """`start` and `end` stand around the calls wherever they come up; `is_bare` calls begin the answer without a marker.
+
+    `has_list` says that the calls are a list in brackets; else each has a line of its own.
+    """
+
+    start: str = ""
+    end: str = ""
+    is_bare: bool = False
+    has_list: bool = True
+
+
+class PythonCalls:
+    """Reads calls whose arguments are literals, each by a keyword; anything else is no call, and `Text` as it stood.
+
+    A call between others that is none does not keep those after it from being read. Strings that are cut off are closed, so that the
+    arguments are a JSON document all the same. With `tool_choice: none`, everything is text.
+    """
+
+    def __init__(self, turn: Turn, envelope: PythonEnvelope, new_id: Callable[[], str] = new_call_id) -> None:
+        self._is_off = turn.tool_choice == "none"
+        self._envelope = envelope
+        self._new_id = new_id
+        self._ends = (envelope.end,) if envelope.end else ()
+        self._closers = (*self._ends, "]") if envelope.has_list else self._ends
+        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._call = PythonCall()
+        self._held: list[str] = []  # text if what follows is no call: markers, separators, and the call itself until it is certain
+        self._num_calls = 0
+        self._is_started = False
+        self._was_call = False  # what has been read last
+        self._depth = 0
+        self._quote = ""
+        self._step = self._read_start if envelope.is_bare else self._read_text
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        if self._is_off:
+            return [Text(text)] if text else []
+        return read_steps(self._buffer, text, lambda events: self._step(events))
+
+    def finish(self) -> list[Event]:
+        """A call that is certain is closed as far as it came; what is none is text."""
+        events: list[Event] = []
+        if self._step == self._read_call:
+            self._call.finish()
+            self._give_out(events)
+        rest = self._buffer.finish()
+        if self._was_call and is_cut_marker(rest, *self._closers):
+            return events
+        self._held += rest
+        self._give_back(events)
+        return events
+
+    def _read_start(self, events: list[Event]) -> bool:
+        return self._read_opening(events, "[", *((self._envelope.start,) if self._envelope.start else ()))
+
+    def _read_bracket(self, events: list[Event]) -> bool:
+        return self._read_opening(events, "[")
+
+    def _read_opening(self, events: list[Event], *markers: str) -> bool:
+        start = self._buffer.take_start(*markers)
+        if start is None:
+            return False
+        space, marker = start
+        self._held += space
+        if marker is None:
+            self._go_on_with_text(events)
+        else:
+            self._held.append(marker)
+            self._step = self._read_item if marker == "[" else self._read_bracket
+        return True
+
+    def _read_text(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(*((self._envelope.start,) if self._envelope.start else ()))
+        events += map(Text, pieces)
+        if marker is None:
+            return False
+        self._open(marker)
+        return True
+
+    def _open(self, marker: str) -> None:
+        self._was_call = False
+        self._held.append(marker)
+        self._step = self._read_bracket if self._envelope.has_list else self._read_item
+
+    def _go_on_with_text(self, events: list[Event]) -> None:
+        self._give_back(events)
+        self._was_call = False
+        self._step = self._read_text
+
+    def _give_back(self, events: list[Event]) -> None:
+        events += map(Text, join_pieces(self._held))
+        self._held = []
+
+    def _read_item(self, events: list[Event]) -> bool:
+        """A call, or the end of the calls."""
+        start = self._buffer.take_start(*self._closers)
+        if start is None:
+            return False
+        space, marker = start
+        self._held += space
+        if marker is not None:
+            self._close(marker, events)
+            return True
+        self._call = PythonCall()
+        self._is_started = False
+        self._step = self._read_call
+        return True
+
+    def _close(self, marker: str, events: list[Event]) -> None:
+        """The end of the list, or of the block."""
+        self._held.append(marker)
+        if self._was_call:
+            self._held = []
+        self._give_back(events)
+        if self._envelope.start and self._was_call:
+            self._step = self._read_between if marker in self._ends else self._read_end
+        else:
+            self._step = self._read_after if self._was_call else self._read_text
+
+    def _read_call(self, events: list[Event]) -> bool:
+        piece = self._buffer.peek()
+        if piece is None:
+            return False
+        start = self._buffer.offset
+        is_end = isinstance(piece, SpecialText) and piece in (self._envelope.start, self._envelope.end)
+        end = start if is_end else self._call.feed(piece, start)
+        if is_end:
+            self._call.finish()
+        is_malformed = self._call.is_malformed or (is_end and not self._call.is_started)
+        if not self._call.is_started:
+            if isinstance(piece, SpecialText) and is_malformed:
+                end = start
+            if end > start:
+                self._held.append(piece if isinstance(piece, SpecialText) else piece[start:end])
+        self._buffer.skip(end - start)
+        self._give_out(events)
+        if is_malformed:
+            self._end_malformed(events)
+        elif self._call.is_complete or is_end:
+            self._was_call = True
+            self._step = self._read_separator
+        return True
+
+    def _give_out(self, events: list[Event]) -> None:
+        if not self._call.is_started:
+            return
+        if not self._is_started:
+            self._is_started = True
+            self._was_call = True
+            self._held = []
+            events.append(ToolCallStart(self._num_calls, self._call.name or "", self._new_id()))
+            self._num_calls += 1
+        fragment = self._call.take_arguments()
+        if fragment:
+            events.append(ToolCallArguments(self._num_calls - 1, fragment))
+
+    def _end_malformed(self, events: list[Event]) -> None:
+        """The rest of what looked like a call is text; with a bracket open, there may be others after it."""
+        if self._call.name is None:
+            self._go_on_with_text(events)
+            return
+        self._give_back(events)
+        self._was_call = False
+        self._depth = self._call.depth
+        self._quote = ""
+        self._step = self._read_malformed
+
+    def _read_malformed(self, events: list[Event]) -> bool:
+        """To the bracket that closes it, strings passed over."""
+        markers = _QUOTES[self._quote] if self._quote else _NO_CALL
+        pieces, marker = self._buffer.take_until(*markers, *self._ends)
+        events += map(Text, pieces)
+        if marker is None:
+            return False
+        if marker in self._ends:
+            self._close(marker, events)
+            return True
+        events.append(Text(marker))
+        if self._quote or marker in _QUOTES:
+            if len(marker) == 1:
+                self._quote = "" if self._quote else marker
+            return True
+        self._depth += 1 if marker in "([{" else -1
+        if self._depth <= 0:
+            self._step = self._read_separator
+        return True
+
+    def _read_separator(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start(",", *self._closers)
+        if start is None:
+            return False
+        space, marker = start
+        self._held += space
+        if marker == ",":
+            self._held.append(marker)
+            self._step = self._read_item
+        elif marker is not None:
+            self._close(marker, events)
+        elif self._envelope.has_list or not space:
+            self._go_on_with_text(events)
+        else:
+            self._step = self._read_item
+        return True
+
+    def _read_end(self, events: list[Event]) -> bool:
+        return self._read_next(events, *self._ends, self._envelope.start)
+
+    def _read_between(self, events: list[Event]) -> bool:
+        return self._read_next(events, self._envelope.start)
+
+    def _read_after(self, events: list[Event]) -> bool:
+        return self._read_next(events)
+
+    def _read_next(self, events: list[Event], *markers: str) -> bool:
+        """White space after calls, and what may come then."""
+        start = self._buffer.take_start(*markers)
+        if start is None:
+            return False
+        space, marker = start
+        self._held += space
+        if marker == self._envelope.start and marker:
+            self._open(marker)
+        elif marker is not None:
+            self._held = []
+            self._step = self._read_between
+        else:
+            self._go_on_with_text(events)
+        return True

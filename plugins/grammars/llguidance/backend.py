@@ -1,0 +1,195 @@
+"""The grammar backend `llguidance`: JSON Schemas, any JSON object, grammars and structures, compiled in milliseconds.
+
+Its parser works as it goes, so that nothing is built beforehand that could be large; `limits.py` bounds what a step may cost.
+"""
+
+import json
+import time
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.hooks import Register, hookimpl
+from penstock.plugins.grammars.json_schema.left_out import MAX_WARNINGS
+from penstock.plugins.grammars.json_schema.quick_schema import has_quick_masks
+from penstock.plugins.grammars.llguidance.dialects import client_grammar
+from penstock.plugins.grammars.llguidance.errors import Complaint, read_complaint
+from penstock.plugins.grammars.llguidance.leaves import SCHEMA_PREFIX, Leaf, explain, make_leaf
+from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW, parser_limits
+from penstock.plugins.grammars.llguidance.tokenizer import can_force, make_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from penstock.plugins.grammars.llguidance.matcher import LlguidanceGrammar
+
+_ONLY_SCHEMA = f"start: {SCHEMA_PREFIX}"
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_CLIENT_GRAMMARS = (GrammarKind.LARK, GrammarKind.GBNF)
+_CIRCLE = "circular references with sibling keys"
+NUM_PROBES = 4
+_LENGTHS = (32, 16, 8, 4, 2)
+# What a grammar takes before it is used, and what its lexer works out meanwhile, which all its answers share: measured after hundreds of
+# random answers to real schemas, 0.2 to 0.5 MB, and to patterns that ask much of it, up to 3. The limit on its states bounds it.
+_BASE_BYTES = 128 * 2**10
+_LEXER_BYTES = 2**20
+_BYTES_PER_CHARACTER = 80
+_BYTES_PER_CHARACTER_OF_REGEX = 20
+
+
+@hookimpl
+def register_grammar_backends(register: Register) -> None:
+    register("llguidance", LlguidanceBackend)
+
+
+class LlguidanceBackend:
+    """Compiles in the calling thread; the engine gives the interpreter lock up meanwhile."""
+
+    preferred_kinds = frozenset(
+        {GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT, GrammarKind.LARK, GrammarKind.GBNF, GrammarKind.STRUCTURE}
+    )
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
+
+    def compile(self, spec: GrammarSpec) -> "LlguidanceGrammar":
+        """Raises `UnsupportedGrammar`: a keyword with its path, a position in a regex or grammar, or a bound on size."""
+        from penstock.plugins.grammars.llguidance.matcher import MatcherFailed
+
+        try:
+            return self._compiled(spec)
+        except MatcherFailed as error:
+            raise UnsupportedGrammar(str(error), spec.param) from error
+
+    def _compiled(self, spec: GrammarSpec) -> "LlguidanceGrammar":
+        from penstock.plugins.grammars.llguidance.matcher import LlguidanceGrammar
+
+        if not self._stop_token_ids:
+            raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
+        leaves = _Leaves()
+        grammar = self._source(spec, leaves)
+        has_schemas_only = spec.kind not in _CLIENT_GRAMMARS and all(part.kind not in _CLIENT_GRAMMARS for part in leaves.specs)
+        start = self._start(grammar, has_schemas_only)
+        if start.is_error() and _CIRCLE in start.get_error() and not leaves.is_inlined:
+            leaves = _Leaves(is_inlined=True)
+            grammar = self._source(spec, leaves)
+            start = self._start(grammar, has_schemas_only)
+        if start.is_error() and any(part.is_lenient for part in leaves.specs):
+            leaves = _Leaves(is_relaxed=True)
+            grammar = self._source(spec, leaves)
+            start = self._start(grammar, has_schemas_only)
+        if start.is_error():
+            raise self._refusal(spec, leaves, read_complaint(start.get_error()))
+        warnings = tuple(dict.fromkeys(leaves.warnings))[:MAX_WARNINGS]
+        bytes_per_character = _BYTES_PER_CHARACTER_OF_REGEX if spec.kind is GrammarKind.REGEX else _BYTES_PER_CHARACTER
+        num_bytes = _BASE_BYTES + _LEXER_BYTES + len(grammar) * bytes_per_character
+        return LlguidanceGrammar(
+            start,
+            partial(self._start, grammar, has_schemas_only),
+            self._vocabulary.size,
+            self._stop_token_ids,
+            can_force=self._can_force,
+            num_bytes=num_bytes,
+            warnings=warnings,
+            has_quick_masks=all(map(has_quick_masks, leaves.specs)) and spec.kind not in _CLIENT_GRAMMARS,
+        )
+
+    def _source(self, spec: GrammarSpec, leaves: "_Leaves") -> str:
+        if spec.kind is GrammarKind.STRUCTURE:
+            from penstock.plugins.grammars.llguidance.structure import to_lark
+
+            assert spec.structure is not None
+            return to_lark(spec.structure, leaves.make, self._vocabulary)[0]
+        if spec.kind in _CLIENT_GRAMMARS:
+            return client_grammar(spec, self._vocabulary)  # not nested, so that lines are the client's
+        leaf = leaves.make(spec, self._vocabulary)
+        return f"start: TEXT\nTEXT: {leaf.expression}" if leaf.is_terminal else f"start: {leaf.expression}"
+
+    def _start(self, grammar: str, has_schemas_only: bool) -> "LLMatcher":
+        """A matcher that has computed its first mask, and whose copy has taken some steps: what fails at once does so here.
+
+        Raises `MatcherFailed` where such a step is slow.
+        """
+        from llguidance import LLMatcher
+
+        schema = grammar.removeprefix(_ONLY_SCHEMA)
+        if self._can_force and schema != grammar:
+            source = LLMatcher.grammar_from_json_schema(schema)  # the same, read faster
+        else:
+            # In an envelope: llguidance would take a text that begins with a brace for one.
+            options = "" if self._can_force else _NO_FORCING
+            source = json.dumps({"grammars": [{"lark_grammar": grammar + options}]})
+        start = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits(is_schema=has_schemas_only))
+        if not start.is_error():
+            mask = start.compute_bitmask()
+        if not start.is_error():
+            probe = self._probe(start, mask, [])
+            if not probe.is_error() and not has_schemas_only:
+                probe = self._probe(start, mask, self._long_tokens)
+            if probe.is_error():
+                return probe
+        return start
+
+    def _probe(self, start: "LLMatcher", mask: bytes, preferred: list[int]) -> "LLMatcher":
+        """A copy that has taken some tokens: of the first of the preferred masks of which one is allowed, else of any."""
+        from penstock.plugins.grammars.llguidance.matcher import MatcherFailed
+
+        probe = start.deep_copy()
+        for _ in range(NUM_PROBES):
+            bits = int.from_bytes(mask, "little")
+            allowed = next((some for tokens in preferred if (some := bits & tokens)), bits)
+            token_id = (allowed & -allowed).bit_length() - 1
+            began_at = time.thread_time()
+            if token_id in self._vocabulary.stop_token_ids or not probe.consume_token(token_id):
+                break
+            if time.thread_time() - began_at > MAX_STEP_SECONDS:
+                raise MatcherFailed(TOO_SLOW)
+            mask = probe.compute_bitmask()
+        return probe
+
+    @cached_property
+    def _long_tokens(self) -> list[int]:
+        """Masks of the tokens of at least so many bytes, the longest first."""
+        masks = [bytearray(self._vocabulary.size // 8 + 1) for _ in _LENGTHS]
+        for token_id, text in enumerate(self._vocabulary.token_bytes):
+            for mask, length in zip(masks, _LENGTHS, strict=True):
+                if text is not None and len(text) >= length:
+                    mask[token_id >> 3] |= 1 << (token_id & 7)
+        return [int.from_bytes(mask, "little") for mask in masks]
+
+    def _refusal(self, spec: GrammarSpec, leaves: "_Leaves", complaint: Complaint) -> UnsupportedGrammar:
+        if spec.kind is GrammarKind.STRUCTURE:
+            for part in leaves.specs:
+                try:
+                    self.compile(part)
+                except UnsupportedGrammar as refusal:
+                    return refusal
+        return explain(spec, complaint)
+
+    @cached_property
+    def _tokenizer(self) -> "LLTokenizer":
+        return make_tokenizer(self._vocabulary)
+
+    @cached_property
+    def _can_force(self) -> bool:
+        return can_force(self._vocabulary)
+
+
+class _Leaves:
+    """Remembers the parts of one grammar."""
+
+    def __init__(self, *, is_relaxed: bool = False, is_inlined: bool | None = None) -> None:
+        self._is_relaxed = is_relaxed
+        self._are_inlined = is_inlined
+        self.is_inlined = True  # wherever that makes a difference
+        self.specs: list[GrammarSpec] = []
+        self.warnings: list[str] = []
+
+    def make(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
+        leaf = make_leaf(spec, vocabulary, is_relaxed=self._is_relaxed, is_inlined=self._are_inlined)
+        self.specs.append(spec)
+        self.is_inlined = self.is_inlined and leaf.is_inlined
+        self.warnings += leaf.warnings
+        return leaf

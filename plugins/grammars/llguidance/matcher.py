@@ -1,0 +1,242 @@
+"""A grammar compiled by llguidance, and one sequence's place in it."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_FORCED_TOKENS = 64
+UNSEEN = "the grammar forbids a token that was taken while its lexer was renewed"
+
+
+class MatcherFailed(Exception):
+    """The grammar cannot go on: no token is left, or a step would cost too much. The message says which."""
+
+
+@dataclass(slots=True)
+class _Lexer:
+    """What is known of the lexer that a start and its copies share. Once spent it fails them all, and not always with an error."""
+
+    is_spent: bool = False
+
+
+class LlguidanceGrammar:
+    """A matcher at the start, which is copied for each sequence and never advanced. `make_start` makes another.
+
+    Copies share the lexer and what it has worked out. Once it has failed one sequence it fails them all, so the next ones get a new one.
+    `num_bytes` is an estimate; `can_force` says whether the tokenizer's own spelling of forced text is known.
+    """
+
+    def __init__(
+        self,
+        start: "LLMatcher",
+        make_start: Callable[[], "LLMatcher"],
+        vocab_size: int,
+        stop_token_ids: Iterable[int],
+        *,
+        can_force: bool,
+        num_bytes: int,
+        warnings: tuple[str, ...] = (),
+        has_quick_masks: bool = False,
+    ) -> None:
+        self._start = start
+        self._make_start = make_start
+        self._lexer = _Lexer()
+        self._renewing = threading.Lock()
+        self.has_quick_masks = has_quick_masks
+        self.vocab_size = vocab_size
+        self.can_force = can_force
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.stop_bits = sum(1 << token_id for token_id in self.stop_token_ids)
+        self._num_bytes = num_bytes
+        self._warnings = warnings
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._warnings
+
+    def matcher(self) -> "LlguidanceMatcher":
+        """Compiles nothing: where the lexer is spent, the matcher gets one of the next when its first mask is asked for."""
+        return LlguidanceMatcher(self, self._start.deep_copy(), self._lexer)
+
+    def renewed(self) -> "tuple[LLMatcher, _Lexer]":
+        """A matcher at the start, with a lexer that is not spent. May compile."""
+        with self._renewing:
+            if self._lexer.is_spent:
+                self._start, self._lexer = self.new_start(), _Lexer()
+            return self._start.deep_copy(), self._lexer
+
+    def new_start(self) -> "LLMatcher":
+        """With a lexer that no other shares."""
+        return self._make_start()
+
+
+class LlguidanceMatcher:
+    """One sequence's place. Every method may raise `MatcherFailed`; the matcher is of no use after that, unless tokens are rolled back.
+
+    Stop tokens never reach the engine: its parser takes one for the end only where the answer may end, and some copies of it uncounted.
+    The lexer's limits count what all sequences have had it work out, so the first failure is answered with a lexer of the sequence's own.
+    That takes a compilation, which only what runs beside the event loop does: until then tokens are taken unseen, and looked at after it.
+    Where tokens are rolled back that may have spoiled that one, there is another, once.
+    No limit of the engine counts the work of taking a token, so its time is taken, unless the grammar is known to be quick: reading the
+    processor's time takes as long as the token. After a slow mask, `finished` says no more than what is known without the next one, which
+    would not be computed on the event loop.
+    """
+
+    def __init__(self, grammar: LlguidanceGrammar, matcher: "LLMatcher", lexer: _Lexer) -> None:
+        self._grammar = grammar
+        self._lexer = lexer
+        self._matcher = matcher
+        self._token_ids: list[int] = []
+        self._is_late = lexer.is_spent  # by others, before this one began
+        self._is_alone = False
+        self._is_forgiven = False
+        self._is_ended = False
+        self._is_slow = False
+        self._may_end = False  # as the last mask said, where nothing has been taken since
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the next mask can be had without compiling."""
+        return not self._is_spoiled
+
+    def fill_bitmask(self, row: Tensor) -> None:
+        if self._is_ended:
+            row.zero_()
+            return
+        self._catch_up()
+        if self._grammar.has_quick_masks:
+            self._fill(row)
+        else:
+            began_at = time.thread_time()
+            self._fill(row)
+            self._is_slow = time.thread_time() - began_at > MAX_STEP_SECONDS
+        self._may_end = self._matcher.is_accepting()
+
+    def _fill(self, row: Tensor) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        if self._is_spoiled:
+            self._catch_up()
+            self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+            self._check()
+
+    def advance(self, token_id: int) -> bool:
+        """A token that spells what the grammar allows in another way than the tokenizer would is taken, though no mask may show it."""
+        if self._is_ended or token_id >= self._grammar.vocab_size:
+            return False
+        if token_id in self._grammar.stop_token_ids:
+            self._is_ended = self._may_end if self._is_spoiled else self._matcher.is_accepting()
+            return self._is_ended
+        is_taken = self._is_spoiled or self._consume(token_id)
+        if is_taken:
+            self._may_end = False
+            self._token_ids.append(token_id)
+        return is_taken
+
+    def _consume(self, token_id: int) -> bool:
+        if self._grammar.has_quick_masks:
+            return self._matcher.try_consume_tokens([token_id]) == 1 or self._is_spoiled
+        began_at = time.thread_time()
+        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        if time.thread_time() - began_at > MAX_STEP_SECONDS:
+            if is_taken and not self._is_spoiled:
+                self._matcher.rollback(1)
+            raise MatcherFailed(TOO_SLOW)
+        return is_taken or self._is_spoiled
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens and self._is_ended:
+            self._is_ended = False
+            num_tokens -= 1
+        if num_tokens:
+            self._may_end = False
+            if not self._is_spoiled:
+                self._matcher.rollback(num_tokens)
+            elif self._is_alone and not self._is_forgiven:
+                self._is_alone, self._is_forgiven = False, True
+            del self._token_ids[-num_tokens:]
+
+    def fork(self) -> "LlguidanceMatcher":
+        """The lexer is still the same one."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._token_ids = list(self._token_ids)
+        return other
+
+    def forced_tokens(self) -> list[int]:
+        """At most `MAX_FORCED_TOKENS`."""
+        if not self._grammar.can_force or self._is_ended:
+            return []
+        self._catch_up()
+        forced = self._forced_tokens()
+        if self._is_spoiled:
+            self._catch_up()
+            forced = self._forced_tokens()
+            self._check()
+        return forced
+
+    def _forced_tokens(self) -> list[int]:
+        forced: list[int] = []
+        while len(forced) < MAX_FORCED_TOKENS:
+            # One at a time: how the rest is spelled may depend on what is there already.
+            token_ids = self._matcher.compute_ff_tokens()
+            if not token_ids or token_ids[0] in self._grammar.stop_token_ids:
+                break
+            if not self._matcher.consume_token(token_ids[0]):
+                return []
+            forced.append(token_ids[0])
+        if forced:
+            self._matcher.rollback(len(forced))
+        return forced
+
+    @property
+    def finished(self) -> bool:
+        if self._is_ended or self._is_spoiled:
+            return self._is_ended
+        if self._matcher.is_stopped():
+            return True
+        if self._is_slow or not self._matcher.is_accepting():
+            return False
+        mask = self._matcher.compute_bitmask()
+        return not self._is_spoiled and not int.from_bytes(mask, "little") & ~self._grammar.stop_bits
+
+    @property
+    def _is_spoiled(self) -> bool:
+        return self._lexer.is_spent or self._matcher.is_error()
+
+    def _catch_up(self) -> None:
+        """Compiles where the lexer is spent, once on this sequence's own account, and takes the same tokens again."""
+        if not self._is_spoiled:
+            return
+        self._lexer.is_spent = True
+        message = self._matcher.get_error().partition("\n")[0]
+        if self._is_late:
+            self._is_late = False
+            matcher, lexer = self._grammar.renewed()
+        elif self._is_alone:
+            raise MatcherFailed(message)
+        else:
+            self._is_alone = True
+            matcher, lexer = self._grammar.new_start(), _Lexer()
+        if matcher.is_error() or matcher.try_consume_tokens(self._token_ids) < len(self._token_ids):
+            raise MatcherFailed(message or UNSEEN)
+        self._matcher, self._lexer = matcher, lexer
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            self._lexer.is_spent = True
+            raise MatcherFailed(self._matcher.get_error().partition("\n")[0])

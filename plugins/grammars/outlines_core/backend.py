@@ -1,0 +1,126 @@
+"""The grammar backend `outlines_core`: regexes, choices and the JSON Schemas that are regular, through Outlines' types and its index.
+
+Three things in the released engine are worked around. Its own vocabulary is made of strings, in which half a character is lost: ours is
+made of bytes. Its index drops transitions out of states that may already end, so no state may: the pattern is followed by a NUL, which
+only stop tokens spell. And it builds a second automaton, for matches that begin anywhere, which can be exponentially larger (`a[ab]{14}`):
+a NUL before the pattern leaves one place to begin.
+"""
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.hooks import Register, hookimpl
+from penstock.plugins.grammars.json_schema import json_schema
+from penstock.plugins.grammars.json_schema.json_document import parse_document
+from penstock.plugins.grammars.json_schema.json_text import Whitespace
+from penstock.plugins.grammars.outlines_core.index_size import IndexSize, IndexTooLarge, TokenOpenings, measure
+from penstock.plugins.grammars.outlines_core.terms import UnwritableText, to_pattern
+from penstock.plugins.grammars.regex import text_constraints
+from penstock.plugins.grammars.regex.llguidance_regex import num_ranges
+from penstock.plugins.grammars.regex.regular import Node
+
+if TYPE_CHECKING:
+    from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
+
+MAX_SECONDS = 2.0
+MAX_BYTES = 128 * 2**20
+
+# Measured on two shared cores with vocabularies of 49,152 and 151,669 tokens; rounded up.
+_SECONDS_PER_STATE = 50e-6
+_SECONDS_PER_STATE_AND_TOKEN = 9e-9
+_SECONDS_PER_TRANSITION = 140e-9
+_SECONDS_PER_RANGE = 5e-6  # of characters: a set such as \w is spelled out in hundreds
+_BYTES_PER_TRANSITION = 48
+
+_NUL = b"\0"
+
+
+@hookimpl
+def register_grammar_backends(register: Register) -> None:
+    register("outlines_core", OutlinesCoreBackend)
+
+
+class OutlinesCoreBackend:
+    """Compiles in the calling thread: the engine releases the interpreter lock meanwhile, and what would take long is refused beforehand.
+
+    A process that can be killed would have to send the index back, and unpacking that holds the lock for 10 ms a megabyte.
+    """
+
+    preferred_kinds = frozenset({GrammarKind.REGEX, GrammarKind.CHOICE})
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
+
+    def compile(self, spec: GrammarSpec) -> "OutlinesCoreGrammar":
+        """Raises `UnsupportedGrammar`: a keyword with its path, a position in a regex, or a bound on time and memory."""
+        from outlines_core import Index  # type: ignore[import-untyped]
+
+        from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
+
+        if not self._stop_token_ids:
+            raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
+        node = _tree(spec)
+        try:
+            size = measure(node, self._openings, int(MAX_SECONDS / self._seconds_per_state))
+            self._check(size, num_ranges(node), spec)
+            pattern = to_pattern(node)
+        except (IndexTooLarge, UnwritableText) as error:
+            raise UnsupportedGrammar(f"the constraint cannot be compiled: {error}", spec.param) from error
+        try:
+            index = Index(f"\\x00(?:{pattern})\\x00", self._engine_vocabulary)
+        except ValueError as error:
+            # The engine's own message quotes the pattern, which may be long and is the client's.
+            message = "the constraint cannot be spelled with this model's tokens, or nests too deeply"
+            raise UnsupportedGrammar(message, spec.param) from error
+        return OutlinesCoreGrammar(index, self._vocabulary.size, self._stop_token_ids, size.num_transitions * _BYTES_PER_TRANSITION)
+
+    def _check(self, size: IndexSize, ranges: int, spec: GrammarSpec) -> None:
+        seconds = size.num_states * self._seconds_per_state
+        seconds += size.num_transitions * _SECONDS_PER_TRANSITION + ranges * _SECONDS_PER_RANGE
+        num_bytes = size.num_transitions * _BYTES_PER_TRANSITION
+        if seconds > MAX_SECONDS or num_bytes > MAX_BYTES:
+            message = f"the constraint is too large: about {seconds:.0f} s and {num_bytes / 2**20:.0f} MiB to compile"
+            raise UnsupportedGrammar(f"{message}; allowed are {MAX_SECONDS:.0f} s and {MAX_BYTES / 2**20:.0f} MiB", spec.param)
+
+    @property
+    def _seconds_per_state(self) -> float:
+        return _SECONDS_PER_STATE + len(self._vocabulary.token_bytes) * _SECONDS_PER_STATE_AND_TOKEN
+
+    @cached_property
+    def _texts(self) -> dict[bytes, list[int]]:
+        """The vocabulary without special tokens, stop tokens and what holds a NUL."""
+        texts: dict[bytes, list[int]] = {}
+        for token_id, text in enumerate(self._vocabulary.token_bytes[: self._vocabulary.size]):
+            if text and _NUL not in text and token_id not in self._vocabulary.stop_token_ids:
+                texts.setdefault(text, []).append(token_id)
+        return texts
+
+    @cached_property
+    def _openings(self) -> TokenOpenings:
+        return TokenOpenings(text for text, token_ids in self._texts.items() for _ in token_ids)
+
+    @cached_property
+    def _engine_vocabulary(self) -> Any:
+        from outlines_core import Vocabulary as EngineVocabulary
+
+        # The engine's single end token is one that does not exist: the real ones spell the NUL.
+        return EngineVocabulary(self._vocabulary.size, {**self._texts, _NUL: self._stop_token_ids})
+
+
+def _tree(spec: GrammarSpec) -> Node:
+    match spec.kind:
+        case GrammarKind.REGEX:
+            return text_constraints.regex(spec.text, spec.param)
+        case GrammarKind.CHOICE:
+            return text_constraints.choice(spec.text, spec.param)
+        case GrammarKind.JSON_SCHEMA:
+            pattern = spec.whitespace_pattern
+            whitespace = Whitespace(None if pattern is None else text_constraints.regex(pattern, spec.param))
+            return json_schema.translate(parse_document(spec.text, spec.param), spec.param, whitespace)
+        case GrammarKind.JSON_OBJECT:
+            raise UnsupportedKind("any JSON object is not a regular language: give a JSON schema instead", spec.param)
+        case GrammarKind.LARK | GrammarKind.GBNF | GrammarKind.STRUCTURE:
+            raise UnsupportedKind("outlines_core compiles JSON schemas, regexes and choices only", spec.param)

@@ -1,0 +1,115 @@
+"""The grammar backend `xgrammar`: regexes, choices, JSON, GBNF and structures. It needs the extra `penstock[xgrammar]`.
+
+xgrammar gets rules that are written here, except for GBNF, the client's own: its translations of JSON schemas and of regexes pass over
+what they do not know. White space in JSON is the default's, `[ \\t]|\\r?\\n[ \\t]{0,40}` once a place, or what `whitespace_pattern` says.
+Compiling runs in a process that can be ended; reading in what it sends releases the interpreter's lock.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.hooks import Register, hookimpl
+from penstock.plugins.grammars.json_schema.json_document import parse_document
+from penstock.plugins.grammars.json_schema.left_out import MAX_WARNINGS
+from penstock.plugins.grammars.regex import text_constraints
+from penstock.plugins.grammars.regex.regular import Node
+from penstock.plugins.grammars.xgrammar.ebnf import UnwritableGrammar, to_ebnf
+from penstock.plugins.grammars.xgrammar.gbnf import check_gbnf
+from penstock.plugins.grammars.xgrammar.process import CompilationFailed, CompilerProcess
+from penstock.plugins.grammars.xgrammar.schema import SchemaRules
+from penstock.plugins.grammars.xgrammar.structure import StructureRules
+
+if TYPE_CHECKING:
+    from penstock.plugins.grammars.xgrammar.matcher import XgrammarGrammar
+
+
+@hookimpl
+def register_grammar_backends(register: Register) -> None:
+    # Also without the library: a request that names the backend is then told what to install.
+    register("xgrammar", XgrammarBackend)
+
+
+class XgrammarBackend:
+    """Any number of threads may compile; one grammar is compiled at a time."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
+        self.process = CompilerProcess(vocabulary)
+        self._tokenizer_info: tuple[str, Any] = ("", None)
+
+    def compile(self, spec: GrammarSpec) -> "XgrammarGrammar":
+        """Raises `UnsupportedGrammar`: a keyword with its path, a position in a regex or grammar, or a bound on time and memory."""
+        if importlib.util.find_spec("xgrammar") is None:
+            raise UnsupportedGrammar("the backend xgrammar is not installed: pip install 'penstock[xgrammar]'", spec.param)
+        if not self._stop_token_ids:
+            raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
+        translation = _Translation(spec, self._vocabulary)
+        try:
+            compiled, tokenizer_info = self.process.compile(translation.ebnf())
+        except UnwritableGrammar as error:
+            raise UnsupportedGrammar(f"the constraint cannot be compiled: {error}", spec.param) from error
+        except CompilationFailed as failure:
+            raise UnsupportedGrammar(f"xgrammar: {failure}", spec.param) from failure
+        return self._loaded(compiled, tokenizer_info, tuple(translation.warnings)[:MAX_WARNINGS])
+
+    def _loaded(self, compiled: str, tokenizer_info: str, warnings: tuple[str, ...]) -> "XgrammarGrammar":
+        from xgrammar import CompiledGrammar, TokenizerInfo
+
+        from penstock.plugins.grammars.xgrammar.matcher import XgrammarGrammar
+
+        written, info = self._tokenizer_info
+        if written != tokenizer_info:
+            info = TokenizerInfo.deserialize_json(tokenizer_info)
+            self._tokenizer_info = (tokenizer_info, info)
+        grammar = CompiledGrammar.deserialize_json(compiled, info)
+        return XgrammarGrammar(grammar, self._vocabulary.size, self._stop_token_ids, warnings)
+
+
+class _Translation:
+    """One spec, values in it included, as the text that xgrammar compiles."""
+
+    def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
+        self.spec = spec
+        self.warnings: list[str] = []
+        self._vocabulary = vocabulary
+        self._rules: dict[str, Node] = {}
+        self._num_schemas = 0
+
+    def ebnf(self) -> str:
+        if self.spec.kind is GrammarKind.GBNF:
+            check_gbnf(self.spec.text, self.spec.param)
+            return self.spec.text
+        if self.spec.structure is None:
+            return to_ebnf(self._value(self.spec), self._rules)
+        structure = StructureRules(self._vocabulary, self.spec.param, self._value)
+        root = structure.node(self.spec.structure)
+        return to_ebnf(root, {**self._rules, **structure.rules}, structure.tokens)
+
+    def _value(self, spec: GrammarSpec) -> Node:
+        match spec.kind:
+            case GrammarKind.REGEX:
+                return text_constraints.regex(spec.text, spec.param)
+            case GrammarKind.CHOICE:
+                return text_constraints.choice(spec.text, spec.param)
+            case GrammarKind.JSON_SCHEMA:
+                return self._schema(parse_document(spec.text, spec.param), spec)
+            case GrammarKind.JSON_OBJECT:
+                return self._schema({"type": "object"}, spec)
+            case GrammarKind.LARK:
+                raise UnsupportedGrammar("xgrammar compiles no Lark grammars here: write it as GBNF, or name another backend", spec.param)
+            case GrammarKind.GBNF | GrammarKind.STRUCTURE:
+                raise UnsupportedGrammar(f"xgrammar compiles no {spec.kind} inside a structure", spec.param)
+
+    def _schema(self, schema: Any, spec: GrammarSpec) -> Node:
+        pattern = spec.whitespace_pattern
+        whitespace = None if pattern is None else text_constraints.regex(pattern, spec.param)
+        prefix = f"schema_{self._num_schemas}_" if self._num_schemas else ""
+        self._num_schemas += 1
+        rules = SchemaRules(schema, spec.param, whitespace, prefix=prefix, is_lenient=spec.is_lenient)
+        root = rules.start()
+        self._rules.update(rules.rules)
+        self.warnings += rules.warnings
+        return root

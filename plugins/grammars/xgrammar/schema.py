@@ -1,0 +1,241 @@
+"""JSON Schema as a grammar with rules: what `json_schema` translates, and what takes recursion.
+
+xgrammar has a translation of its own, which passes over many keywords without a word and lets an additional property repeat a declared
+one. So it gets rules, not schemas. Other than for `json_schema`, references may recur, a schema may allow any value, a required property
+need not be described, and `additionalProperties` may stand beside `properties`, whose values come first. Where it is absent, there are
+none, as there. How values are spelled, and what is refused, is the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.plugins.grammars.json_schema import json_text
+from penstock.plugins.grammars.json_schema.json_schema import Place, Translation, described, object_members, refusal
+from penstock.plugins.grammars.json_schema.json_text import INTEGER, NUMBER, STRING_CHARACTER, Whitespace, dumps
+from penstock.plugins.grammars.json_schema.lenient_schema import LenientSchema
+from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS, KEYWORDS_OF, TRANSLATED
+from penstock.plugins.grammars.json_schema.schema_shape import resolve
+from penstock.plugins.grammars.llguidance.limits import MAX_OPTIONAL_PROPERTIES
+from penstock.plugins.grammars.regex.charset import charset, complement, intersect, of, union
+from penstock.plugins.grammars.regex.regular import (
+    EMPTY,
+    Chars,
+    Either,
+    Literal,
+    Node,
+    Reference,
+    Repeat,
+    Sequence,
+    chars,
+    either,
+    optional,
+)
+
+MAX_NAME = 200
+_MUST_ESCAPE = union(charset((1, 0x1F)), of('"\\'))
+_HEX = charset((0x30, 0x39), (0x61, 0x66))
+_NAME_ESCAPE = Sequence((Literal("\\"), Either((chars('"\\bfnrt'), Sequence((Literal("u00"), chars("01"), Chars(_HEX)))))))
+_KEYWORDS = frozenset().union(
+    TRANSLATED,
+    *KEYWORDS_OF.values(),
+    ("enum", "const", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
+    ("$ref", "$dynamicRef", "$recursiveRef"),
+)
+_SHARED = {"string": json_text.string(), "integer": INTEGER, "number": NUMBER}
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedWhitespace(Whitespace):
+    """The same at every depth, since rules recur: a rule, written once."""
+
+    rule: str = "line"
+
+    def line(self, depth: int) -> Node:
+        return Reference(self.rule)
+
+    def written(self) -> Node:
+        return Whitespace(self.pattern).line(json_text.MAX_INDENT)
+
+
+class SchemaRules(Translation):
+    """The rules of a schema, their names with `prefix`. `warnings` has what a lenient translation left out.
+
+    `whitespace` is what may stand between tokens; None is the default.
+    """
+
+    def __init__(self, root: Any, param: str, whitespace: Node | None = None, *, prefix: str = "", is_lenient: bool = False) -> None:
+        shared = _SharedWhitespace(whitespace, f"{prefix}line")
+        super().__init__(root, param, shared)
+        self.rules: dict[str, Node] = {shared.rule: shared.written()}
+        self.warnings: list[str] = []
+        self._prefix = prefix
+        self._lenient = LenientSchema(self.warnings) if is_lenient else None
+        self._targets: dict[str, str] = {}
+
+    def start(self) -> Node:
+        """The tree of the whole schema. Raises `UnsupportedGrammar`."""
+        return self.node(self.root, Place(self.param))
+
+    def node(self, schema: Any, place: Place) -> Node:
+        if schema is True or (isinstance(schema, Mapping) and all(_is_idle(keyword) for keyword in schema)):
+            return self.any_value()
+        if schema is False:
+            raise refusal("`false` allows no value at all", place)
+        if isinstance(schema, Mapping):
+            schema = {keyword: value for keyword, value in schema.items() if not _is_idle(keyword) or keyword in ("$id", "id")}
+        if self._lenient is not None and isinstance(schema, Mapping):
+            schema = self._lenient.relaxed(schema, self.root, place.path)
+            if not schema:
+                return self.any_value()
+        return super().node(schema, place)
+
+    def typed(self, name: str, schema: Mapping[str, Any], place: Place) -> Node:
+        node = super().typed(name, schema, place)
+        return self.shared(name) if _SHARED.get(name) == node else node
+
+    def shared(self, name: str) -> Node:
+        self.rules[name] = _SHARED[name]
+        return Reference(name)
+
+    def rule(self, kind: str, node: Node) -> Node:
+        """A rule of its own for what stands in several places, or deep inside others."""
+        name = f"{self._prefix}{kind}_{len(self.rules)}"
+        self.rules[name] = node
+        return Reference(name)
+
+    def reference(self, target: Any, place: Place) -> Node:
+        if not isinstance(target, str):
+            raise refusal("`$ref` must be a string", place.at("$ref"))
+        name = self._targets.get(target)
+        if name is None:
+            name = self._targets[target] = f"{self._prefix}ref_{len(self._targets)}"
+            steps, schema = resolve(self.root, target, place.at("$ref").path)
+            self.rules[name] = self.node(schema, Place(Place(self.param).at(*steps).path, references=(target,)))
+        return Reference(name)
+
+    def array_node(self, schema: Mapping[str, Any], place: Place) -> Node:
+        if schema.get("uniqueItems", False) is not False:
+            raise refusal("`uniqueItems` is not supported", place.at("uniqueItems"))
+        minimum, maximum = self.bounds(schema, "minItems", "maxItems", place)
+        prefix = schema.get("prefixItems", [])
+        if not isinstance(prefix, list):
+            raise refusal("`prefixItems` must be an array", place.at("prefixItems"))
+        if isinstance(schema.get("items"), list):
+            raise refusal("`items` must be a schema; its items one by one are `prefixItems`", place.at("items"))
+        firsts = [self.node(item, place.inside("prefixItems", i)) for i, item in enumerate(prefix[:maximum])]
+        rest = schema.get("items", True)
+        if rest is False:
+            maximum = min(len(firsts), len(firsts) if maximum is None else maximum)
+            if minimum > maximum:
+                raise refusal("`minItems` is more than `prefixItems` has", place.at("minItems"))
+        comma = self.whitespace.comma(0)
+        tail: Node = EMPTY
+        num_more = None if maximum is None else maximum - len(firsts)
+        if num_more != 0:
+            item = self.node(rest, place.inside("items"))
+            num_needed = max(minimum - len(firsts), 0)
+            if not firsts:
+                first = Sequence(
+                    (item, Repeat(Sequence((comma, item)), max(num_needed - 1, 0), None if num_more is None else num_more - 1))
+                )
+                return self.filled("[]", first, is_optional=minimum == 0)
+            tail = Repeat(Sequence((comma, item)), num_needed, num_more)
+        elif not firsts:
+            return self.whitespace.container("[]", None, 0)
+        for i in reversed(range(1, len(firsts))):
+            tail = Sequence((comma, firsts[i], tail))
+            if minimum <= i:
+                tail = optional(tail)
+        return self.filled("[]", Sequence((firsts[0], tail)), is_optional=minimum == 0)
+
+    def filled(self, brackets: str, content: Node, *, is_optional: bool) -> Node:
+        node = self.whitespace.container(brackets, content, 0)
+        return either(self.whitespace.container(brackets, None, 0), node) if is_optional else node
+
+    def object_node(self, schema: Mapping[str, Any], place: Place) -> Node:
+        properties, required = described(schema, place)
+        additional = schema.get("additionalProperties", not properties)
+        undescribed = {name: schema.get("additionalProperties", True) for name in required if name not in properties}
+        if undescribed and False in undescribed.values():
+            name = next(iter(undescribed))
+            raise refusal(f"`required` names {dumps(name)[:80]}, which nothing allows", place.at("required"))
+        if len(properties) - len(required) > MAX_OPTIONAL_PROPERTIES:
+            raise refusal(f"more than {MAX_OPTIONAL_PROPERTIES} properties that are not required", place.at("properties"))
+        members = []
+        are_required = frozenset(required)
+        for name, value in {**properties, **undescribed}.items():
+            is_required = name in are_required
+            if value is False and not is_required:
+                continue
+            step = ("properties", name) if name in properties else ("additionalProperties",)
+            node = self.whitespace.member(Literal(dumps(name)), self.node(value, place.inside(*step)))
+            members.append((self.rule("member", node), is_required))
+        more = None if additional is False else self.additional(additional, [*properties, *undescribed], place)
+        if not members and more is None:
+            return self.empty_object()
+        return self.rule("object", self.filled("{}", self.members(members, more), is_optional=not required))
+
+    def members(self, members: list[tuple[Node, bool]], more: Node | None) -> Node:
+        """At least one of the members in order, all required ones among them, and then any number of further ones."""
+        comma = self.whitespace.comma(0)
+        rest = EMPTY if more is None else self.rule("more", Repeat(Sequence((comma, more)), 0, None))
+        if any(is_required for _, is_required in members):
+            return Sequence((object_members(members, comma), rest))
+        # From the last to the first: what may follow once something stands there, and what may come first.
+        first: Node | None = None if more is None else Sequence((more, rest))
+        for member, _ in reversed(members):
+            begun = Sequence((member, rest))
+            first = begun if first is None else self.rule("first", either(begun, first))
+            rest = self.rule("rest", Sequence((optional(Sequence((comma, member))), rest)))
+        assert first is not None
+        return first
+
+    def empty_object(self) -> Node:
+        return self.whitespace.container("{}", None, 0)
+
+    def additional(self, schema: Any, names: list[str], place: Place) -> Node:
+        """One property of another name than these."""
+        for name in names:
+            if len(name) > MAX_NAME or any(intersect(of(character), _MUST_ESCAPE) for character in name):
+                message = f"beside further properties, {dumps(name)[:80]} is not supported as a name: it is long or needs escapes"
+                raise refusal(message, place.at("properties"))
+        value = self.node(schema, place.inside("additionalProperties"))
+        other = self.rule("name", json_text.quoted(other_names(names))) if names else self.shared("string")
+        return self.rule("member", self.whitespace.member(other, value))
+
+    def any_value(self) -> Node:
+        value = Reference(f"{self._prefix}value")
+        if value.name not in self.rules:
+            self.rules[value.name] = EMPTY  # what follows refers to it
+            comma = self.whitespace.comma(0)
+            member = self.whitespace.member(self.shared("string"), value)
+            self.rules[value.name] = Either(
+                (
+                    self.filled("{}", Sequence((member, Repeat(Sequence((comma, member)), 0, None))), is_optional=True),
+                    self.filled("[]", Sequence((value, Repeat(Sequence((comma, value)), 0, None))), is_optional=True),
+                    *(self.shared(name) for name in ("string", "number")),
+                    json_text.BOOLEAN,
+                    json_text.NULL,
+                )
+            )
+        return value
+
+
+def other_names(names: list[str]) -> Node:
+    """The content of every JSON string but these, none of which needs escapes; a slash is not escaped either."""
+    rests: dict[str, list[str]] = {}
+    for name in names:
+        if name:
+            rests.setdefault(name[0], []).append(name[1:])
+    branches: list[Node] = [] if "" in names else [EMPTY]
+    others = complement(union(_MUST_ESCAPE, of("".join(rests))))
+    # What follows is no rule of its own: that would take a quarter of the memory and five times as long to compile.
+    branches.append(Sequence((Either((Chars(others), _NAME_ESCAPE)), Repeat(STRING_CHARACTER, 0, None))))
+    branches += [Sequence((Literal(head), other_names(rest))) for head, rest in rests.items()]
+    return either(*branches)
+
+
+def _is_idle(keyword: str) -> bool:
+    """Whether the keyword says nothing about values; by the specification, what is no keyword says nothing."""
+    return keyword in ANNOTATIONS or keyword in ("$id", "id") or keyword not in _KEYWORDS

@@ -1,0 +1,278 @@
+"""Harmony, the format of gpt-oss: an answer is a row of messages, each with a header that says what it is."""
+
+from collections.abc import Callable
+
+from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Phase
+from penstock.engine.turn import Turn
+from penstock.plugins.automaton import split_symbols
+from penstock.plugins.call_ids import new_call_id
+from penstock.plugins.harmony.harmony_call import HarmonyCall
+from penstock.plugins.harmony.harmony_header import CHANNEL, CONSTRAIN, ENDS, MESSAGE, RECIPIENT, ROLE, Header
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
+
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
+TO = f" {RECIPIENT}"
+FILLER = "commentary"
+
+
+class Harmony:
+    """Reads messages: `analysis` is reasoning, `final` and `commentary` are content, `to=functions.NAME` is a call.
+
+    Where `calls` are read, they come out as such. Elsewhere they pass as text from ` to=functions.` to their end, for the parser after
+    this one, whatever stands in front of it in their header. What goes to other recipients is reasoning.
+
+    The phase is REASONING until the header of the final message, or ` to=functions.`, has come: short texts to the user in between are
+    content all the same. Where the request forces a call, it is over with the first message: the next one is left to the grammar.
+    """
+
+    start_marker = ANALYSIS
+
+    def __init__(self, turn: Turn, *, reads_calls: bool, new_id: Callable[[], str] = new_call_id) -> None:
+        self._reads_calls = reads_calls
+        self._new_id = new_id
+        self._is_forced = not reads_calls and turn.tool_choice not in ("auto", "none")
+        self.end_marker = f"{ENDS[0]}{ROLE}" if self._is_forced else f"{ENDS[0]}{ROLE}{FINAL}"
+        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._added_tokens = turn.added_tokens
+        self._header = Header(ROLE, [])
+        self._call = HarmonyCall()
+        self._num_calls = 0
+        self._kind: type[Text] | type[Reasoning] = Text
+        self._is_outside = True  # of all messages
+        self._step = self._read_start
+        self.phase = Phase.REASONING
+        start = turn.phase(ANALYSIS, (FINAL, f"{CHANNEL}commentary{MESSAGE}"), (*ENDS, ROLE))
+        if start is not Phase.UNDECIDED:
+            self._open_message(Reasoning if start is Phase.REASONING else Text)
+            self.phase = start
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        return read_steps(self._buffer, text, lambda events: self._step(events))
+
+    def finish(self) -> list[Event]:
+        """An open header is text, unless it is one of ours with nothing but its end missing."""
+        rest = self._buffer.finish()
+        events: list[Event] = []
+        if self._step == self._read_header:
+            self._header.add(rest)
+            return self._header.text_if_cut()
+        if self._step == self._read_call_head:
+            return [Text(piece) for piece in join_pieces([*self._call.head, *rest])]
+        if self._step == self._read_arguments_start:
+            self._start_call(events, "{}")
+            return events
+        ends = {self._read_call_end: ENDS, self._read_after_call: ()}.get(self._step)
+        if self._reads_calls and ends is not None and is_cut_marker(rest, *ends):
+            return []
+        return [self._kind(piece) for piece in rest]
+
+    def _read_start(self, events: list[Event]) -> bool:
+        """The prompt has written the role: what comes first may be its recipient."""
+        start = self._buffer.take_start(RECIPIENT)
+        if start is None:
+            return False
+        space, marker = start
+        self._step = self._read_body
+        if marker is None:
+            events += map(Text, space)
+        else:
+            self._open_call([*space, marker], events)
+        return True
+
+    def _read_body(self, events: list[Event]) -> bool:
+        watches_calls = self._reads_calls and self._kind is Text
+        pieces, marker = self._buffer.take_until(ROLE, CHANNEL, *ENDS, *((TO,) if watches_calls else ()))
+        if self._is_outside and any(not piece.isspace() for piece in pieces):
+            self.phase = Phase.CONTENT
+        events += [self._kind(piece) for piece in pieces]
+        if marker == TO:
+            self._open_call([marker], events)
+        elif marker is not None:
+            self._leave(marker)
+        return marker is not None
+
+    def _leave(self, marker: str) -> None:
+        """A message is over: by its end, or because the next one begins."""
+        if marker in ENDS:
+            self._open_message(Text)
+            self._is_outside = True
+        else:
+            self._open_header(marker)
+
+    def _open_message(self, kind: type[Text] | type[Reasoning]) -> None:
+        self._kind = kind
+        self._is_outside = False
+        self._step = self._read_body
+
+    def _open_header(self, marker: str) -> None:
+        self._header = Header(marker, join_pieces(split_symbols(marker, self._added_tokens)))
+        self._step = self._read_header
+        if self._is_forced and marker == ROLE:
+            self.phase = Phase.CONTENT
+
+    def _read_header(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(ROLE, CHANNEL, CONSTRAIN, MESSAGE, *ENDS, TO)
+        self._header.add(pieces)
+        if self._header.is_too_long:
+            self._give_back(events, self._header.pieces)
+            return self._read_on(marker, events)
+        if marker in (CHANNEL, CONSTRAIN):
+            self._header.mark(marker)
+        elif marker == MESSAGE:
+            self._end_header(marker, events)
+        elif marker == TO:
+            self._end_at_recipient(events)
+        elif marker is not None:
+            events += self._header.text_if_cut()
+            self._leave(marker)
+        return marker is not None
+
+    def _read_on(self, marker: str | None, events: list[Event]) -> bool:
+        """After what was no header: the marker is what it would be inside a message."""
+        if marker == TO and self._reads_calls:
+            self._open_call([marker], events)
+        elif marker in (TO, MESSAGE, CONSTRAIN):
+            events.append(Text(marker))
+        elif marker is not None:
+            self._leave(marker)
+        return True
+
+    def _end_header(self, marker: str, events: list[Event]) -> None:
+        header = self._header
+        header.close()
+        if not header.is_valid:
+            self._give_back(events, [*header.pieces, marker])
+            return
+        self._open_message(header.kind)
+        if header.channel in (None, "final"):
+            self.phase = Phase.CONTENT
+        elif header.channel == "analysis":
+            self.phase = Phase.REASONING
+
+    def _end_at_recipient(self, events: list[Event]) -> None:
+        self._header.close()
+        if self._header.is_valid:
+            self._open_call([TO], events)
+        else:
+            self._give_back(events, self._header.pieces)
+            self._read_on(TO, events)
+
+    def _give_back(self, events: list[Event], pieces: list[str]) -> None:
+        """What is no header is content, and so is what follows it."""
+        events += map(Text, join_pieces(pieces))
+        self._open_message(Text)
+        self.phase = Phase.CONTENT
+
+    def _open_call(self, head: list[str], events: list[Event]) -> None:
+        self.phase = Phase.CONTENT
+        self._kind = Text
+        self._is_outside = False
+        if self._reads_calls:
+            self._call = HarmonyCall(head)
+            self._step = self._read_call_head
+        else:
+            events += map(Text, join_pieces(head))
+            self._step = self._pass_call_head
+
+    def _pass_call_head(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(MESSAGE, ROLE, *ENDS)
+        return self._pass(pieces, marker, events)
+
+    def _pass_call_body(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(ROLE, CHANNEL, *ENDS)
+        return self._pass(pieces, marker, events)
+
+    def _pass(self, pieces: list[str], marker: str | None, events: list[Event]) -> bool:
+        events += map(Text, pieces)
+        if marker == MESSAGE or marker in ENDS:
+            events.append(Text(marker))
+            self._step = self._pass_call_body if marker == MESSAGE else self._read_after_call
+        elif marker is not None:
+            self._open_header(marker)
+        return marker is not None
+
+    def _read_call_head(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(CHANNEL, CONSTRAIN, MESSAGE, ROLE, *ENDS, TO)
+        self._call.add(pieces)
+        if self._call.is_too_long:
+            self._give_back(events, self._call.head)
+            return self._read_on(marker, events)
+        if marker in (CHANNEL, CONSTRAIN):
+            self._call.mark(marker)
+        elif marker == MESSAGE and self._call.name:
+            self._call.mark(marker)
+            self._step = self._read_arguments_start
+        elif marker is not None:
+            self._give_back(events, self._call.head)
+            self._read_on(marker, events)
+        return marker is not None
+
+    def _read_arguments_start(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start("{", ROLE, CHANNEL, *ENDS)
+        if start is None:
+            return False
+        space, marker = start
+        if marker is None:
+            self._give_back(events, [*self._call.head, *space])
+        elif marker == "{":
+            self._call.feed(marker, 0)
+            self._start_call(events, marker)
+            self._step = self._read_arguments
+        else:
+            self._start_call(events, "{}")
+            self._end_call(marker)
+        return True
+
+    def _start_call(self, events: list[Event], arguments: str) -> None:
+        events.append(ToolCallStart(self._num_calls, self._call.name, self._new_id()))
+        events.append(ToolCallArguments(self._num_calls, arguments))
+        self._num_calls += 1
+
+    def _read_arguments(self, events: list[Event]) -> bool:
+        piece = self._buffer.peek()
+        if piece is None:
+            return False
+        start = self._buffer.offset
+        end = self._call.feed(piece, start)
+        if end > start:
+            events.append(ToolCallArguments(self._num_calls - 1, str(piece[start:end])))
+            self._buffer.skip(end - start)
+        if self._call.is_over:
+            self._step = self._read_call_end
+        return True
+
+    def _read_call_end(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start(ROLE, CHANNEL, *ENDS)
+        if start is None:
+            return False
+        space, marker = start
+        if marker is None:
+            events += map(Text, space)
+            self._open_message(Text)
+        else:
+            self._end_call(marker)
+        return True
+
+    def _end_call(self, marker: str) -> None:
+        self._leave(marker)
+        if marker in ENDS:
+            self._step = self._read_after_call
+
+    def _read_after_call(self, events: list[Event]) -> bool:
+        """Between two calls the model at times writes the name of their channel without its marker."""
+        start = self._buffer.take_start(FILLER + CHANNEL, FILLER + ROLE, RECIPIENT)
+        if start is None:
+            return False
+        space, marker = start
+        self._open_message(Text)
+        self._is_outside = True
+        if marker is None:
+            events += map(Text, space)
+        elif marker == RECIPIENT:
+            self._open_call([*space, marker], events)
+        else:
+            self._open_header(marker.removeprefix(FILLER))
+        return True

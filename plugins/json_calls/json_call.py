@@ -1,0 +1,156 @@
+"""One tool call written as a JSON object, `{"name": …, "arguments": …}`, read as it arrives."""
+
+import json
+from dataclasses import dataclass
+
+from penstock.plugins.json_calls.json_arguments import JsonArguments
+from penstock.plugins.json_scanner import Chunk, JsonScanner, State
+
+
+@dataclass(frozen=True, slots=True)
+class CallKeys:
+    """What the keys of the object are. Without `name`, the first key is the call's name itself, and its value the arguments.
+
+    Where nothing but the object tells that it is a call (`is_bare`), its arguments have to be an object, and its first key one that a
+    call may begin with.
+    """
+
+    name: str | None = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    id: str | None = None
+    is_bare: bool = False
+
+    def may_begin(self, key: str) -> bool:
+        return not self.is_bare or key in (self.name, *self.arguments, self.id, "type", "id")
+
+
+USUAL_KEYS = CallKeys()
+
+
+class JsonCall:
+    """Reads the object and gives out its arguments as they were written, character by character.
+
+    The keys may come in any order, and others are passed over. `is_malformed` at the first character that cannot be right: no JSON, no
+    object, a name that is no string, or an object that ends without one. An object that ends without arguments has `{}`.
+    """
+
+    def __init__(self, keys: CallKeys = USUAL_KEYS) -> None:
+        self.name: str | None = None
+        self.call_id: str | None = None
+        self.is_malformed = False
+        self.is_refused = False
+        self._keys = keys
+        self._scanner = JsonScanner()
+        self._arguments = JsonArguments()
+        self._key: list[str] = []
+        self._value: list[str] = []  # of the name, or of the id
+        self._reading = ""  # what the value is that is being read, where it matters
+        self._num_keys = 0
+        self._has_arguments = False
+
+    @property
+    def can_start(self) -> bool:
+        """The name is known, the id too where it comes before the arguments, and where the object is bare, its arguments are seen."""
+        if self.name is None or (self._keys.is_bare and not self._arguments.is_object):
+            return False
+        return self._keys.id is None or self.call_id is not None or self._has_arguments or self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        return self._scanner.state is State.COMPLETE and not self.is_malformed
+
+    def feed(self, text: str, position: int) -> int:
+        """Reads from `position`; returns where it stopped: the end of the text, or of the object, or what is malformed."""
+        while position < len(text) and not self.is_malformed and not self.is_complete:
+            depth = self._scanner.depth
+            end = self._scanner.take(text, position)
+            if self._scanner.state is State.MALFORMED or not self._note(text[position:end], depth):
+                self.is_malformed = True
+                break
+            position = end
+        return position
+
+    def take_arguments(self) -> str:
+        """The arguments that have come since the last call of this."""
+        return self._arguments.take()
+
+    def stop(self) -> None:
+        self._arguments.release()
+
+    def _note(self, chunk: str, depth: int) -> bool:
+        """Keeps what matters of a chunk that was read at `depth`; False where it makes this no call."""
+        scanner = self._scanner
+        deepest = max(depth, scanner.depth)
+        if deepest == 0:
+            return scanner.chunk is Chunk.SPACE
+        if deepest > 1 or scanner.chunk is Chunk.SCALAR:
+            return self._note_value(chunk)
+        if scanner.chunk is Chunk.KEY:
+            self._key.append(chunk)
+        elif scanner.state is State.VALUE:
+            return self._start_value()
+        elif scanner.state is State.COMPLETE:
+            return self._end()
+        return True
+
+    def _start_value(self) -> bool:
+        """After a colon at depth 1. A key that comes again is passed over: its first value may have been given out already."""
+        if not self._key:
+            return True
+        key = json.loads("".join(self._key))
+        self._key.clear()
+        self._num_keys += 1
+        self._reading = ""
+        if self._num_keys == 1:
+            self.is_refused = not self._keys.may_begin(key)
+        if self._keys.name is None:
+            self._reading = "arguments"
+            self._has_arguments = True
+            self.name = key
+            return self._num_keys == 1 and is_name(key)
+        if key == self._keys.name and self.name is None:
+            self._reading = "name"
+        elif key == self._keys.id and self.call_id is None:
+            self._reading = "id"
+        elif key in self._keys.arguments and not self._has_arguments:
+            self._reading = "arguments"
+            self._has_arguments = True
+        self._value.clear()
+        return True
+
+    def _note_value(self, chunk: str) -> bool:
+        is_over = self._scanner.depth == 1 and not self._scanner.is_in_scalar
+        if self._reading == "arguments":
+            self._arguments.add(chunk)
+            if is_over:
+                self._arguments.end()
+        elif self._reading:
+            self._value.append(chunk)
+            is_string = self._value[0][0] == '"'
+            if self._reading == "name":
+                return is_string and (not is_over or self._end_name())
+            if is_string and is_over:
+                self._end_id()
+        return True
+
+    def _end_name(self) -> bool:
+        self.name = json.loads("".join(self._value))
+        return is_name(self.name)
+
+    def _end_id(self) -> None:
+        call_id = json.loads("".join(self._value))
+        if is_name(call_id):
+            self.call_id = call_id
+
+    def _end(self) -> bool:
+        """At the object's end; False where it was no call."""
+        if self._keys.is_bare:
+            return self.can_start
+        if not self._has_arguments:
+            self._arguments.end()
+        return self.name is not None
+
+
+def is_name(text: str | None) -> bool:
+    # Half a surrogate pair is legal in JSON and cannot be encoded.
+    return text is not None and text != "" and not any("\ud800" <= char <= "\udfff" for char in text)

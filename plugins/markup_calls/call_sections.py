@@ -1,0 +1,223 @@
+"""Tells calls from text for formats with markers around calls: what is common to all of them, whatever a call is made of."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.tool_format import ToolFormat
+from penstock.engine.turn import Turn
+from penstock.plugins.call_ids import new_call_id
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
+from penstock.plugins.markup_calls.call_reader import CallReader, Progress, Surroundings
+from penstock.plugins.schema_types import ToolSchemas
+
+_TAIL = 64
+_INDENT = " \t"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """`call` opens a call; all of them stand between `section` and `section_end` where there are such.
+
+    `skipped` may stand between calls and mean nothing. Where `may_lack_section`, a call of an offered tool may begin at the beginning of a
+    line without one. Where `is_offered_only`, what calls a tool that the request does not offer is text.
+    """
+
+    call: str
+    section: str = ""
+    section_end: str = ""
+    skipped: tuple[str, ...] = ()
+    may_lack_section: bool = False
+    is_offered_only: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(marker for marker in (self.section, self.section_end, self.call) if marker)
+
+
+NewReader = Callable[[MarkerBuffer, ToolSchemas, Surroundings], CallReader]
+
+
+class CallSections:
+    """A tool parser: text, and calls that `new_reader` reads.
+
+    White space between calls is part of the format. What is no call is `Text` as it stood; a call that has begun keeps what it said. With
+    `tool_choice: none`, everything is text.
+    """
+
+    def __init__(
+        self,
+        turn: Turn,
+        envelope: Envelope,
+        new_reader: NewReader,
+        tool_format: ToolFormat | None,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        self.tool_format = tool_format
+        self._is_off = turn.tool_choice == "none"
+        self._new_reader = new_reader
+        self._new_id = new_id
+        self._envelope = envelope
+        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._schemas = ToolSchemas(turn.tools)
+        self._around = Surroundings(envelope.markers, turn.added_tokens)
+        self._may_lack_section = envelope.may_lack_section and not _is_strict(turn)
+        self._step = self._read_text
+        self._reader: CallReader | None = None
+        self._block: list[str] = []  # what to give back where this is no call: what was read before the call itself
+        self._is_bare = False  # the call that is being read has no section
+        self._is_in_section = False
+        self._tail = ""  # the end of the text so far
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        if self._is_off:
+            return [Text(text)] if text else []
+        return read_steps(self._buffer, text, lambda events: self._step(events))
+
+    def finish(self) -> list[Event]:
+        """An open block that has not named its call is text; one that has stays a call, as far as it came."""
+        events: list[Event] = []
+        if self._reader is not None:
+            is_call = self._reader.name is not None
+            rest = self._reader.finish()
+            self._give_out(self._reader, events)
+            if not is_call:
+                rest = [*self._block, *rest]
+        else:
+            rest = [*self._block, *self._buffer.finish()]
+            if self._step == self._read_after and is_cut_marker(rest, *self._ends):
+                rest = []
+        self._say(rest, events)
+        return events
+
+    def _read_text(self, events: list[Event]) -> bool:
+        envelope = self._envelope
+        markers: tuple[str, ...] = envelope.markers if self._is_in_section else (envelope.section or envelope.call,)
+        if self._may_lack_section and envelope.call not in markers:
+            markers = (*markers, envelope.call)
+        pieces, marker = self._buffer.take_until(*markers)
+        self._say(pieces, events)
+        if marker is None:
+            return False
+        if marker == envelope.call and envelope.section and not self._is_in_section and not self._may_begin_here:
+            self._say(self._around.pieces(marker), events)
+            return True
+        return self._follow(marker, [])
+
+    def _follow(self, marker: str, space: list[str]) -> bool:
+        """A marker of the envelope came where it may stand."""
+        envelope = self._envelope
+        pieces = [*space, *self._around.pieces(marker)]
+        if marker == envelope.call:
+            self._open(pieces)
+        elif marker == envelope.section:
+            self._block = pieces
+            self._step = self._read_section
+        elif marker == envelope.section_end:
+            self._is_in_section = False
+            if self._step != self._read_text:  # white space after other text is text
+                self._step = self._read_after
+        return True
+
+    @property
+    def _may_begin_here(self) -> bool:
+        """At the beginning of a line, and not after a quotation of what sections begin with."""
+        before = self._tail.rstrip(_INDENT)
+        return (not before or before.endswith("\n")) and not before.rstrip().endswith(self._envelope.section)
+
+    def _read_section(self, events: list[Event]) -> bool:
+        """Between the beginning of a section and its first call."""
+        start = self._buffer.take_start(self._envelope.call)
+        if start is None:
+            return False
+        space, marker = start
+        self._block += space
+        if marker is not None:
+            self._block += self._around.pieces(marker)
+            self._open(self._block)
+            return True
+        self._give_back([], events)
+        return True
+
+    def _open(self, block: list[str]) -> None:
+        self._is_bare = bool(self._envelope.section) and not self._is_in_section and self._step != self._read_section
+        self._block = block
+        self._reader = self._new_reader(self._buffer, self._schemas, self._around)
+        self._step = self._read_call
+
+    def _read_call(self, events: list[Event]) -> bool:
+        reader = self._reader
+        assert reader is not None
+        had_name = reader.name is not None
+        progress = reader.read()
+        if progress is Progress.MALFORMED:
+            self._give_back(reader.head, events)
+            return True
+        if reader.name is not None and not had_name:
+            if (self._is_bare or self._envelope.is_offered_only) and self._schemas and reader.name not in self._schemas:
+                self._give_back(reader.head, events)
+                return True
+            self._block = []
+            self._is_in_section = not self._is_bare and bool(self._envelope.section)
+            events.append(ToolCallStart(self._num_calls, reader.name, self._new_id()))
+            self._num_calls += 1
+        self._give_out(reader, events)
+        if progress is Progress.OVER:
+            self._reader = None
+            self._step = self._read_text if reader.left else self._read_after
+            self._say(reader.left, events)
+            if reader.end_marker is not None:
+                self._follow(reader.end_marker, [])
+        return progress is not Progress.WAITING
+
+    def _give_out(self, reader: CallReader, events: list[Event]) -> None:
+        fragment = reader.take_arguments()
+        if fragment:
+            events.append(ToolCallArguments(self._num_calls - 1, fragment))
+
+    def _give_back(self, pieces: list[str], events: list[Event]) -> None:
+        """What was held is text."""
+        self._reader = None
+        block, self._block = self._block, []
+        self._say([*block, *pieces], events)
+        self._step = self._read_text
+
+    def _read_after(self, events: list[Event]) -> bool:
+        """After a call, or after the section that it stood in."""
+        envelope = self._envelope
+        markers = (
+            *self._ends,
+            envelope.section,
+            envelope.call if self._is_in_section or not envelope.section or self._may_lack_section else "",
+        )
+        start = self._buffer.take_start(*(marker for marker in markers if marker))
+        if start is None:
+            return False
+        space, marker = start
+        if marker is None:
+            self._say(space, events)
+            self._step = self._read_text
+        elif marker not in envelope.skipped:
+            self._is_bare = False
+            self._follow(marker, space)
+        return True
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """What may follow a call and is none."""
+        envelope = self._envelope
+        ends = (envelope.section_end, *envelope.skipped) if self._is_in_section or self._is_bare else ()
+        return tuple(marker for marker in ends if marker)
+
+    def _say(self, pieces: Iterable[str], events: list[Event]) -> None:
+        for piece in join_pieces([piece for piece in pieces if piece]):
+            self._tail = (self._tail + piece[-_TAIL:])[-_TAIL:]
+            events.append(Text(piece))
+
+
+def _is_strict(turn: Turn) -> bool:
+    """Strict calls are held to their tool from the section's marker on, so that a call without one would evade that."""
+    functions = (tool.get("function", tool) for tool in turn.tools)
+    return any(isinstance(function, Mapping) and function.get("strict") for function in functions)

@@ -1,0 +1,315 @@
+"""Reads one call made of named parameters, as its `ParameterMarkup` says."""
+
+import json
+import re
+from collections.abc import Callable
+
+from penstock.engine.events import SpecialText
+from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.markup_calls.call_reader import Progress, Surroundings
+from penstock.plugins.markup_calls.parameter_call import ParameterCall
+from penstock.plugins.markup_calls.parameter_markup import Heads, ParameterMarkup, Tag
+from penstock.plugins.schema_types import ArgumentsSchema, ToolSchemas
+from penstock.plugins.schema_values import TextValue
+
+_TAG_TEXT = re.compile(r"[^<>\n]*")
+_LINE_TEXT = re.compile(r"[^<\n]*")
+_NO_NAME = re.compile(r"[\s{}\[\]\"'<>]")
+
+
+class ParameterReader:
+    """One call, from right after `markup.call`.
+
+    A name that holds white space or brackets is one only where the request offers such a tool. Anything but white space between parameters
+    ends the call, as the end of the answer does: it is complete there, and stays open where it stops inside a parameter.
+    """
+
+    def __init__(self, buffer: MarkerBuffer, markup: ParameterMarkup, schemas: ToolSchemas, around: Surroundings) -> None:
+        self.name: str | None = None
+        self.head: list[str] = []
+        self.left: list[str] = []
+        self.end_marker: str | None = None
+        self._buffer = buffer
+        self._markup = markup
+        self._schemas = schemas
+        self._schema = ArgumentsSchema(None)
+        self._around = around
+        self._value_ends = (markup.value_end, *markup.implied_ends, *around.tokens)
+        self._between = (markup.parameter, markup.call_end, *around.markers)
+        self._call = ParameterCall()
+        self._is_wrapper = False
+        self._held: list[str] = []  # of a tag or a name that is not complete
+        self._step: Callable[[], Progress] = self._read_lead if markup.lead else self._first_step
+
+    @property
+    def _first_step(self) -> Callable[[], Progress]:
+        return self._read_call_tag if self._markup.heads is Heads.TAGS else self._read_line
+
+    def read(self) -> Progress:
+        return self._step()
+
+    def take_arguments(self) -> str:
+        return self._call.take()
+
+    def finish(self) -> list[str]:
+        rest = self._buffer.finish()
+        if self.name is None:
+            return [*self.head, *self._held, *rest]
+        if self._step in (self._read_value, self._read_literal):
+            for piece in rest:
+                self._call.feed(piece)
+            self._call.cut()
+        elif self._step in (self._read_between, self._read_literal_end):
+            self._call.close()
+        elif self._step == self._read_body:
+            return [*self._held, *rest]
+        return []
+
+    # The call's name
+
+    def _read_lead(self) -> Progress:
+        """What comes before the tag, such as the kind of tool and its name, which the tag repeats."""
+        pieces, marker = self._buffer.take_until(self._markup.lead, *self._around.tokens)
+        self.head += pieces
+        if marker is None:
+            return Progress.WAITING
+        self.head += self._around.pieces(marker)
+        self._step = self._first_step
+        return Progress.READ if marker == self._markup.lead else Progress.MALFORMED
+
+    def _read_call_tag(self) -> Progress:
+        is_closed = self._take_tag()
+        if is_closed is None:
+            return Progress.WAITING
+        tag = self._markup.read_tag("".join(self._held)[:-1]) if is_closed else None
+        self.head += self._held
+        self._held = []
+        self._step = self._read_between
+        return Progress.READ if tag is not None and self._start(tag.name) else Progress.MALFORMED
+
+    def _read_line(self) -> Progress:
+        """A name that ends with the line, or with whatever cannot be part of it; line breaks before it are passed over."""
+        while (piece := self._buffer.peek()) is not None:
+            start = self._buffer.offset
+            found = None if isinstance(piece, SpecialText) else _LINE_TEXT.match(piece, start)
+            end = start if found is None else found.end()
+            has_name = any(not part.isspace() for part in self._held)
+            if found is not None and end < len(piece) and piece[end] == "\n" and not has_name and piece[start:end].strip() == "":
+                end += 1
+            if end == start:
+                break
+            self._held.append(piece[start:end])
+            self._buffer.skip(end - start)
+        else:
+            return Progress.WAITING
+        self._step = self._read_after_line
+        return Progress.READ
+
+    def _read_after_line(self) -> Progress:
+        markup = self._markup
+        start = self._buffer.take_start(*(markup.name_ends or (markup.parameter, markup.call_end)))
+        if start is None:
+            return Progress.WAITING
+        space, marker = start
+        name = "".join(self._held).strip()
+        self.head += [*self._held, *space, *([] if marker is None else self._around.pieces(marker))]
+        self._held = []
+        self._step = self._read_between
+        if marker is None or not self._start(name):
+            return Progress.MALFORMED
+        return self._follow(marker)
+
+    def _start(self, name: str) -> bool:
+        if not name or (name not in self._schemas and _NO_NAME.search(name)):
+            return False
+        self.name = name
+        self._schema = self._schemas.of(name)
+        return True
+
+    # Its parameters
+
+    def _read_between(self) -> Progress:
+        start = self._buffer.take_start(*self._between)
+        if start is None:
+            return Progress.WAITING
+        space, marker = start
+        if marker is not None:
+            return self._follow(marker)
+        return self._open_body(space) if self._is_body_next else self._stop(space)
+
+    @property
+    def _is_body_next(self) -> bool:
+        """The arguments as one JSON object, in the place of parameters."""
+        piece = self._buffer.peek()
+        may_be = self._markup.wrappers and not self._call.names and not isinstance(piece, SpecialText)
+        return bool(may_be) and piece is not None and piece[self._buffer.offset] == "{"
+
+    def _open_body(self, space: list[str]) -> Progress:
+        self._held = space
+        self._call.open("", TextValue(frozenset({"object"})))
+        self._step = self._read_body
+        return Progress.READ
+
+    def _read_body(self) -> Progress:
+        pieces, marker = self._buffer.take_until(self._markup.call_end, *self._around.tokens)
+        assert self._call.value is not None
+        for piece in pieces:
+            self._call.feed(piece)
+        self._held += pieces
+        if marker is None:
+            return Progress.WAITING
+        if self._call.value.is_in_json_string and not self._around.is_token(marker):
+            self._call.feed(marker)
+            self._held.append(marker)
+            return Progress.READ
+        members = _members(self._call.value.raw)
+        if members is None:
+            return self._stop([*self._held, *self._around.pieces(marker)])
+        for name, json_text in members.items():
+            self._call.add(name, json_text)
+        return self._follow(marker)
+
+    def _stop(self, left: list[str]) -> Progress:
+        """What follows the last parameter is text, of which `left` has been read."""
+        self.left = left
+        self._call.close()
+        return Progress.OVER
+
+    def _follow(self, marker: str) -> Progress:
+        """`marker` came between parameters."""
+        markup = self._markup
+        self._step = self._read_between
+        if marker == markup.parameter:
+            self._step = self._read_parameter_tag if markup.heads is Heads.TAGS else self._read_parameter_name
+            return Progress.READ
+        if marker in markup.name_ends:
+            return Progress.READ
+        if marker != markup.call_end:
+            self.end_marker = marker
+        self._call.close()
+        return Progress.OVER
+
+    def _read_parameter_tag(self) -> Progress:
+        is_closed = self._take_tag()
+        if is_closed is None:
+            return Progress.WAITING
+        tag = self._markup.read_tag("".join(self._held)[:-1]) if is_closed else None
+        return self._no_parameter() if tag is None else self._open(tag)
+
+    def _read_parameter_name(self) -> Progress:
+        """Between its markers; a model may forget the second."""
+        pieces, marker = self._buffer.take_until(self._markup.name_end, self._markup.value, self._markup.call_end)
+        self._held += pieces
+        if marker is None:
+            return Progress.WAITING
+        if marker == self._markup.name_end:
+            self._step = self._read_value_marker
+            return Progress.READ
+        name = "".join(self._held).strip()
+        if marker == self._markup.value and name:
+            return self._open(Tag(name))
+        if marker == self._markup.call_end:
+            return self._follow(marker)
+        self._held += self._around.pieces(marker)
+        return self._no_parameter()
+
+    def _read_value_marker(self) -> Progress:
+        start = self._buffer.take_start(self._markup.value, self._markup.parameter)
+        if start is None:
+            return Progress.WAITING
+        space, marker = start
+        name = "".join(self._held).strip()
+        if marker == self._markup.parameter:  # the model has thought better of the one before, which has no value
+            self._held = []
+            return self._follow(marker)
+        if marker is not None and name:
+            return self._open(Tag(name))
+        self._held += [*self._around.pieces(self._markup.name_end), *space, *([] if marker is None else self._around.pieces(marker))]
+        return self._no_parameter()
+
+    def _no_parameter(self) -> Progress:
+        """What began like a parameter is text."""
+        return self._stop([*self._around.pieces(self._markup.parameter), *self._held])
+
+    def _open(self, tag: Tag) -> Progress:
+        self._held = []
+        properties = self._schema.properties
+        self._is_wrapper = tag.name in self._markup.wrappers and bool(properties) and tag.name not in properties
+        types = frozenset({"object"}) if self._is_wrapper else self._schema.types(tag.name)
+        self._call.open(tag.name, self._markup.new_value(types, tag))
+        self._step = self._read_literal if self._markup.literal else self._read_value
+        self._value_ends = (self._markup.value_end, *self._markup.implied_ends, *self._around.tokens)
+        return Progress.READ
+
+    def _read_literal(self) -> Progress:
+        """Whether the value stands in markers of its own."""
+        start = self._buffer.take_start(self._markup.literal)
+        if start is None:
+            return Progress.WAITING
+        space, marker = start
+        if marker is not None:
+            self._value_ends = (self._markup.literal_end, *self._around.tokens)
+        for piece in space if marker is None else ():
+            self._call.feed(piece)
+        self._step = self._read_value
+        return Progress.READ
+
+    def _read_literal_end(self) -> Progress:
+        start = self._buffer.take_start(self._markup.value_end)
+        if start is None:
+            return Progress.WAITING
+        space, marker = start
+        self._step = self._read_between
+        return self._stop(space) if marker is None else Progress.READ
+
+    def _read_value(self) -> Progress:
+        pieces, marker = self._buffer.take_until(*self._value_ends)
+        for piece in pieces:
+            self._call.feed(piece)
+        if marker is None:
+            return Progress.WAITING
+        assert self._call.value is not None
+        if self._call.value.is_in_json_string and not self._around.is_token(marker):
+            self._call.feed(marker)
+            return Progress.READ
+        self._end_value()
+        is_literal = marker == self._markup.literal_end
+        self._step = self._read_literal_end if is_literal else self._read_between
+        return Progress.READ if is_literal or marker == self._markup.value_end else self._follow(marker)
+
+    def _end_value(self) -> None:
+        """All arguments in one parameter that the tool does not have, `arguments` or `input`, are the arguments."""
+        value = self._call.value
+        members = _members(value.raw) if self._is_wrapper and value is not None else None
+        if members is None or not members.keys() <= self._schema.properties.keys():
+            self._call.end()
+            return
+        for name, json_text in members.items():
+            self._call.add(name, json_text)
+
+    def _take_tag(self) -> bool | None:
+        """Holds what is left of a tag, its `>` included; False where something comes that cannot belong to it, None where it goes on."""
+        while (piece := self._buffer.peek()) is not None:
+            start = self._buffer.offset
+            found = None if isinstance(piece, SpecialText) else _TAG_TEXT.match(piece, start)
+            if found is None:
+                return False
+            end = found.end()
+            is_closed = end < len(piece) and piece[end] == ">"
+            end += is_closed
+            if end > start:
+                self._held.append(piece[start:end])
+                self._buffer.skip(end - start)
+            if is_closed or end < len(piece):
+                return is_closed
+        return None
+
+
+def _members(text: str) -> dict[str, str] | None:
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            return None
+        return {name: json.dumps(member, ensure_ascii=False, allow_nan=False) for name, member in value.items()}
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,62 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.constraints.constraint_size import LONG, check_text, exceeds, is_large
+from penstock.api.decoding import MAX_BRACKETS, decode
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammars.grammar_limits import MAX_TEXT
+
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers(-999, 999) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+@given(documents, st.integers(0, 400))
+def test_what_exceeds_a_limit_is_no_shorter_as_json(document: Any, limit: int) -> None:
+    # What is counted for a part stands for the comma and the space behind it, which the last one lacks, and so does an empty text.
+    text = json.dumps(document, ensure_ascii=False)
+    if exceeds(document, limit):
+        assert len(text) + 3 > limit
+    else:
+        assert len(text) <= 12 * limit
+
+
+def body(**fields: Any) -> ChatCompletionRequest:
+    return decode(json.dumps({"messages": []} | fields).encode(), ChatCompletionRequest)[0]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda schema: {"guided_json": schema},
+        lambda schema: {"guided_json": json.dumps(schema)},
+        lambda schema: {"structured_outputs": {"json": schema}},
+        lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        lambda schema: {"structural_tag": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}},
+    ],
+)
+def test_large_constraints_are_told_from_small_ones_wherever_they_stand(wrap: Any) -> None:
+    assert not is_large(body(**wrap({"enum": ["a"] * 100})))
+    assert is_large(body(**wrap({"enum": ["a" * 100] * (LONG // 100)})))
+    assert not is_large(body(messages=[{"role": "user", "content": "a" * 2 * LONG}]))
+
+
+def test_what_is_too_long_for_a_constraint_is_refused_unwritten() -> None:
+    values: list[Any] = ["a" * MAX_TEXT, [0] * MAX_TEXT, [{"a": [[]]}] * (MAX_TEXT // 8)]
+    for value in values:
+        with pytest.raises(InvalidRequest, match="more than 1048576 characters") as caught:
+            check_text(value, "guided_json")
+        assert caught.value.param == "guided_json"
+    check_text(["a" * 80] * 10_000, "guided_json")
+
+
+def test_a_body_of_brackets_is_refused_undecoded() -> None:
+    with pytest.raises(InvalidRequest, match="brackets"):
+        decode(b'{"guided_json": [' + b"[]," * MAX_BRACKETS + b"[]]}", ChatCompletionRequest)

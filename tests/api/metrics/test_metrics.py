@@ -1,0 +1,165 @@
+"""What /metrics shows, and where the numbers come from."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.api.metrics.metrics import Metrics
+from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta
+from tests.api.running_server import CHAT, STATS, Running, serve
+
+
+def values(text: str) -> dict[str, float]:
+    """Every sample that has no labels beside the model's name, and those by finish reason."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not set(sample.labels) - {"model_name"}:
+                found[sample.name] = sample.value
+            elif "finished_reason" in sample.labels:
+                found[f"{sample.name}/{sample.labels['finished_reason']}"] = sample.value
+    return found
+
+
+def test_the_engines_counters_are_read_when_asked_for() -> None:
+    shown = values(Metrics(lambda: STATS, "m").expose().decode())
+    expected = {
+        "penstock:num_requests_running": 2,
+        "penstock:num_requests_waiting": 1,
+        "penstock:kv_cache_usage_perc": 0.25,
+        "penstock:prefix_cache_queries_total": 100,
+        "penstock:prefix_cache_hits_total": 40,
+        "penstock:prompt_tokens_total": 60,
+        "penstock:generation_tokens_total": 7,
+        "penstock:num_preemptions_total": 3,
+        "penstock:spec_decode_num_drafts_total": 4,
+        "penstock:spec_decode_num_draft_tokens_total": 12,
+        "penstock:spec_decode_num_accepted_tokens_total": 6,
+    }
+    assert shown.items() >= expected.items()
+
+
+def test_drafts_are_counted_by_the_positions_up_to_which_they_were_right() -> None:
+    text = Metrics(lambda: STATS, "m").expose().decode()
+    for position, count in enumerate((3, 3)):
+        assert f'spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{position}"}} {count}.0' in text
+
+
+def test_two_servers_in_one_process_do_not_share_a_registry() -> None:
+    first, second = Metrics(lambda: STATS, "a"), Metrics(lambda: STATS, "b")
+    first.count_finished("stop")
+    assert "penstock:request_success_total/stop" in values(first.expose().decode())
+    assert "penstock:request_success_total/stop" not in values(second.expose().decode())
+
+
+def test_a_watched_stream_is_counted_and_passed_on_unchanged() -> None:
+    deltas = [
+        SequenceDelta(0, [1], prompt=PromptInfo(5, 0, queue_seconds=0.25)),
+        SequenceDelta(1, [1, 2], prompt=PromptInfo(5, 0)),
+        SequenceDelta(0, [3]),
+        SequenceDelta(0, finish_reason=FinishReason.STOP),
+        SequenceDelta(1, [4], finish_reason=FinishReason.LENGTH),
+    ]
+
+    async def stream() -> AsyncGenerator[SequenceDelta, None]:
+        for delta in deltas:
+            yield delta
+
+    async def scenario() -> None:
+        metrics = Metrics(lambda: STATS, "m")
+        timer = metrics.begin(0.0)
+        assert [delta async for delta in timer.watch(stream())] == deltas
+        assert (timer.num_prompt_tokens, timer.num_generation_tokens) == (5, 5)
+        shown = values(metrics.expose().decode())
+        expected = {
+            "penstock:request_success_total/stop": 1,
+            "penstock:request_success_total/length": 1,
+            "penstock:time_to_first_token_seconds_count": 1,
+            "penstock:inter_token_latency_seconds_count": 2,
+            "penstock:e2e_request_latency_seconds_count": 2,
+            "penstock:request_queue_time_seconds_sum": 0.25,
+            "penstock:request_prompt_tokens_sum": 5,
+            "penstock:request_generation_tokens_sum": 5,
+        }
+        assert shown.items() >= expected.items()
+
+    asyncio.run(scenario())
+
+
+def test_closing_a_watched_stream_closes_what_it_watches() -> None:
+    closed = []
+
+    async def stream() -> AsyncGenerator[SequenceDelta, None]:
+        try:
+            while True:
+                yield SequenceDelta(0, [1])
+        finally:
+            closed.append(True)
+
+    async def scenario() -> None:
+        watched = Metrics(lambda: STATS, "m").begin(0.0).watch(stream())
+        await anext(watched)
+        await watched.aclose()
+
+    asyncio.run(scenario())
+    assert closed == [True]
+
+
+def test_requests_over_http_are_counted() -> None:
+    async def scenario(server: Running) -> None:
+        await server.post("/v1/chat/completions", CHAT)
+        await server.post("/v1/completions", {"model": CHAT["model"], "prompt": ["a", "bc"]})
+        async with server.http.get("/metrics") as response:
+            assert response.content_type == "text/plain"
+            shown = values(await response.text())
+        assert shown["penstock:request_success_total/stop"] == 3
+        assert shown["penstock:request_prompt_tokens_count"] == 3
+        assert shown["penstock:time_to_first_token_seconds_count"] == 2
+
+    serve(scenario)
+
+
+def test_histograms_hold_what_vllm_calls_them() -> None:
+    names = {family.name for family in Metrics(lambda: STATS, "m").registry.collect()}
+    vllm = ["time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"]
+    assert names >= {f"penstock:{name}" for name in vllm}
+
+
+def test_a_broken_connection_counts_nothing_as_finished() -> None:
+    async def scenario(server: Running) -> None:
+        server.engine.gate = asyncio.Event()
+        with pytest.raises(TimeoutError):
+            await server.post("/v1/chat/completions", CHAT, timeout=aiohttp.ClientTimeout(0.05))
+        async with server.http.get("/metrics") as response:
+            assert "finished_reason=" not in await response.text()
+
+    serve(scenario)
+
+
+def test_what_compiling_took_and_the_cache_spared_is_shown() -> None:
+    async def scenario(server: Running) -> None:
+        async with server.http.get("/metrics") as response:
+            text = await response.text()
+        shown = values(text)
+        expected = {
+            "cache_queries_total": 9,
+            "cache_hits_total": 6,
+            "cache_entries": 2,
+            "cache_bytes": 300,
+            "num_compiling": 1,
+            "num_waiting": 4,
+        }
+        assert shown.items() >= {f"penstock:grammar_{name}": value for name, value in expected.items()}.items()
+        samples = {family.name: family.samples for family in text_string_to_metric_families(text)}
+        attempts = {
+            (sample.labels["backend"], sample.labels["outcome"]): sample.value for sample in samples["penstock:grammar_compilations"]
+        }
+        assert attempts == {("fast", "compiled"): 2, ("fast", "refused"): 1}
+        times = {sample.labels.get("le", sample.name[-5:]): sample.value for sample in samples["penstock:grammar_compile_seconds"]}
+        assert (times["0.001"], times["0.0025"], times["0.005"], times["10.0"], times["+Inf"], times["count"]) == (1, 1, 2, 2, 3, 3)
+        assert times["s_sum"] == pytest.approx(20.004)
+
+    serve(scenario)

@@ -1,0 +1,71 @@
+"""Decoder layers as compiled code: what they say, and what happens where the code does not load."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.build import compiled_layers
+from penstock.engine.config import EngineConfig
+from penstock.engine.decoder.compiled_layers import CompiledLayer, LayerCompilation
+from penstock.engine.decoder.decoder_layers import decoder_layers
+from penstock.engine.native.library import find_compiler
+from penstock.engine.quantization.quantization import quantize_plain
+from tests.engines import core_over, loaded_model, run
+from tests.tiny_models import tiny_model
+
+PROMPTS = [[7, 8, 9], list(range(40)), [5]]
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+def test_compiled_layers_say_what_the_layers_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    # Of each layer, one linear layer has a number of inputs that cannot be in groups of 32; the others are quantized.
+    model = tiny_model("llama", intermediate_size=80).requires_grad_(False)
+    model.config.save_pretrained(tmp_path)
+    quantize_plain(model, "int8")
+    loaded = replace(loaded_model(model), directory=tmp_path, quantization="int8")
+    core = core_over(loaded)
+    expected = run(core, PROMPTS, max_tokens=6)
+    compilation = LayerCompilation(loaded)
+    assert compilation.is_possible
+    assert compilation.compile()
+    assert compilation.is_cached
+    core.runner.thread.submit(compilation.install).result()
+    layers = decoder_layers(loaded.model, loaded.config.num_hidden_layers)
+    assert all(isinstance(layer.forward, CompiledLayer) for layer in layers)
+    for before, after in zip(expected, run(core, PROMPTS, max_tokens=6), strict=True):
+        assert after.token_ids == before.token_ids
+        torch.testing.assert_close(after.logits_TV, before.logits_TV, rtol=0, atol=1e-2)  # a rounding of inputs may fall the other way
+    assert all(isinstance(layer.forward, CompiledLayer) for layer in layers), "a layer deviated"
+    core.runner.shutdown()
+
+
+def test_code_that_does_not_load_leaves_the_layers_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    loaded = loaded_model(tiny_model("llama"))
+    core = core_over(loaded)
+    compilation = LayerCompilation(loaded)
+    for kind in compilation._kinds:
+        compilation._package(kind).parent.mkdir(parents=True, exist_ok=True)
+        compilation._package(kind).write_bytes(b"no package")
+    with pytest.raises(RuntimeError, match="what was compiled does not load"):
+        core.runner.thread.submit(compilation.install).result()
+    assert len(run(core, PROMPTS, max_tokens=2)) == len(PROMPTS)
+    core.runner.shutdown()
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+def test_an_engine_starts_beside_broken_code_and_compiles_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    loaded = loaded_model(tiny_model("llama"))
+    cached = LayerCompilation(loaded)
+    packages = [cached._package(kind) for kind in cached._kinds]
+    for package in packages:
+        package.parent.mkdir(parents=True, exist_ok=True)
+        package.write_bytes(b"no package")
+    compilation = compiled_layers(loaded, EngineConfig())
+    assert compilation is not None
+    assert not any(package.exists() for package in packages)
+    assert not compilation.is_cached

@@ -1,0 +1,159 @@
+"""A whole forward pass in native code: which models it takes, and that it says what their own code says."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.engine.decoder import decoder_trial
+from penstock.engine.decoder.decoder_trial import install_native_decoder
+from penstock.engine.decoder.native_decoder import NativeDecoder
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.fused_linear import fuse_linears
+from penstock.engine.loading.model_loader import LoadedModel
+from penstock.engine.native.library import native_library
+from penstock.engine.quantization.quantized_linear import quantize_linears
+from tests.engines import core_over, loaded_model, run
+from tests.tiny_models import ARCHITECTURES, tiny_model
+
+OF_THIS_FORM = ("llama", "qwen2", "qwen3", "mistral")
+PROMPTS = [[7, 8, 9], list(range(40, 90)), [5], list(range(100, 117))]
+
+
+def has_kernels() -> bool:
+    library = native_library()
+    return library is not None and bool(library.penstock_has_bfloat16_products())
+
+
+needs_kernels = pytest.mark.skipif(not has_kernels(), reason="this processor does not multiply bfloat16")
+
+
+def bfloat16_model(name: str) -> LoadedModel:
+    return loaded_model(tiny_model(name, head_dim=64, hidden_size=64).bfloat16())
+
+
+def cache_for(loaded: LoadedModel) -> KVCache:
+    cache = KVCache(loaded.kv_layout, 8, 16, loaded.dtype, loaded.device)
+    cache.attach(loaded.model)
+    return cache
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", OF_THIS_FORM)
+def test_an_engine_says_what_the_models_own_code_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = bfloat16_model(name)
+    with monkeypatch.context() as without:
+        without.setattr("penstock.engine.build.install_native_decoder", lambda *_: False)
+        core = core_over(loaded)
+        expected = run(core, PROMPTS, max_tokens=8, temperature=0.0)
+        core.runner.shutdown()
+    said = [each.token_ids for each in expected]
+    core = core_over(loaded)
+    assert isinstance(loaded.model.forward, NativeDecoder)
+    for each, ids in zip(expected, said, strict=True):
+        (result,) = run(core, [PROMPTS[said.index(ids)]], max_tokens=8, forced=ids)
+        deviation = (result.logits_TV - each.logits_TV).norm() / each.logits_TV.norm()
+        assert deviation < 3e-2
+    core.runner.shutdown()
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", OF_THIS_FORM)
+def test_layers_of_few_bits_are_taken_too(name: str, bits: int) -> None:
+    model = tiny_model(name, head_dim=64, hidden_size=64).bfloat16()
+    fuse_linears(model)
+    quantize_linears(model, bits)
+    loaded = loaded_model(model)
+    assert install_native_decoder(loaded, cache_for(loaded))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", OF_THIS_FORM)
+def test_a_sequence_says_the_same_in_whatever_company(name: str) -> None:
+    loaded = bfloat16_model(name)
+    core = core_over(loaded)
+    alone = [run(core, [prompt], max_tokens=6)[0] for prompt in PROMPTS]
+    core.runner.shutdown()
+    core = core_over(loaded)
+    for single, shared in zip(alone, run(core, PROMPTS, stagger=2, max_tokens=6), strict=True):
+        assert shared.token_ids == single.token_ids
+        torch.testing.assert_close(shared.logits_TV, single.logits_TV, rtol=0, atol=2e-2)
+    core.runner.shutdown()
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in OF_THIS_FORM])
+def test_models_of_another_form_run_as_they_are(name: str) -> None:
+    settings: dict[str, Any] = {} if name == "gpt2" else {"head_dim": 64, "hidden_size": 64}
+    loaded = loaded_model(tiny_model(name, **settings).bfloat16())
+    assert not install_native_decoder(loaded, cache_for(loaded))
+    assert "forward" not in vars(loaded.model)
+
+
+def test_other_types_run_as_they_are() -> None:
+    loaded = loaded_model(tiny_model("llama"))
+    assert not install_native_decoder(loaded, cache_for(loaded))
+
+
+@needs_kernels
+@pytest.mark.parametrize("part", ["model.layers.1.mlp", "model.layers.2.input_layernorm", "model.norm", "model.layers.0.self_attn.o_proj"])
+def test_a_part_that_computes_something_else_under_its_name_is_found_out(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = bfloat16_model("llama")
+    loaded.model.get_submodule(part).register_forward_hook(lambda _module, _args, output: output * 1.2)
+    caplog.set_level("INFO", logger=decoder_trial.__name__)
+    assert not install_native_decoder(loaded, cache_for(loaded))
+    assert "gives something else" in caplog.text
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "is_taken"), [("llama", True), ("smollm3", False)])
+def test_large_numbers_hide_nothing_of_what_a_layer_does(name: str, is_taken: bool) -> None:
+    loaded = bfloat16_model(name)
+    loaded.model.get_input_embeddings().get_parameter("weight").mul_(300)
+    assert install_native_decoder(loaded, cache_for(loaded)) is is_taken
+
+
+@needs_kernels
+@pytest.mark.parametrize(("beta", "is_taken"), [(0.0, True), (0.5, False)])
+def test_a_model_that_treats_far_positions_in_another_way_runs_as_it_is(beta: float, is_taken: bool) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": beta}
+    settings: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("ministral3", **settings, **heads, max_position_embeddings=128, rope_parameters=rope)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+    loaded = loaded_model(model.bfloat16().eval())
+    assert install_native_decoder(loaded, cache_for(loaded)) is is_taken
+
+
+def test_norms_without_a_weight_run_as_they_are() -> None:
+    loaded = bfloat16_model("llama")
+    loaded.model.get_submodule("model.layers.1.input_layernorm").weight = None  # type: ignore[assignment]
+    assert not install_native_decoder(loaded, cache_for(loaded))
+
+
+def test_sizes_that_do_not_fill_vectors_run_as_they_are() -> None:
+    loaded = loaded_model(tiny_model("llama", head_dim=64, hidden_size=64, intermediate_size=40).bfloat16())
+    assert not install_native_decoder(loaded, cache_for(loaded))
+
+
+def test_layers_of_different_sizes_run_as_they_are() -> None:
+    model, other = (tiny_model("llama", head_dim=64, hidden_size=64, intermediate_size=size).bfloat16() for size in (64, 256))
+    model.set_submodule("model.layers.1.mlp", other.get_submodule("model.layers.1.mlp"))
+    loaded = loaded_model(model)
+    assert not install_native_decoder(loaded, cache_for(loaded))
+
+
+@needs_kernels
+def test_only_the_rows_asked_for_come_out() -> None:
+    loaded = bfloat16_model("llama")
+    core = core_over(loaded)
+    (whole,) = run(core, [PROMPTS[1]], max_tokens=1, prompt_logprobs=1)
+    (last,) = run(core_over(loaded), [PROMPTS[1]], max_tokens=1)
+    torch.testing.assert_close(last.logits_TV, whole.logits_TV, rtol=0, atol=2e-2)
+    assert len(whole.prompt_logprobs) == len(PROMPTS[1])

@@ -1,0 +1,274 @@
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf.blocks import TYPES, read_blocks
+from penstock.engine.gguf.conversion import build_once, convert_gguf, converted_gguf
+from penstock.engine.loading.model_loader import load_model
+from penstock.engine.quantization.quantized_file import quantized_names, read_quantized
+
+HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
+LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *LETTERS, "ĠĠ", "Ġ1"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+
+
+def write_gguf(
+    path: Path, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32, architecture: str = "llama"
+) -> dict[str, np.ndarray]:
+    """A tiny random model with a byte-level vocabulary; gives back its tensors by their GGUF names."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(["Ġ Ġ", "Ġ 1"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages[0].content }}")
+    random = np.random.default_rng(0)
+    shapes = {"token_embd": (len(TOKENS), HIDDEN)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"blk.{layer}.attn_q": (HIDDEN, HIDDEN),
+            f"blk.{layer}.attn_k": (HIDDEN // HEADS * KV_HEADS, HIDDEN),
+            f"blk.{layer}.attn_v": (HIDDEN // HEADS * KV_HEADS, HIDDEN),
+            f"blk.{layer}.attn_output": (HIDDEN, HIDDEN),
+            f"blk.{layer}.ffn_gate": (FEED_FORWARD, HIDDEN),
+            f"blk.{layer}.ffn_up": (FEED_FORWARD, HIDDEN),
+            f"blk.{layer}.ffn_down": (HIDDEN, FEED_FORWARD),
+        }
+    tensors = {f"{name}.weight": random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in ["output_norm", *(f"blk.{layer}.{part}_norm" for layer in range(LAYERS) for part in ("attn", "ffn"))]:
+        tensors[f"{name}.weight"] = np.ones(HIDDEN, dtype=np.float32)
+    for name, tensor in tensors.items():
+        stored = kind if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(tensor, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def test_converted_directory_holds_the_weights_of_the_file(tmp_path: Path) -> None:
+    tensors = write_gguf(tmp_path / "tiny.gguf")
+    directory = converted_gguf(tmp_path / "tiny.gguf")
+    weights = load_file(directory / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].dtype == torch.float32
+    np.testing.assert_array_equal(weights["model.embed_tokens.weight"].numpy(), tensors["token_embd.weight"])
+    np.testing.assert_array_equal(weights["model.layers.1.mlp.down_proj.weight"].numpy(), tensors["blk.1.ffn_down.weight"])
+    config = AutoConfig.from_pretrained(directory)
+    assert (config.model_type, config.num_hidden_layers, config.num_key_value_heads) == ("llama", LAYERS, KV_HEADS)
+    assert (directory / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+def test_what_is_built_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "built"
+    synced: list[tuple[int, bool]] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, target.exists())))
+
+    def build(directory: Path) -> None:
+        (directory / "part").mkdir()
+        (directory / "part" / "weights").write_bytes(b"1")
+
+    build_once(target, build)
+    before = {inode for inode, is_named in synced if not is_named}
+    assert before == {path.stat().st_ino for path in (target, target / "part", target / "part" / "weights")}
+    assert synced[-1] == (tmp_path.stat().st_ino, True)
+
+
+def test_tied_embeddings_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    directory = converted_gguf(tmp_path / "tiny.gguf")
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (gguf.GGMLQuantizationType.Q5_1, torch.bfloat16),
+        (gguf.GGMLQuantizationType.F16, torch.float16),
+    ],
+)
+def test_other_quantized_weights_become_bfloat16_and_plain_ones_keep_their_type(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType, dtype: torch.dtype
+) -> None:
+    tensors = write_gguf(tmp_path / "tiny.gguf", kind)
+    directory = converted_gguf(tmp_path / "tiny.gguf")
+    assert quantized_names(directory) == []
+    weight = load_file(directory / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert weight.dtype == dtype
+    exact = gguf.dequantize(gguf.quantize(tensors["blk.0.ffn_up.weight"], kind), kind)
+    torch.testing.assert_close(weight.float(), torch.from_numpy(exact), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_matrices_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path, name: str) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    write_gguf(tmp_path / "tiny.gguf", kind)
+    directory = converted_gguf(tmp_path / "tiny.gguf")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    weights = dict(read_quantized(directory, torch.device("cpu")))
+    assert len(weights) == 1 + 7 * LAYERS
+    assert all("norm" in left for left in load_file(directory / "model.safetensors"))
+    for ours, theirs in {"model.embed_tokens": "token_embd", "model.layers.1.mlp.down_proj": "blk.1.ffn_down"}.items():
+        expected = read_blocks(stored[f"{theirs}.weight"])
+        assert expected is not None
+        assert torch.equal(weights[f"{ours}.weight"].codes_OI, expected.codes_OI)
+        assert torch.equal(weights[f"{ours}.weight"].scales_OG, expected.scales_OG)
+        assert torch.equal(weights[f"{ours}.weight"].minimums_OG, expected.minimums_OG)
+    # Of queries and keys, conversion puts the rows of a head in another order.
+    expected = read_blocks(stored["blk.0.attn_k.weight"])
+    assert expected is not None
+    rows = torch.arange(HIDDEN // HEADS * KV_HEADS).view(KV_HEADS, -1, 2).transpose(1, 2).flatten()
+    assert torch.equal(weights["model.layers.0.self_attn.k_proj.weight"].codes_OI, expected.codes_OI[rows])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_model_of_few_bits_computes_what_transformers_makes_of_the_file(tmp_path: Path, name: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[name])
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    loaded = load_model(converted_gguf(tmp_path / "tiny.gguf"), "float32", "cpu", quantization="none", attn_implementation="eager")
+    token_ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(token_ids).logits, expected(token_ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_each_digit_is_a_token_where_the_file_says_so(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    tokenizer = Tokenizer.from_file(str(converted_gguf(tmp_path / "tiny.gguf") / "tokenizer.json"))
+    assert tokenizer.encode("a  11").tokens == ["a", "ĠĠ", "1", "1"]
+    assert tokenizer.encode("<|im_end|>").ids == [2]
+
+
+def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    first = converted_gguf(path)
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    assert converted_gguf(path) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    write_gguf(path, gguf.GGMLQuantizationType.F16)
+    assert converted_gguf(path) != first
+
+
+def test_what_is_no_gguf_is_refused_by_name_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"not a model at all" * 10)
+    with pytest.raises(ConfigurationError, match=r"broken\.gguf is not a GGUF file"):
+        converted_gguf(path)
+    assert not [entry for entry in (tmp_path / "cache" / "models").iterdir() if entry.is_dir()]
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(ConfigurationError, match=r"tiny\.gguf"):
+        convert_gguf(path, tmp_path)
+
+
+def test_an_architecture_that_transformers_cannot_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, architecture="rwkv6")
+    with pytest.raises(ConfigurationError, match="rwkv6"):
+        convert_gguf(path, tmp_path)
+
+
+def test_an_architecture_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, architecture="rwkv6")
+    path.write_bytes(path.read_bytes().replace(b"rwkv6", b"\xffwkv6", 1))
+    with pytest.raises(ConfigurationError, match=r"odd\.gguf is not a GGUF file"):
+        convert_gguf(path, tmp_path)
+
+
+def test_one_of_several_builders_builds_and_none_sees_half_a_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "cache" / "models" / "one"
+    builds: list[Path] = []
+    seen: list[set[str]] = []
+
+    def build(scratch: Path) -> None:
+        builds.append(scratch)
+        (scratch / "first").write_text("1")
+        time.sleep(0.05)
+        (scratch / "second").write_text("2")
+
+    def run() -> None:
+        seen.append({entry.name for entry in build_once(directory, build).iterdir()})
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(builds) == 1
+    assert seen == [{"first", "second"}] * 8
+    assert not builds[0].exists()
+
+
+def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
+    directory = tmp_path / "cache" / "models" / "one"
+
+    def fail(scratch: Path) -> None:
+        (scratch / "half").write_text("")
+        raise ConfigurationError("no")
+
+    with pytest.raises(ConfigurationError, match="no"):
+        build_once(directory, fail)
+    assert not [entry for entry in directory.parent.iterdir() if entry.is_dir()]
+    assert build_once(directory, lambda scratch: None).is_dir()
+
+
+def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
+    directory = tmp_path / "cache" / "models" / "one"
+    abandoned = directory.parent / ".one.killed"
+    abandoned.mkdir(parents=True)
+    (abandoned / "half").write_text("")
+    build_once(directory, lambda scratch: None)
+    assert not abandoned.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="PENSTOCK_CACHE"):
+        build_once(tmp_path / "file" / "models" / "one", lambda scratch: None)
+
+
+def test_default_model_directory_is_whole(default_model_dir: Path) -> None:
+    config = json.loads((default_model_dir / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"], config["dtype"]) == ("llama", 30, "bfloat16")
+    assert "<|im_start|>" in (default_model_dir / "chat_template.jinja").read_text()
+    weights = dict(read_quantized(default_model_dir, torch.device("meta")))
+    assert weights.pop("model.embed_tokens.weight").bits == 8
+    assert [weight.bits for weight in weights.values()] == [4] * 7 * 30

@@ -1,0 +1,121 @@
+"""Headers that are damaged or meant to do harm are refused, with what is wrong and at once."""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf.conversion import convert_gguf
+from penstock.engine.gguf.header import MAX_ELEMENTS, BrokenHeader, check_gguf_header
+from tests.engine.gguf.test_conversion import write_gguf
+
+HUGE = 2**62
+UINT8, UINT32, STRING, ARRAY = 0, 4, 8, 9
+F32, Q8_0 = 0, 8
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def field(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def tensor(name: str, dimensions: list[int], kind: int = F32, offset: int = 0, num_dimensions: int | None = None) -> bytes:
+    count = len(dimensions) if num_dimensions is None else num_dimensions
+    return text(name) + struct.pack(f"<I{len(dimensions)}QIQ", count, *dimensions, kind, offset)
+
+
+def header(fields: list[bytes], tensors: list[bytes], *, num_fields: int | None = None, num_tensors: int | None = None) -> bytes:
+    counts = len(tensors) if num_tensors is None else num_tensors, len(fields) if num_fields is None else num_fields
+    return b"GGUF" + struct.pack("<IQQ", 3, *counts) + b"".join(fields) + b"".join(tensors)
+
+
+SOUND = header([field("a.block_count", UINT32, struct.pack("<I", 1))], [tensor("w", [4, 2])]) + bytes(64)
+
+
+def array(kind: int, number: int, content: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, number) + content
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "too short"),
+        (b"GGML" + SOUND[4:], "GGUF"),
+        (SOUND.replace(struct.pack("<I", 3), struct.pack("<I", 9), 1), "version"),
+        (header([], [], num_fields=HUGE) + bytes(16), "twice|would take"),
+        (header([], [], num_tensors=HUGE) + bytes(64), "twice|would take"),
+        (header([struct.pack("<Q", HUGE)], []), f"{HUGE} bytes"),
+        (header([field("a", STRING, struct.pack("<Q", HUGE))], []), f"{HUGE} bytes"),
+        (header([field("a", ARRAY, array(UINT8, HUGE))], []), "elements"),
+        (header([field("a", ARRAY, array(STRING, MAX_ELEMENTS))], []) + bytes(1000), "a number at byte"),
+        (header([field("a", ARRAY, array(ARRAY, 1, array(UINT8, 1)))], []), "unknown type 9"),
+        (header([field("a", 77, b"")], []), "unknown type 77"),
+        (header([field("a", UINT8, b"1")] * 2, []), "twice"),
+        (header([], [tensor("w", [4])] * 2) + bytes(64), "twice"),
+        (header([], [tensor("w", [], num_dimensions=2**31)]) + bytes(64), "dimensions"),
+        (header([], [tensor("w", [2**32, 2**32])]) + bytes(64), "would end"),
+        (header([], [tensor("w", [4], offset=HUGE)]) + bytes(64), "would end"),
+        (header([], [tensor("w", [4], kind=999)]) + bytes(64), "unknown type 999"),
+        (header([], [tensor("w", [33], kind=Q8_0)]) + bytes(64), "blocks of 32"),
+        (header([field("general.alignment", UINT32, struct.pack("<I", 0))], []), "alignment"),
+        (header([field("a.block_count", UINT32, struct.pack("<I", 2**31))], [tensor("w", [4])]) + bytes(64), "a.block_count"),
+        (header([field("a.embedding_length", UINT32, struct.pack("<I", 2**31))], [tensor("w", [4])]) + bytes(64), "embedding_length"),
+    ],
+)
+def test_a_broken_header_is_refused_with_what_is_wrong(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(BrokenHeader, match=said):
+        check_gguf_header(path)
+    with pytest.raises(ConfigurationError, match="is not a GGUF file that can be read"):
+        convert_gguf(path, tmp_path / "out")
+
+
+def test_a_sound_header_passes_in_either_byte_order(tmp_path: Path) -> None:
+    path = tmp_path / "sound.gguf"
+    path.write_bytes(SOUND)
+    check_gguf_header(path)
+    swapped = b"GGUF" + struct.pack(">IQQ", 3, 1, 0) + struct.pack(">Q", 1) + b"w" + struct.pack(">IQQIQ", 2, 4, 2, F32, 0)
+    path.write_bytes(swapped + bytes(96))
+    check_gguf_header(path)
+    path.write_bytes(swapped)
+    with pytest.raises(BrokenHeader, match="would end"):
+        check_gguf_header(path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path)
+    check_gguf_header(path)
+    return path
+
+
+DAMAGES: dict[str, Callable[[bytes, int], bytes]] = {
+    "cut": lambda content, place: content[:place],
+    "flipped": lambda content, place: content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :],
+    "grown": lambda content, place: content[:place] + b"\xff" * 8 + content[place + 8 :],
+}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kind=st.sampled_from(sorted(DAMAGES)), place=st.integers(0, 7999))
+def test_whatever_byte_is_wrong_a_header_is_refused_or_read(whole: Path, tmp_path: Path, kind: str, place: int) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(DAMAGES[kind](whole.read_bytes(), place))
+    assert len(refusal(path)) < 300
+
+
+def refusal(path: Path) -> str:
+    try:
+        check_gguf_header(path)
+    except BrokenHeader as error:
+        return str(error)
+    return ""

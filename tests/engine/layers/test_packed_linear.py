@@ -1,0 +1,178 @@
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.layers import packed_linear
+from penstock.engine.layers.packed_linear import PackedLinear, can_pack, pack_linears
+from tests.tiny_models import ARCHITECTURES, tiny_model
+
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+needs_packing = pytest.mark.skipif(not DTYPES, reason="this build of torch has no packed kernels")
+
+
+class Model(nn.Module):
+    """An embedding, a layer and an output layer that shares the embedding's weight."""
+
+    layer: nn.Module
+    head: nn.Module
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24, dtype=dtype)
+        self.layer = nn.Linear(24, 24, dtype=dtype)
+        head = nn.Linear(24, 50, bias=False, dtype=dtype)
+        head.weight = self.embedding.weight
+        self.head = head
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(token_ids)))  # type: ignore[no-any-return]
+
+
+class ReadsWeight(nn.Module):
+    """As some routers do: the weight is used without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.double(), self.router.weight.double())
+
+
+class ReadsWeightByInheritance(ReadsWeight):
+    pass
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(0,), (1,), (2,), (33,), (300,), (1, 0), (1, 1), (2, 7), (1, 40)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (24, 50), (64, 192), (100, 17)])
+def test_a_packed_layer_computes_what_the_layer_did(
+    in_features: int, out_features: int, shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(in_features, out_features, bias=has_bias, dtype=dtype).requires_grad_(False)
+    x = torch.randn(*shape, in_features, dtype=dtype)
+    expected = linear(x)
+    result = PackedLinear(linear)(x)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@needs_packing
+def test_input_of_any_layout_is_taken() -> None:
+    linear = nn.Linear(24, 50).requires_grad_(False)
+    packed = PackedLinear(linear)
+    for x in (torch.randn(24, 7).T, torch.randn(7, 48)[:, ::2], torch.randn(9, 48)[1::2, 3:27], torch.randn(24).expand(3, 24)):
+        torch.testing.assert_close(packed(x), linear(x))
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tied_weight_stays_with_the_embedding_and_others_are_freed(dtype: torch.dtype) -> None:
+    model = Model(dtype).requires_grad_(False)
+    token_ids = torch.arange(10)[None]
+    expected = model(token_ids)
+    embedded, plain = weakref.ref(model.embedding.weight), weakref.ref(model.layer.weight)
+    assert pack_linears(model) == 2
+    gc.collect()
+    assert plain() is None
+    assert embedded() is model.embedding.weight
+    assert [type(child) for child in model.children()] == [nn.Embedding, PackedLinear, PackedLinear]
+    torch.testing.assert_close(model(token_ids), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@needs_packing
+def test_packed_weights_go_with_their_model() -> None:
+    gc.collect()
+    before = len(packed_linear._packed)
+    model, other = Model().requires_grad_(False), Model().requires_grad_(False)
+    pack_linears(other)
+    pack_linears(model)
+    weight = weakref.ref(next(reversed(packed_linear._packed.values())))
+    expected = other(torch.arange(5))
+    del model
+    gc.collect()
+    assert weight() is None
+    assert len(packed_linear._packed) == before + 2
+    pack_linears(third := Model())  # takes no number that is in use
+    torch.testing.assert_close(other(torch.arange(5)), expected)
+    del third
+
+
+def test_types_without_packed_kernels_are_left_alone() -> None:
+    for dtype in (torch.float64, torch.float16):
+        model = Model(dtype)
+        assert not can_pack(dtype)
+        assert pack_linears(model) == 0
+        assert type(model.layer) is nn.Linear
+        model(torch.arange(3))
+
+
+@needs_packing
+def test_a_model_without_memory_takes_the_same_shape() -> None:
+    with torch.device("meta"):
+        model = Model()
+    assert pack_linears(model) == 2
+    assert type(model.layer) is PackedLinear
+    with torch.inference_mode():
+        assert model(torch.zeros(3, dtype=torch.long, device="meta")).shape == (3, 50)
+
+
+@needs_packing
+def test_a_layer_with_two_places_is_packed_once() -> None:
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.Sequential(shared), shared).requires_grad_(False)
+    x = torch.randn(3, 8)
+    expected = model(x)
+    assert pack_linears(model) == 1
+    assert isinstance(model[0], PackedLinear)
+    assert model[0] is model[2]
+    assert [model[0]] == list(model[1].children())
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("cls", [ReadsWeight, ReadsWeightByInheritance])
+def test_a_layer_whose_weight_is_read_beside_calling_it_stays_plain(cls: type[ReadsWeight]) -> None:
+    model = nn.Sequential(cls())
+    assert pack_linears(model) == 0
+    model(torch.randn(2, 8))
+
+
+@needs_packing
+def test_packing_twice_changes_nothing() -> None:
+    model = Model()
+    pack_linears(model)
+    head = model.head
+    assert pack_linears(model) == 0
+    assert model.head is head
+
+
+@needs_packing
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_computes_the_same_packed(name: str) -> None:
+    model = tiny_model(name).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    num_linears = sum(type(module) is nn.Linear for module in model.modules())
+    assert pack_linears(model) == num_linears > 0
+    token_ids = torch.arange(3, 20)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(model(token_ids).logits, plain(token_ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@needs_packing
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_keeping_no_row_skips_the_output_layer(name: str) -> None:
+    model = tiny_model(name).requires_grad_(False)
+    pack_linears(model)
+    shapes: list[torch.Size] = []
+    model.get_submodule("lm_head").register_forward_hook(lambda _module, _args, output: shapes.append(output.shape))
+    with torch.inference_mode():
+        logits = model(torch.arange(3, 20)[None], logits_to_keep=torch.tensor([], dtype=torch.long)).logits
+    assert shapes == [logits.shape] == [(1, 0, model.config.vocab_size)]

@@ -1,0 +1,116 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.attention.attention import IMPLEMENTATION
+from penstock.engine.attention.kv_layout import LayerKV
+from penstock.engine.config import QuantizationMode
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.loading.model_loader import cpu_has_bfloat16, load_model, resolve_device, resolve_dtype
+from tests.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tiny_dir(tmp_path: Path) -> Path:
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_loaded_model_computes_what_was_saved(tiny_dir: Path) -> None:
+    loaded = load_model(tiny_dir, "float32", "cpu", attn_implementation="eager")
+    tokens = torch.arange(3, 20)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(tokens).logits, tiny_model("qwen3")(tokens).logits)
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+def test_loaded_model_tells_what_the_engine_needs(default_model_dir: Path) -> None:
+    loaded = load_model(default_model_dir, "bfloat16", "cpu", quantization="none", attn_implementation="sdpa")
+    assert loaded.kv_layout == [LayerKV(num_kv_heads=3, key_size=64, value_size=64)] * 30
+    assert loaded.eos_token_ids == {2}
+    assert loaded.max_model_len == 8192
+    assert loaded.vocab_size == 49152
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {loaded.dtype} == {torch.bfloat16}
+    assert loaded.model.get_parameter("lm_head.weight").data_ptr() == loaded.model.get_parameter("model.embed_tokens.weight").data_ptr()
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_the_default_model_speaks(default_model_dir: Path, quantization: QuantizationMode) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = load_model(default_model_dir, "float32", "cpu", quantization=quantization, attn_implementation="sdpa")
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+    question = [{"role": "user", "content": "Tell me the capital of France."}]
+    prompt: Any = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model: Any = loaded.model
+    answer = model.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert answer[-1].item() in loaded.eos_token_ids
+
+
+def test_the_engines_own_attention_is_the_default(tiny_dir: Path) -> None:
+    assert load_model(tiny_dir, "float32", "cpu").model.config._attn_implementation == IMPLEMENTATION
+
+
+def test_end_tokens_of_both_configs_count(tiny_dir: Path) -> None:
+    (tiny_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load_model(tiny_dir, "float32", "cpu", attn_implementation="eager").eos_token_ids == {2, 7, 9}
+
+
+def test_a_shorter_context_can_be_asked_for(tiny_dir: Path) -> None:
+    assert load_model(tiny_dir, "float32", "cpu", max_len=64, attn_implementation="eager").max_model_len == 64
+    with pytest.raises(ConfigurationError, match="--max-model-len 513"):
+        load_model(tiny_dir, "float32", "cpu", max_len=513, attn_implementation="eager")
+
+
+def test_a_missing_weight_file_is_named(tiny_dir: Path) -> None:
+    (tiny_dir / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"lacks model\.safetensors"):
+        load_model(tiny_dir, "float32", "cpu", attn_implementation="eager")
+
+
+def test_a_missing_shard_is_named(tiny_dir: Path) -> None:
+    (tiny_dir / "model.safetensors").rename(tiny_dir / "model-00001-of-00002.safetensors")
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tiny_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigurationError, match=r"lacks model-00002-of-00002\.safetensors"):
+        load_model(tiny_dir, "float32", "cpu", attn_implementation="eager")
+
+
+def test_missing_weights_are_an_error_not_random_numbers(tiny_dir: Path) -> None:
+    weights = load_file(tiny_dir / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tiny_dir / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"lacks 1 of the model's weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(tiny_dir, "float32", "cpu", attn_implementation="eager")
+
+
+def test_broken_weights_are_an_error_that_names_the_directory(tiny_dir: Path) -> None:
+    (tiny_dir / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ConfigurationError, match=tiny_dir.name):
+        load_model(tiny_dir, "float32", "cpu", attn_implementation="eager")
+
+
+def test_what_cannot_be_served_is_refused_before_its_weights_are_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    with pytest.raises(ConfigurationError, match="BertModel cannot be served"):
+        load_model(tmp_path, attn_implementation="eager")
+
+
+def test_dtype_follows_the_device() -> None:
+    on_cpu = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    assert resolve_dtype("auto", CPU, torch.float16) == on_cpu
+    assert resolve_dtype("float16", CPU, torch.bfloat16) == torch.float16
+
+
+@pytest.mark.parametrize("device", ["nonsense", "mps", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--device {device}"):
+        resolve_device(device)

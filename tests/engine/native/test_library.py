@@ -1,0 +1,184 @@
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.attention.attention_cpu import paged_attention_cpu, write_kv
+from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.native import library as module
+from penstock.engine.native.library import find_compiler, native_library
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+KERNELS = module.SOURCE
+FUNCTIONS = (
+    "penstock_apply_bitmask",
+    "penstock_write_rows",
+    "penstock_paged_decode",
+    "penstock_paged_prefill",
+    "penstock_has_prefill",
+    "penstock_has_bfloat16_products",
+    "penstock_most_probable",
+    "penstock_panel_linear",
+    "penstock_quantized_rows",
+    "penstock_run_decoder",
+    "penstock_quantized_linear",
+)
+TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty cache, a source that compiles in no time, and nothing loaded yet."""
+    source = tmp_path / "tiny.cpp"
+    source.write_text(TINY_SOURCE)
+    monkeypatch.setattr(module, "SOURCE", source)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    native_library.cache_clear()
+    yield
+    native_library.cache_clear()
+
+
+def cached(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "native").iterdir())
+
+
+def fake_compiler(directory: Path, body: str) -> Path:
+    path = directory / "fake-cxx"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def decode_and_prefill() -> torch.Tensor:
+    """Attention of a sequence's second token and of another's two tokens, over keys and values that are all ones."""
+    keys, values = torch.zeros(2, 2, 4, 1, 8)
+    metadata = AttentionMetadata.pack([1, 4, 5], [0, 1, 3], [2, 2], [[0], [1]], num_decodes=1)
+    for cache in (keys, values):
+        cache[0, 0] = 1.0
+        write_kv(cache, torch.ones(3, 1, 8), metadata.slot_mapping_T)
+    return paged_attention_cpu(torch.ones(3, 2, 8), keys, values, metadata, AttentionOptions(1.0))
+
+
+def test_without_a_compiler_attention_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.INFO):
+        assert native_library() is None
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    torch.testing.assert_close(decode_and_prefill(), torch.ones(3, 2, 8))
+
+
+@pytest.mark.parametrize("body", ["echo this is no C++ >&2; exit 1", "exit 0", "kill -9 $$"])
+def test_a_compiler_that_fails_is_warned_of_once_and_attention_goes_on(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, body)))
+    assert native_library() is None
+    assert native_library() is None
+    torch.testing.assert_close(decode_and_prefill(), torch.ones(3, 2, 8))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert ("this is no C++" in caplog.text) == ("echo" in body)
+    assert cached(tmp_path) == []
+
+
+def test_a_compiler_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "BUILD_SECONDS", 0.05)
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "exec sleep 5")))
+    assert native_library() is None
+    assert "timed out" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "exit 0")))
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    assert native_library() is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@needs_compiler
+def test_a_built_library_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native_library() is not None
+    (path,) = cached(tmp_path)
+    written = path.stat().st_mtime_ns, path.stat().st_ino
+    native_library.cache_clear()
+    monkeypatch.setattr(subprocess, "run", None)  # would raise if it were called
+    assert native_library() is not None
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == written
+
+
+@needs_compiler
+def test_another_source_is_another_library(tmp_path: Path) -> None:
+    native_library()
+    module.SOURCE.write_text(TINY_SOURCE + "// changed\n")
+    native_library.cache_clear()
+    assert native_library() is not None
+    assert len(cached(tmp_path)) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "cut", "text", "flipped"])
+def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    path = module._build(compiler)  # not loaded: a library in use must not change under the process
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    path.write_bytes({"empty": b"", "cut": whole[: len(whole) // 3], "text": b"not a library", "flipped": bytes(flipped)}[damage])
+    assert native_library() is not None
+    assert module._is_whole(path)
+    assert cached(tmp_path) == [path]
+    assert caplog.text == ""
+
+
+def _load_in_another_process(source: str, barrier: "multiprocessing.synchronize.Barrier", results: "multiprocessing.Queue[bool]") -> None:
+    module.SOURCE = Path(source)
+    barrier.wait()
+    results.put(native_library() is not None)
+
+
+@needs_compiler
+def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_load_in_another_process, args=(str(module.SOURCE), barrier, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    loaded = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert loaded == [True, True]
+    assert len(cached(tmp_path)) == 1
+
+
+@needs_compiler
+def test_the_compiler_named_in_the_environment_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = find_compiler()
+    mark = tmp_path / "was-called"
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, f'touch {mark}; exec {real} "$@"')))
+    assert native_library() is not None
+    assert mark.exists()
+    assert shutil.which(os.environ["CXX"]) == find_compiler()
+
+
+@needs_compiler
+def test_the_kernels_themselves_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SOURCE", KERNELS)
+    assert native_library() is not None
+
+
+@pytest.mark.parametrize("source", sorted(KERNELS.parent.glob("*.[ch]*")), ids=lambda path: path.name)
+def test_the_kernels_use_no_types_that_common_compilers_lack(source: Path) -> None:
+    """g++ knows these in C++ from its versions 12 and 13 on, and clang++ on x86 from 15."""
+    assert not re.search(r"\b(_Float16|__fp16|__bf16)\b", source.read_text())

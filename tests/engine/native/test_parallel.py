@@ -1,0 +1,46 @@
+"""The kernels' own loops over threads: nothing is lost or done twice, however many callers and threads there are."""
+
+import threading
+
+import pytest
+import torch
+
+from penstock.engine.native.library import native_library
+from penstock.engine.sampling.greedy import greedy_tokens
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_callers_at_once_all_get_their_own(num_threads: int) -> None:
+    logits_BV = torch.randn(64, 500)
+    expected = logits_BV.argmax(-1).tolist()
+    failures: list[int] = []
+
+    def call(number: int) -> None:
+        torch.set_num_threads(num_threads)  # of this thread
+        rows = slice(number, None)
+        if any(greedy_tokens(logits_BV[rows], 500) != expected[rows] for _ in range(200)):
+            failures.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_loops_go_on_after_a_pause() -> None:
+    logits_BV = torch.randn(16, 300)
+    expected = logits_BV.argmax(-1).tolist()
+
+    def call() -> None:
+        torch.set_num_threads(3)
+        for pause in (0.0, 0.005, 0.0, 0.02):  # longer than threads stay awake
+            assert greedy_tokens(logits_BV, 300) == expected
+            threading.Event().wait(pause)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()

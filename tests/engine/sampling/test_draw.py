@@ -1,0 +1,93 @@
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.sampling.draw import BLOCK, draw, most_probable, most_probable_k, padded_width
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "width"), [(1, BLOCK), (BLOCK, BLOCK), (BLOCK + 1, 2 * BLOCK), (49_152, 49_152), (151_936, 152_064)]
+)
+def test_width_is_the_next_whole_number_of_blocks(vocab_size: int, width: int) -> None:
+    assert padded_width(vocab_size) == width
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([BLOCK, 4 * BLOCK]), st.integers(1, 5))
+def test_most_probable_is_the_first_of_the_greatest(seed: int, width: int, rows: int) -> None:
+    logits_BV = torch.randint(-5, 5, (rows, width), generator=torch.Generator().manual_seed(seed)).float()
+    assert most_probable(logits_BV).tolist() == [row.index(max(row)) for row in logits_BV.tolist()]
+
+
+def test_most_probable_gives_a_place_of_nan() -> None:
+    logits_BV = torch.zeros(1, 4 * BLOCK)
+    logits_BV[0, 700] = math.nan
+    assert most_probable(logits_BV).tolist() == [700]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 5 * BLOCK - 1), min_size=1, max_size=4), st.sampled_from([1, 4, 1000]))
+def test_most_probable_k_are_the_tokens_at_least_as_great_as_the_kth(seed: int, ks: list[int], levels: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits_BV = torch.randint(0, levels, (len(ks), 5 * BLOCK), generator=generator).float()
+    logits_BV[:, ::7] = -math.inf
+    logits_BK, ids_BK = most_probable_k(logits_BV, ks)
+    assert logits_BK.shape[1] % BLOCK == 0
+    for row, k in enumerate(ks):
+        logits = logits_BV[row].tolist()
+        kth = sorted(logits, reverse=True)[k - 1]
+        kept = {token: logit for token, logit in zip(ids_BK[row].tolist(), logits_BK[row].tolist(), strict=True) if logit > -math.inf}
+        assert kept == {token: logit for token, logit in enumerate(logits) if logit >= kth and logit > -math.inf}
+        assert ids_BK[row].tolist() == sorted(ids_BK[row].tolist())
+
+
+def always(value: float) -> Callable[[], float]:
+    return lambda: value
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1e-12, 0.5, 1 - 2**-24, 1 - 2**-53])
+def test_tokens_without_probability_are_never_drawn(uniform: float) -> None:
+    """Few tokens have any, at the blocks' edges, so that rounding at either end would show."""
+    for support in ([0], [BLOCK - 1], [BLOCK], [3 * BLOCK - 1], [1, BLOCK, 3 * BLOCK - 2], [5, 6, 7]):
+        probs_BV = torch.zeros(1, 4 * BLOCK)
+        probs_BV[0, support] = torch.rand(len(support), generator=torch.Generator().manual_seed(1)) + 1e-3
+        probs_BV /= probs_BV.sum()
+        for top_p in (0.2, 1.0):
+            assert draw(probs_BV, [top_p], [always(uniform)])[0].item() in support
+
+
+def test_uniform_number_picks_by_the_running_sum() -> None:
+    probs_BV = torch.zeros(1, 2 * BLOCK)
+    probs_BV[0, [3, BLOCK - 1, BLOCK + 9]] = torch.tensor([0.25, 0.5, 0.25])
+    grid = [(step + 0.5) / 400 for step in range(400)]
+    tokens = draw(probs_BV.expand(400, -1).contiguous(), [1.0] * 400, [always(uniform) for uniform in grid]).tolist()
+    assert tokens == [3] * 100 + [BLOCK - 1] * 200 + [BLOCK + 9] * 100
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.5001, 0.75])
+def test_tokens_that_tie_with_the_nucleus_stay_in_it(top_p: float) -> None:
+    probs_BV = torch.zeros(1, BLOCK)
+    probs_BV[0, :5] = torch.tensor([0.05, 0.3, 0.05, 0.3, 0.3])
+    rng = random.Random(0)
+    tokens = draw(probs_BV.expand(600, -1).contiguous(), [top_p] * 600, [rng.random] * 600)
+    assert set(tokens.tolist()) == {1, 3, 4}
+
+
+def test_row_draws_as_many_numbers_as_it_needs_whatever_its_neighbours_do() -> None:
+    """A row that is rejected takes its next number, and only its own."""
+    generator = torch.Generator().manual_seed(4)
+    probs_BV = torch.randn(50, 3 * BLOCK, generator=generator).softmax(-1)
+    top_ps = [0.02 + 0.98 * row / 49 for row in range(50)]
+    together, alone = [random.Random(row) for row in range(50)], [random.Random(row) for row in range(50)]
+    batch = draw(probs_BV, top_ps, [rng.random for rng in together]).tolist()
+    assert batch == [draw(probs_BV[row : row + 1], [top_ps[row]], [alone[row].random]).item() for row in range(50)]
+    assert [rng.random() for rng in together] == [rng.random() for rng in alone]
+
+
+def test_row_of_nan_ends() -> None:
+    draw(torch.full((1, BLOCK), math.nan), [0.5], [always(0.5)])

@@ -1,0 +1,290 @@
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.hooks import LogitsRow
+from penstock.engine.outputs import FinishReason
+from penstock.engine.sampling.logits_processors import Form, as_registered, bind, registered_form
+from penstock.engine.sampling.sampling_params import SamplingParams
+from tests.engine.sampling.test_sampler import make_state
+from tests.fakes import drive, letter_after, make_core, make_request, tokens
+
+
+def plain(token_ids: list[int], logits: Tensor) -> Tensor:
+    return logits + 1
+
+
+def plain_with_arguments(token_ids: list[int], logits: Tensor, *, by: float = 1.0) -> Tensor:
+    return logits + by
+
+
+def of_row(request_id: str, logits: Tensor, token_ids: list[int], client_id: int | str | None) -> None:
+    logits += 1
+
+
+def factory(token_ids: list[int], by: float = 1.0) -> Any:
+    return plain
+
+
+class Batched:
+    """Adds what each row asked for, and keeps how many rows came at a time."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[tuple[str, int, int | str | None, list[int]]]] = []
+
+    def begin(self, by: float = 0.0) -> dict[str, int]:
+        if by < 0:
+            raise ValueError("`by` must not be negative")
+        return {"steps": 0}
+
+    def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> None:
+        self.calls.append([(row.request_id, row.index, row.client_id, list(row.token_ids)) for row in rows])
+        for row, logits_V in zip(rows, logits, strict=True):
+            logits_V[5] += row.arguments.get("by", 0.0)
+            row.state["steps"] += 1
+
+
+class Instance:
+    def __call__(self, token_ids: list[int], logits: Tensor) -> Tensor:
+        return logits
+
+
+class WithSize:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, token_ids: list[int], logits: Tensor) -> Tensor:
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("registered", "form"),
+    [
+        (plain, Form.PLAIN),
+        (plain_with_arguments, Form.PLAIN),
+        (lambda token_ids, logits: logits, Form.PLAIN),
+        (Instance(), Form.PLAIN),
+        (of_row, Form.ROW),
+        (factory, Form.FACTORY),
+        (Instance, Form.FACTORY),
+        (WithSize, Form.FACTORY),
+        (lambda **arguments: plain, Form.FACTORY),
+        (Batched(), Form.BATCH),
+    ],
+)
+def test_what_is_registered_is_known_by_what_it_takes(registered: Any, form: Form) -> None:
+    assert registered_form(registered) is form
+    assert as_registered(registered) is registered
+
+
+def test_a_class_of_batched_processors_is_registered_as_one_that_all_share() -> None:
+    assert isinstance(as_registered(Batched), Batched)
+
+
+@pytest.mark.parametrize(
+    "registered",
+    [
+        "plain",
+        lambda request_id, logits, token_ids, stream, client_id: logits,
+        lambda logits: logits,
+        lambda logits, token_ids: logits,
+        lambda token_ids, logits, by: logits,
+    ],
+)
+def test_what_is_no_processor_is_refused_with_all_the_forms(registered: Any) -> None:
+    with pytest.raises(TypeError, match="process_batch") as caught:
+        as_registered(registered)
+    assert "request_id, logits, token_ids, client_id" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("registered", "arguments"),
+    [
+        (plain, {"by": 2}),
+        (plain_with_arguments, {"factor": 2}),
+        (plain_with_arguments, {"logits": 2}),
+        (of_row, {"client_id": 2}),
+        (factory, {"token_ids": [], "size": 2}),
+        (Batched(), {"by": -1}),
+        (Batched(), {"size": 1}),
+        (WithSize, {}),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_at_once(registered: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        bind(registered, arguments)
+
+
+def test_a_batched_processor_without_begin_takes_no_arguments() -> None:
+    class Bare:
+        def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> None: ...
+
+    bind(Bare(), {})
+    with pytest.raises(TypeError, match="takes none, got by"):
+        bind(Bare(), {"by": 1})
+
+
+def test_a_processor_registered_as_it_is_takes_its_keyword_arguments() -> None:
+    process = bind(plain_with_arguments, {"by": 3.0})()
+    assert process([], torch.zeros(4)).tolist() == [3.0] * 4
+
+
+def test_all_rows_of_a_step_come_in_one_call_with_who_they_are() -> None:
+    """Also where there are more than the sampler takes in one pass."""
+    vocab_size = make_core().vocab_size
+    batched = Batched()
+    core = make_core(lambda token_ids: torch.zeros(vocab_size), max_num_seqs=16)
+    core.runner.sampler._rows_per_pass = 3
+    for number in range(3):
+        make = bind(batched, {"by": 1.0 + number})
+        request = make_request(f"r{number}", "ab" + "cd" * number, n=2 + number, max_tokens=3, ignore_eos=True, logits_processors=[make])
+        request.client_id = number
+        core.add(request)
+    core.add(make_request("plain", max_tokens=4))
+    said = drive(core)
+    assert {row[:3] for row in batched.calls[0]} == {(f"r{number}", index, number) for number in range(3) for index in range(2 + number)}
+    assert [len(call) for call in batched.calls] == [9] * 3
+    assert [token_id for number in range(3) for token_id in tokens(said[f"r{number}"])] == [5] * 9
+    for request_id, index, _, token_ids in batched.calls[-1]:
+        assert token_ids[-2:] == tokens(said[request_id], index)[:2]
+
+
+def test_every_sequence_has_a_state_of_its_own() -> None:
+    states: list[Any] = []
+
+    class Watched(Batched):
+        def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> None:
+            super().process_batch(rows, logits)
+            states.extend(row.state for row in rows if len(row.token_ids) == 4)
+
+    core = make_core(letter_after)
+    core.add(make_request(prompt="a", n=3, max_tokens=4, logits_processors=[bind(Watched(), {})]))
+    drive(core)
+    assert [state["steps"] for state in states] == [4] * 3
+    assert len({id(state) for state in states}) == 3
+
+
+@pytest.mark.parametrize("form", ["row", "batch"])
+def test_one_that_raises_ends_the_guilty_request_alone(form: str) -> None:
+    def raising(request_id: str, logits: Tensor, token_ids: list[int], client_id: int | str | None) -> None:
+        logits[7] = 1000.0
+        if client_id == "guilty" and len(token_ids) > 2:
+            raise KeyError("no such client")
+
+    class Raising:
+        def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> None:
+            for row, logits_V in zip(rows, logits, strict=True):
+                raising(row.request_id, logits_V, row.token_ids, row.client_id)
+                logits_V[8:9] += 600.0  # twice would be too much
+
+    registered: Any = raising if form == "row" else Raising()
+    core = make_core(letter_after)
+    for client in ("innocent", "guilty", "another"):
+        request = make_request(client, "a", max_tokens=6, logits_processors=[bind(registered, {})])
+        request.client_id = client
+        core.add(request)
+    said = drive(core)
+    ends = {client: deltas[-1] for client, deltas in said.items()}
+    assert ends["guilty"].finish_reason is FinishReason.ERROR
+    assert "KeyError: 'no such client'" in (ends["guilty"].error or "")
+    for client in ("innocent", "another"):
+        assert ends[client].finish_reason is FinishReason.LENGTH
+        assert tokens(said[client]) == [7] * 6
+
+
+def test_forms_mix_in_the_order_given() -> None:
+    order: list[str] = []
+
+    def naming(name: str) -> Any:
+        def process(token_ids: list[int], logits: Tensor) -> Tensor:
+            order.append(name)
+            return logits * 2 if name == "double" else logits + 1
+
+        return process
+
+    class Add:
+        def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> Tensor:
+            order.append(f"batch of {len(rows)}")
+            return logits + 10
+
+    add = Add()
+    vocab_size = make_core().vocab_size
+    core = make_core(lambda token_ids: torch.zeros(vocab_size))
+    seen: list[float] = []
+
+    def look(token_ids: list[int], logits: Tensor) -> Tensor:
+        seen.append(float(logits[0]))
+        return logits
+
+    first = [bind(naming("add"), {}), bind(add, {}), bind(naming("double"), {}), bind(look, {})]
+    second = [bind(add, {}), bind(look, {})]
+    core.add(make_request("first", max_tokens=1, logits_processors=first))
+    core.add(make_request("second", max_tokens=1, logits_processors=second))
+    drive(core)
+    assert order == ["add", "batch of 2", "double"]
+    assert sorted(seen) == [10.0, 22.0]
+
+
+def test_batched_ones_in_crossed_orders_still_run_each_in_its_requests_order() -> None:
+    class Times:
+        def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> None:
+            logits *= 3
+
+    class Plus:
+        def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> None:
+            logits += 5
+
+    seen: dict[str, float] = {}
+
+    def look(request_id: str, logits: Tensor, token_ids: list[int], client_id: int | str | None) -> None:
+        seen[request_id] = float(logits[0])
+
+    times, plus = bind(Times(), {}), bind(Plus(), {})
+    vocab_size = make_core().vocab_size
+    core = make_core(lambda token_ids: torch.ones(vocab_size))
+    core.add(make_request("times first", max_tokens=1, logits_processors=[times, plus, bind(look, {})]))
+    core.add(make_request("plus first", max_tokens=1, logits_processors=[plus, times, bind(look, {})]))
+    core.add(make_request("thrice", max_tokens=1, logits_processors=[plus, times, plus, bind(look, {})]))
+    drive(core)
+    assert seen == {"times first": 8.0, "plus first": 18.0, "thrice": 23.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"), [(torch.zeros(1, 3), r"\(1, 3\)"), ([1.0], "list"), (math.inf, "float")], ids=["shape", "list", "number"]
+)
+def test_a_batched_answer_that_is_no_logits_fails_its_rows(answer: Any, reason: str) -> None:
+    class Odd:
+        def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> Any:
+            return answer
+
+    core = make_core(letter_after)
+    core.add(make_request("odd", max_tokens=3, logits_processors=[bind(Odd(), {})]))
+    core.add(make_request("even", max_tokens=3))
+    said = drive(core)
+    assert said["even"][-1].finish_reason is FinishReason.LENGTH
+    assert re.search(reason, said["odd"][-1].error or "")
+
+
+def test_what_a_processor_remembers_is_copied_when_its_sequence_is_forked() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.seen: list[list[int]] = []
+
+        def __call__(self, token_ids: list[int], logits: Tensor) -> Tensor:
+            self.seen.append(list(token_ids))
+            return logits
+
+    state = make_state(SamplingParams(), [1], processors=[Counting()])
+    state.processors[0].apply(torch.zeros(4))
+    fork = state.fork()
+    fork.append(3)
+    state.append(2)
+    fork.processors[0].apply(torch.zeros(4))
+    assert fork.processors[0].process.seen == [[1], [1, 3]]
+    assert state.processors[0].process.seen == [[1]]
+    assert state.processors[0].row.token_ids == [1, 2]

@@ -1,0 +1,64 @@
+import math
+from typing import Any
+
+import pytest
+
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.sampling.sampling_params import MIN_TEMPERATURE, SamplingParams
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n", [0, -1, 129, HUGE]),
+        ("temperature", [-0.1, 2.1, math.nan, math.inf, HUGE]),
+        ("top_p", [0, -1, 1.01, math.nan, HUGE]),
+        ("top_k", [-2]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("presence_penalty", [-2.1, 2.1, math.nan, -HUGE]),
+        ("frequency_penalty", [-2.1, 2.1, math.inf]),
+        ("repetition_penalty", [0, -1, 1e-300, 101, math.nan, HUGE]),
+        ("seed", [2**63, -(2**63) - 1]),
+        ("max_tokens", [-1]),
+        ("min_tokens", [-1]),
+        ("stop", [("",)]),
+        ("bad_words", [("x", "")]),
+        ("logprobs", [-1, 21]),
+        ("prompt_logprobs", [-1, 21]),
+        ("logit_bias", [{1: math.nan}, {1: math.inf}, {1: HUGE}]),
+        ("thinking_token_budget", [-1]),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest, match=f"`{name}` must be") as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
+
+
+def test_min_tokens_beyond_max_tokens_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at most max_tokens"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+    SamplingParams(max_tokens=3, min_tokens=3)
+
+
+def test_tiny_temperature_is_raised_and_none_is_greedy() -> None:
+    assert SamplingParams(temperature=1e-9).temperature == MIN_TEMPERATURE
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(top_k=1).is_greedy
+    assert not SamplingParams(top_k=-1).is_greedy
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("token_id", [-1, 100])
+def test_token_ids_outside_the_vocabulary_are_refused_by_name(name: str, token_id: int) -> None:
+    ids: Any = {token_id: 1.0} if name == "logit_bias" else (5, token_id)
+    with pytest.raises(InvalidRequest, match=f"`{name}` holds token id {token_id}, outside the vocabulary of 100 tokens") as caught:
+        SamplingParams(**{name: ids}).check_token_ids(100)
+    assert caught.value.param == name
+
+
+def test_token_ids_inside_the_vocabulary_pass() -> None:
+    SamplingParams(stop_token_ids=(0, 99), allowed_token_ids=(0, 99), logit_bias={0: 1.0, 99: -1.0}).check_token_ids(100)

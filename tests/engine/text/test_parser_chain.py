@@ -1,0 +1,72 @@
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallStart
+from penstock.engine.text.parser_chain import ParserChain
+from penstock.engine.turn import Turn
+from penstock.plugins.reasoning.qwen3 import qwen3
+from penstock.plugins.tools.hermes import Hermes
+from penstock.testing import check_parser, merged
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>")
+ANSWER = '<think>Use f.</think>\n\nWait.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def reasoning_then_tools(turn: Turn) -> ParserChain:
+    return ParserChain([qwen3(turn), Hermes(turn)])
+
+
+def test_without_parsers_everything_is_text() -> None:
+    chain = ParserChain([])
+    assert chain.feed("a") == [Text("a")]
+    assert chain.feed("") == []
+    assert chain.finish() == []
+
+
+def test_an_added_token_stays_one() -> None:
+    event = reasoning_then_tools(Turn()).feed(SpecialText("<x>", is_hidden=False))[0]
+    assert isinstance(event, Text)
+    assert isinstance(event.text, SpecialText)
+    assert not event.text.is_hidden
+
+
+def test_a_chain_keeps_the_promises_of_its_parsers() -> None:
+    samples = [ANSWER, "why<tool_call>{}</tool_call>", "a", '<think><tool_call>{"name": "f"}']
+    check_parser(reasoning_then_tools, samples, markers=MARKERS, max_examples=40)
+
+
+def test_each_parser_reads_only_the_content_of_the_one_before() -> None:
+    chain = reasoning_then_tools(Turn(tool_choice="auto"))
+    events = merged([*chain.feed('<think>not a <tool_cal</think>l>, but this is: <tool_call>{"name": "f"}'), *chain.finish()])
+    assert events[:2] == [Reasoning("not a <tool_cal"), Text("l>, but this is: ")]
+    assert isinstance(events[2], ToolCallStart)
+
+
+class Letters:
+    """Holds everything back until the end."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held: list[str] = []
+
+    def feed(self, text: str) -> Iterable[Event]:
+        self.held.append(text)
+        return []
+
+    def finish(self) -> Iterable[Event]:
+        return [Text("".join(self.held) + self.name)]
+
+
+def test_what_one_parser_gives_back_at_the_end_is_read_by_the_next() -> None:
+    chain = ParserChain([Letters("1"), Letters("2"), Letters("3")])
+    assert chain.feed("a") == []
+    assert chain.finish() == [Text("a123")]
+
+
+@given(st.text(max_size=20))
+def test_a_chain_of_one_is_the_parser_itself(text: str) -> None:
+    turn = Turn(tool_choice="auto")
+    chain, parser = ParserChain([Hermes(turn)]), Hermes(turn)
+    assert [*chain.feed(text), *chain.finish()] == [*parser.feed(text), *parser.finish()]

@@ -1,0 +1,242 @@
+"""Calls in Gemma's notation: `gemma4` and `functiongemma`."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.hooks import ToolParserFactory
+from penstock.engine.tool_format import CallableTool
+from penstock.engine.turn import Turn
+from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
+from penstock.plugins.tools.functiongemma import FunctionGemma
+from penstock.plugins.tools.gemma4 import Gemma4
+from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
+from penstock.testing.tool_format_check import SAMPLE_TOOLS
+
+Q = '<|"|>'
+MARKERS = ("<|tool_call>", "<tool_call|>", Q)
+SAMPLES = [
+    f"Look: <|tool_call>call:f{{k:{Q}a<b, {{c}}{Q},n:42,l:[true,{Q}x{Q}],o:{{{Q}3{Q}:null}}}}<tool_call|>"
+    "\n<|tool_call>call:g{}<tool_call|>!",
+    f"<|tool_call>call:f{{k:{Q}cut",
+    "<|tool_call>calls:f{}<tool_call|> <|tool_call>call:<tool_call|>",
+    "<|tool_call>call:f{k:a b,[:x<tool_call|>",
+]
+PROPERTIES = {
+    "zip": {"type": "string"},
+    "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "place": {"type": "object", "properties": {"lat": {"type": "number"}, "name": {"type": "string"}}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES, "required": ["zip"]}}}
+]
+AUTO = Turn(tool_choice="auto")
+TYPED = Turn(tool_choice="auto", tools=TOOLS)
+
+
+def calls(events: list[Event]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            found.append((event.name, ""))
+        elif isinstance(event, ToolCallArguments):
+            found[event.index] = (found[event.index][0], found[event.index][1] + event.fragment)
+    return [(name, json.loads(arguments)) for name, arguments in found]
+
+
+def arguments_of(written: str, turn: Turn = AUTO) -> Any:
+    ((name, arguments),) = calls(read(Gemma4(turn), list(f"<|tool_call>call:f{{{written}}}<tool_call|>")))
+    assert name == "f"
+    return arguments
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "none"])
+def test_any_cut_and_any_stop_give_the_same_answer(tool_choice: str) -> None:
+    samples = SAMPLES if tool_choice == "auto" else SAMPLES[:1]
+    check_parser(Gemma4, samples, markers=MARKERS, turn=Turn(tool_choice=tool_choice, tools=TOOLS), max_examples=15)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("", {}),
+        ("  ", {}),
+        (f"location:{Q}Paris, France{Q}", {"location": "Paris, France"}),
+        (f"location:{Q}San Francisco{Q},unit:{Q}celsius{Q}", {"location": "San Francisco", "unit": "celsius"}),
+        (
+            "count:42,left:108.,flag:true,none:null,neg:-1.5e3",
+            {"count": 42, "left": 108.0, "flag": True, "none": None, "neg": -1500.0},
+        ),
+        (f"nested:{{inner:{Q}value{Q}}},list:[{Q}a{Q},{Q}b]{Q}]", {"nested": {"inner": "value"}, "list": ["a", "b]"]}),
+        (f"outer:{{inner:{{{Q}3{Q}:{Q}new text{Q}}}}}", {"outer": {"inner": {"3": "new text"}}}),
+        ("items:[42,true,3.14,[],{}],b:[]", {"items": [42, True, 3.14, [], {}], "b": []}),
+        ("key:", {"key": ""}),
+        ("city:New York , n:1", {"city": "New York", "n": 1}),
+        (f'html:{Q}<a href="x">\n\\{Q}', {"html": '<a href="x">\n\\'}),
+    ],
+)
+def test_values_become_json(written: str, arguments: Any) -> None:
+    assert arguments_of(written) == arguments
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("zip:94103", {"zip": "94103"}),
+        (f"zip:{Q}94103{Q}", {"zip": "94103"}),
+        (f"count:{Q}42{Q}", {"count": 42}),
+        ("count:null", {"count": None}),
+        (f"tags:[1,{Q}2{Q}]", {"tags": ["1", "2"]}),
+        (f"place:{{lat:{Q}1.5{Q},name:7}}", {"place": {"lat": 1.5, "name": "7"}}),
+        (f"other:{Q}42{Q},more:42", {"other": "42", "more": 42}),
+    ],
+)
+def test_values_are_coerced_by_the_schema(written: str, arguments: Any) -> None:
+    assert arguments_of(written, TYPED) == arguments
+
+
+@pytest.mark.parametrize("name", ["get-weather", "weather.get", "get_weather"])
+def test_names_may_have_marks_in_them(name: str) -> None:
+    assert calls(read(Gemma4(AUTO), [f"<|tool_call>call:{name}{{}}<tool_call|>"])) == [(name, {})]
+
+
+def test_the_word_before_the_name_may_be_missing() -> None:
+    assert calls(read(Gemma4(AUTO), ["<|tool_call>:f{n:42}<tool_call|>"])) == [("f", {"n": 42})]
+
+
+def test_text_and_calls_may_alternate() -> None:
+    events = read(Gemma4(AUTO), list(SAMPLES[0]))
+    assert [name for name, _ in calls(events)] == ["f", "g"]
+    assert [event for event in events if isinstance(event, Text)] == [Text("Look: "), Text("!")]
+
+
+def test_strings_stream_character_by_character() -> None:
+    parser = Gemma4(AUTO)
+    parser.feed("<|tool_call>call:f{k:")
+    parser.feed(Q)
+    assert [parser.feed(char) for char in 'a"'] == [[ToolCallArguments(0, '"a')], [ToolCallArguments(0, '\\"')]]
+
+
+@pytest.mark.parametrize(
+    ("cut", "arguments"),
+    [(f"k:{Q}London", {"k": "London"}), ("k:[1,2", {"k": [1, 2]}), (f"a:1,k:{{b:{Q}", {"a": 1, "k": {"b": ""}}), ("a:1,k", {"a": 1})],
+)
+@pytest.mark.parametrize("end", ["", SpecialText("<tool_call|>")])
+def test_a_call_that_is_cut_is_closed(cut: str, arguments: Any, end: str) -> None:
+    turn = Turn(tool_choice="auto", added_tokens=frozenset({"<tool_call|>"}))
+    assert calls(read(Gemma4(turn), [f"<|tool_call>call:f{{{cut}", end])) == [("f", arguments)]
+
+
+@pytest.mark.parametrize("text", ["<|tool_call>call f{}<tool_call|>", "<|tool_call>{}", "<|tool_call>call:f", "call:f{}<tool_call|>"])
+def test_what_is_no_call_is_text(text: str) -> None:
+    assert read(Gemma4(AUTO), list(text)) == [Text(text)]
+
+
+def test_a_quoted_call_calls_nothing_where_the_markers_are_tokens() -> None:
+    assert read(Gemma4(Turn(tool_choice="auto", added_tokens=frozenset(MARKERS))), [SAMPLES[0]]) == [Text(SAMPLES[0])]
+
+
+FUNCTION_MARKERS = ("<start_function_call>", "<end_function_call>", "<escape>")
+
+
+def test_functiongemma_keeps_its_promises() -> None:
+    check_parser(
+        FunctionGemma,
+        ["<start_function_call>call:f{a:<escape>x<escape>,n:<escape>42<escape>}<end_function_call>b"],
+        markers=FUNCTION_MARKERS,
+        max_examples=15,
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "turn", "arguments"),
+    [
+        ("city:<escape>Tokyo<escape>,country:<escape>Japan<escape>", AUTO, {"city": "Tokyo", "country": "Japan"}),
+        ("city:<escape>NYC<escape>unit:<escape>celsius<escape>", AUTO, {"city": "NYC", "unit": "celsius"}),
+        (
+            "\n\nquery:<escape>python<escape>\n,\nlimit:<escape>10<escape>,on:<escape>true<escape>\n",
+            AUTO,
+            {"query": "python", "limit": 10, "on": True},
+        ),
+        ("zip:<escape>10<escape>,count:<escape>10<escape>", TYPED, {"zip": "10", "count": 10}),
+        ("a:1,b:{c:<escape>d<escape>}", AUTO, {"a": 1, "b": {"c": "d"}}),
+    ],
+)
+def test_functiongemma_has_all_values_between_delimiters(written: str, turn: Turn, arguments: Any) -> None:
+    text = f"<start_function_call>call:f{{{written}}}<end_function_call>"
+    assert calls(read(FunctionGemma(turn), list(text))) == [("f", arguments)]
+
+
+class Typed:
+    """FunctionGemma as it is served: with the schemas of the tools, without which strings cannot be told from numbers."""
+
+    tool_format = FunctionGemma.tool_format
+
+    def __init__(self, turn: Turn) -> None:
+        tools = [{"function": {"name": name, "parameters": schema}} for name, schema in SAMPLE_TOOLS.items()]
+        parser = FunctionGemma(replace(turn, tools=tools))
+        self.feed, self.finish = parser.feed, parser.finish
+
+
+@pytest.mark.parametrize(("factory", "markers"), [(Gemma4, MARKERS), (Typed, FUNCTION_MARKERS)])
+def test_what_the_format_allows_is_read_as_calls(factory: ToolParserFactory, markers: tuple[str, ...]) -> None:
+    check_tool_format(factory, markers=markers, num_walks=2)
+
+
+def callable_tool(schema: Any, *, is_lenient: bool = False) -> CallableTool:
+    return CallableTool("f", GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "tools[0]", is_lenient=is_lenient))
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "a": {"anyOf": [{"$ref": "#/$defs/text"}, {"type": "array", "items": {"type": "integer"}, "maxItems": 2}]},
+        "b": {"type": ["object", "null"], "properties": {"c": {"enum": ["x y", 1, None]}}, "required": ["c"]},
+    },
+    "required": ["b"],
+    "$defs": {"text": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "is_allowed"),
+    [
+        ("b:null", True),
+        (f"a:{Q}any, {{text}}{Q},b:{{c:{Q}x y{Q}}}", True),
+        ("a:[1,2],b:{c:1}", True),
+        ("a:[],b:{c:null}", True),
+        ("a:[1,2,3],b:null", False),
+        ("a:[1]", False),
+        ("b:{}", False),
+        ("a:1,b:null", False),
+        ("b:null,a:[]", False),
+    ],
+)
+def test_grammars_follow_the_schema(written: str, is_allowed: bool) -> None:
+    vocabulary = byte_vocabulary(MARKERS)
+    structure = Gemma4.tool_format.calls([callable_tool(NESTED)], is_single=True)
+    grammar = LlguidanceBackend(vocabulary).compile(GrammarSpec(GrammarKind.STRUCTURE, "", structure=structure))
+    assert accepts(grammar.matcher(), vocabulary, split_pieces(f"call:f{{{written}}}<tool_call|>", vocabulary)) == is_allowed
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"a": {"type": "string", "pattern": "x"}}}, {"properties": {}, "minProperties": 1}])
+def test_what_the_notation_cannot_be_held_to_is_refused_where_it_is_strict(schema: Any) -> None:
+    Gemma4.tool_format.calls([callable_tool(schema, is_lenient=True)], is_single=True)
+    with pytest.raises(UnsupportedGrammar):
+        Gemma4.tool_format.calls([callable_tool(schema)], is_single=True)
+
+
+SELF_REFERENCES = {"properties": {name: {"$ref": "#"} for name in "abcdefgh"}}
+
+
+@pytest.mark.parametrize("schema", [SELF_REFERENCES, {"properties": {"a:b": {}}}, {"properties": {"a": {"enum": []}}}, {"required": 1}])
+def test_what_the_notation_has_no_way_to_write_is_refused(schema: Any) -> None:
+    with pytest.raises(UnsupportedGrammar):
+        Gemma4.tool_format.calls([callable_tool(schema, is_lenient=True)], is_single=True)
