@@ -115,14 +115,15 @@ def times(value: float | None) -> str:
 
 
 def constraints() -> Iterator[str]:
-    names = ["structured.json", "structured-records.json"]
+    names = [f"structured{schema}{speculation}.json" for schema in ("", "-records") for speculation in ("", "-no-speculation")]
     results = {name: read(name) for name in names if (RESULTS / name).exists()}
     yield table(
-        ["schema", "one on every request", "another one on every request", "measured"],
+        ["schema", "one on every request", "another one on every request", "rounds", "measured"],
         (
             [
-                f"`{result['schema']}`",
+                f"`{result['schema']}`" + (", no speculation" if "no-speculation" in name else ""),
                 *(f"{result['ratios_to_free'][key]['median']:.1%}" for key in ("schema", "distinct")),
+                str(len(result["ratios_to_free"]["schema"]["rounds"])),
                 origin(name, result)[:-1],
             ]
             for name, result in results.items()

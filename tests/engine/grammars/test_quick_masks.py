@@ -289,7 +289,7 @@ def test_a_grammar_that_fails_at_what_it_forbids_is_shown_only_what_its_masks_le
     for seed in range(10):
         for rows_for_weights in (None, 1000.0):
             core = make_core(undecided, rows_for_weights=rows_for_weights)
-            deltas = generate(core, make_request(grammar=quick(lambda seed=seed: Strict(seed, forces=False)), max_tokens=25))  # type: ignore[misc]
+            deltas = generate(core, make_request(grammar=quick(lambda seed=seed: Strict(seed, forces=False)), max_tokens=25))
             plain = make_request(grammar=Grammar(lambda seed=seed: Walk(seed, forces=False)), max_tokens=25)  # type: ignore[misc]
             assert tokens(deltas) == tokens(generate(make_core(undecided), plain))
             assert deltas[-1].error is None
