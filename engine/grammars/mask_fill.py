@@ -23,6 +23,7 @@ class MaskFill:
     The other rows say what may follow the tokens of the draft, as far as the grammar lets these pass and there is time.
     It is run by whoever takes it, and nobody else touches the gate's matcher until `is_done`, which is set last. `error` says why there
     is no result. `is_apart` says that the grammar is slow: no step waits for it, and whether it is finished is found out here as well.
+    `is_counted` is whoever counts the quick ones to set: one that comes between sampling and a step's end is seen in the next step again.
     `on_done` is called at the end, in the thread that ran it, where it was set before `is_done` was.
     """
 
@@ -38,6 +39,7 @@ class MaskFill:
         "address",
         "forced",
         "is_apart",
+        "is_counted",
         "is_done",
         "is_finished",
         "on_done",
@@ -59,6 +61,7 @@ class MaskFill:
         self.row_W = rows_DW[0]
         self.address = self.row_W.data_ptr()
         self.is_apart = is_apart
+        self.is_counted = False
         self.forced: list[int] = []
         self.seconds = 0.0
         self.is_finished = False

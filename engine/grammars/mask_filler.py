@@ -120,7 +120,8 @@ class MaskFiller:
             is_left_behind = is_left_behind or (is_late and not fill.is_apart)
             if is_late or fill.seconds > SLOW:
                 sequence.num_masks_apart = NUM_MASKS_APART
-            elif sequence.num_masks_apart:
+            elif sequence.num_masks_apart and not fill.is_counted:
+                fill.is_counted = True
                 sequence.num_masks_apart -= 1
         self._under_way.clear()
         if is_left_behind:
