@@ -177,37 +177,36 @@ def add_model_choice(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model (default: never)")
 
 
-def add_plugin_choice(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="NAME|MODULE|FILE.py",
-        help="load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable. auto, the default: parsers that "
-        "are not named are those that the model's own chat template and vocabulary show; none: there are no others",
-    )
+def add_plugin_choice(group: argparse._ArgumentGroup, help: str) -> None:
+    group.add_argument("--plugin", action="append", default=[], metavar="NAME|MODULE|FILE.py", help=help)
     group.add_argument("--without", action="append", default=[], metavar="NAME", help="do not load this plug-in; repeatable")
 
 
-def add_parser_choice(group: argparse._ArgumentGroup, default: str) -> None:
-    """`auto` where there is a model that can decide."""
-    options = "NAME" + "|auto" * (default == "auto") + "|none"
-    group.add_argument(
-        "--reasoning-parser", metavar=options, default=default, help="how the model writes its reasoning (default: %(default)s)"
-    )
+def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> None:
+    """What selects parsers. Where no model can decide, one that no flag names is None."""
+    meaning = "load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable"
+    if has_model:
+        meaning += (
+            ". auto, the default: parsers that are not named are those that the model's own chat template and vocabulary show; "
+            "none: there are no others"
+        )
+    add_plugin_choice(group, meaning)
+    options = "NAME|auto|none" if has_model else "NAME|none"
+    default = "auto" if has_model else None
+    default_help = "default: auto" if has_model else "default: the one that --plugin names, or none"
+    group.add_argument("--reasoning-parser", metavar=options, default=default, help=f"how the model writes its reasoning ({default_help})")
     group.add_argument(
         "--tool-parser",
         "--tool-call-parser",
         metavar=options,
         default=default,
-        help="how the model writes tool calls (default: %(default)s)",
+        help=f"how the model writes tool calls ({default_help})",
     )
 
 
 def _add_format_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("formats and plug-ins")
-    add_plugin_choice(group)
-    add_parser_choice(group, "auto")
+    add_parser_choice(group, has_model=True)
     group.add_argument("--chat-template", metavar="FILE|NAME", help="a Jinja file, or one of: think, chatml (default: the model's own)")
     group.add_argument(
         "--thinking-token-budget",

@@ -114,7 +114,7 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     fallback.add_argument("--lenient", dest="strict", action="store_false", help="the default: try leniently what is refused exactly")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_model_choice(parser.add_argument_group("model"))
-    add_plugin_choice(parser.add_argument_group("plug-ins"))
+    add_plugin_choice(parser.add_argument_group("plug-ins"), "load a plug-in and ask its grammar backends too; repeatable")
     parser.set_defaults(strict=False)
 
 

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
-from penstock.arguments import CommandParser, add_parser_choice, add_plugin_choice, integer
+from penstock.arguments import CommandParser, add_parser_choice, integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParseArguments:
-    """What the command line said. `prompt_tail` is None for the usual one of the reasoning parser's family."""
+    """What the command line said. `prompt_tail` is None for the usual one of the reasoning parser's family.
+
+    A parser that is not named is `auto`, which is the one that `--plugin` names, as there is no model to decide.
+    """
 
     path: str
     plugins: tuple[str, ...]
@@ -56,8 +59,7 @@ def build_parse_parser() -> CommandParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--jsonl", action="store_true", help="read one JSON object a line, and print one for each")
     group = parser.add_argument_group("plug-ins")
-    add_parser_choice(group, "none")
-    add_plugin_choice(group)
+    add_parser_choice(group, has_model=False)
     return parser
 
 
@@ -65,14 +67,14 @@ def parse_parse_arguments(argv: list[str]) -> ParseArguments:
     """Of what follows `penstock parse`. Exits with code 2 for what cannot be read, and with 0 after help."""
     parser = build_parse_parser()
     given = parser.parse_args(argv)
-    if "auto" in (given.reasoning_parser, given.tool_parser):
+    if "auto" in (given.reasoning_parser, given.tool_parser, *given.plugin):
         parser.error("auto needs a model's files: name the parsers")
     return ParseArguments(
         path=given.file,
         plugins=tuple(given.plugin),
         without=tuple(given.without),
-        reasoning_parser=given.reasoning_parser,
-        tool_parser=given.tool_parser,
+        reasoning_parser=given.reasoning_parser or "auto",
+        tool_parser=given.tool_parser or "auto",
         tools_path=given.tools,
         prompt_tail=given.prompt_tail,
         response_template_path=given.response_template,

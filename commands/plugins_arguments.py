@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.arguments import CommandParser, add_parser_choice, add_plugin_choice
+from penstock.arguments import CommandParser, add_parser_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,7 @@ def build_plugins_parser() -> CommandParser:
     )
     parser.add_argument("--markdown", action="store_true", help="print the page docs/parsers.md: every parser with what it reads")
     group = parser.add_argument_group("plug-ins")
-    add_plugin_choice(group)
-    add_parser_choice(group, "auto")
+    add_parser_choice(group, has_model=True)
     return parser
 
 

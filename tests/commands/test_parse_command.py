@@ -68,6 +68,20 @@ def test_flags_and_files_say_how_a_text_is_read(give: Any, capsys: pytest.Captur
     assert call == {"id": call["id"], "name": "f", "arguments": '{"x": 1}'}
 
 
+def test_a_plugin_of_ones_own_is_selected_as_in_serving(give: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "thoughts.py").write_text(
+        "from penstock import hookimpl\n"
+        "from penstock.plugins.think_tags import ThinkTags\n\n\n"
+        "@hookimpl\n"
+        "def register_reasoning_parsers(register):\n"
+        "    register('thoughts', lambda turn: ThinkTags(turn.phase('[T]', '[/T]'), starts=['[T]'], ends=['[/T]']))\n"
+    )
+    give(f"[T]why[/T]because {CALL}")
+    assert main(["parse", "--json", "--plugin", str(tmp_path / "thoughts.py"), "--plugin", "hermes"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["reasoning_content"], answer["content"], len(answer["tool_calls"])) == ("why", "because ", 1)
+
+
 def test_each_line_says_how_it_is_read(give: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         {"text": "why</think>because", "reasoning_parser": "deepseek_r1", "prompt_tail": "", "note": "other keys are ignored"},
@@ -165,9 +179,10 @@ def test_a_file_without_a_template_is_refused(capsys: pytest.CaptureFixture[str]
     assert "holds no response template" in capsys.readouterr().err
 
 
-def test_auto_has_no_model_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--tool-parser", "--plugin"])
+def test_auto_has_no_model_to_look_at(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     with pytest.raises(SystemExit):
-        main(["parse", "--tool-parser", "auto"])
+        main(["parse", flag, "auto"])
     assert "name the parsers" in capsys.readouterr().err
 
 
