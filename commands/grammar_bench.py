@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.api.constraints.backend_choice import ALIASES
 from penstock.engine.errors import ConfigurationError, GenerationFailed, QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
@@ -91,10 +92,12 @@ class GrammarBench:
         self._watched = {name: _Watched(name, factory, lambda: self._attempts) for name, factory in factories.items()}
         self._compiler = GrammarCompiler(self._watched, tokenizer, vocab_size, stop_token_ids)
 
-    def check_backend(self, name: str | None) -> None:
-        """Raises `ConfigurationError` where no backend has this name."""
+    def backend_named(self, name: str | None) -> str | None:
+        """The backend of this name, which may be vLLM's as in a request. Raises `ConfigurationError` where there is none."""
         if name is None or name in self.backend_names:
-            return
+            return name
+        if (known := ALIASES.get(name)) in self.backend_names:
+            return known
         near = difflib.get_close_matches(name, self.backend_names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are auto, {', '.join(self.backend_names)}"
         raise ConfigurationError(f"--backend {name}: no grammar backend of that name is loaded; {hint}")

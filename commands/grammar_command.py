@@ -29,7 +29,7 @@ def run_grammar_command(arguments: GrammarArguments, plugins: Plugins) -> int:
 def check_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
     spec = read_spec(file, arguments)
     with grammar_bench(arguments, plugins) as bench:
-        checked = asyncio.run(check(bench, spec, arguments.backend, is_strict=arguments.is_strict))
+        checked = asyncio.run(check(bench, spec, bench.backend_named(arguments.backend), is_strict=arguments.is_strict))
     about = {"file": arguments.path, "kind": spec.kind.value, "model": model_name(arguments.model)}
     if arguments.is_json:
         print(json.dumps(check_as_json(checked, about), ensure_ascii=False))
@@ -40,11 +40,12 @@ def check_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) ->
 
 def test_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
     with grammar_bench(arguments, plugins) as bench:
-        trial = asyncio.run(run_trial(bench, file, arguments.backend, is_strict=arguments.is_strict, limit=arguments.limit))
+        backend = bench.backend_named(arguments.backend)
+        trial = asyncio.run(run_trial(bench, file, backend, is_strict=arguments.is_strict, limit=arguments.limit))
     about = {
         "file": arguments.path,
         "model": model_name(arguments.model),
-        "backend": arguments.backend or "auto",
+        "backend": backend or "auto",
         "is_strict": arguments.is_strict,
     }
     if arguments.is_json:
@@ -81,7 +82,6 @@ def grammar_bench(arguments: GrammarArguments, plugins: Plugins) -> Iterator[Gra
     tokenizer = Tokenizer.load(directory, arguments.trust_remote_code)
     tokens = read_answer_tokens(directory, tokenizer, arguments.trust_remote_code)
     bench = GrammarBench(plugins.grammar_backends, tokenizer, tokens.vocab_size, tokens.stop_token_ids)
-    bench.check_backend(arguments.backend)
     try:
         yield bench
     finally:

@@ -304,8 +304,15 @@ def test_a_named_backend_is_the_only_one_asked() -> None:
 
 def test_an_unknown_backend_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="did you mean lists"):
-        bench().check_backend("list")
-    bench().check_backend(None)
+        bench().backend_named("list")
+    assert bench().backend_named(None) is None
+
+
+def test_a_backend_may_have_the_name_that_it_has_in_requests_to_vllm() -> None:
+    backends = bench(outlines_core=ListBackend)
+    assert [backends.backend_named(name) for name in ("outlines", "outlines_core")] == ["outlines_core"] * 2
+    with pytest.raises(ConfigurationError, match="--backend guidance"):
+        backends.backend_named("guidance")
 
 
 def test_a_backend_that_breaks_down_is_a_refusal() -> None:
