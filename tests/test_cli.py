@@ -177,8 +177,9 @@ def test_help_does_not_wait_for_torch() -> None:
     assert not {"torch", "transformers", "aiohttp", "jinja2"} & loaded
 
 
-def test_the_server_file_runs_by_its_path() -> None:
-    shown = subprocess.run([sys.executable, "server.py", "--version"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+@pytest.mark.parametrize("started_as", [["server.py"], ["-m", "penstock"]])
+def test_the_server_file_and_the_package_run_by_their_names(started_as: list[str]) -> None:
+    shown = subprocess.run([sys.executable, *started_as, "--version"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert re.fullmatch(r"penstock \d+\.\d+\.\d+\n", shown)
 
 
