@@ -133,7 +133,7 @@ inline void activate(BFloat16* out, const BFloat16* gate_up, int64_t size) {
 template <typename Function>
 inline void for_rows(int64_t num_rows, const Function& function) {
     if (num_rows >= MIN_PARALLEL_ROWS) return parallel_for(num_rows, function);
-    for (int64_t t = 0; t < num_rows; ++t) function(t);
+    serial_for(num_rows, function);
 }
 
 // What one step needs room for.

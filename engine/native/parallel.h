@@ -24,6 +24,12 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__clang__)
+#define PENSTOCK_APART __attribute__((noinline))
+#else
+#define PENSTOCK_APART __attribute__((noipa))
+#endif
+
 namespace {
 
 inline void pause() {
@@ -146,10 +152,23 @@ class Pool {
     std::atomic<int> num_asleep_{0};
 };
 
+// One turn of a loop, in machine code of its own wherever the loop stands. Compiled into several loops, the same sums might be added up in
+// another order in each, and what a row gives would depend on how many rows there are.
+template <typename Function>
+PENSTOCK_APART void turn(const void* function, int64_t i) {
+    (*static_cast<const Function*>(function))(i);
+}
+
 // function(i) for each i below `count`.
 template <typename Function>
 inline void parallel_for(int64_t count, const Function& function) {
-    Pool::instance().run(count, [](const void* context, int64_t i) { (*static_cast<const Function*>(context))(i); }, &function);
+    Pool::instance().run(count, &turn<Function>, &function);
+}
+
+// The same in this thread alone.
+template <typename Function>
+inline void serial_for(int64_t count, const Function& function) {
+    for (int64_t i = 0; i < count; ++i) turn<Function>(&function, i);
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
         }
     };
     if (num_rows <= ROWS_ALONE) {
-        for (int64_t row = 0; row < num_rows; ++row) quantize(row);
+        serial_for(num_rows, quantize);
     } else {
         parallel_for(num_rows, quantize);
     }

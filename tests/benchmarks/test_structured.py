@@ -72,5 +72,5 @@ def test_a_file_is_tried_with_each_backend(default_model_dir: Path, tmp_path: Pa
 
 def test_an_unknown_backend_is_an_error(default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "none.jsonl").touch()
-    assert structured.main(["grammars", str(tmp_path / "none.jsonl"), "--backend", "outlines"]) == 2
+    assert structured.main(["grammars", str(tmp_path / "none.jsonl"), "--backend", "outline"]) == 2
     assert "did you mean outlines_core?" in capsys.readouterr().err

@@ -1,11 +1,14 @@
 """A whole forward pass in native code: which models it takes, and that it says what their own code says."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.engine.build import load
+from penstock.engine.config import EngineConfig, QuantizationMode
 from penstock.engine.decoder import decoder_trial
 from penstock.engine.decoder.decoder_trial import install_native_decoder
 from penstock.engine.decoder.native_decoder import NativeDecoder
@@ -80,6 +83,21 @@ def test_a_sequence_says_the_same_in_whatever_company(name: str) -> None:
     for single, shared in zip(alone, run(core, PROMPTS, stagger=2, max_tokens=6), strict=True):
         assert shared.token_ids == single.token_ids
         torch.testing.assert_close(shared.logits_TV, single.logits_TV, rtol=0, atol=2e-2)
+    core.runner.shutdown()
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_a_sequence_is_computed_to_the_bit_alike_however_many_there_are(default_model_dir: Path, quantization: QuantizationMode) -> None:
+    """With a real model: in a tiny one, sums that are added up in another order seldom come to something else."""
+    loaded = load(default_model_dir, EngineConfig(quantization=quantization))
+    core = core_over(loaded, num_threads=2, enable_prefix_caching=False)
+    assert isinstance(loaded.model.forward, NativeDecoder)
+    prompt = list(range(100, 107))
+    (alone,) = run(core, [prompt], max_tokens=3, temperature=0.0)
+    for count in (2, 7, 8, 12):
+        for shared in run(core, [prompt] * count, max_tokens=3, temperature=0.0):
+            assert torch.equal(shared.logits_TV, alone.logits_TV)
     core.runner.shutdown()
 
 
