@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.api.constraints.backend_choice import ALIASES
+from penstock.api.constraints.backend_choice import known_backend
 from penstock.engine.errors import ConfigurationError, GenerationFailed, QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
@@ -94,9 +94,9 @@ class GrammarBench:
 
     def backend_named(self, name: str | None) -> str | None:
         """The backend of this name, which may be vLLM's as in a request. Raises `ConfigurationError` where there is none."""
-        if name is None or name in self.backend_names:
-            return name
-        if (known := ALIASES.get(name)) in self.backend_names:
+        if name is None:
+            return None
+        if (known := known_backend(name, self.backend_names)) is not None:
             return known
         near = difflib.get_close_matches(name, self.backend_names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are auto, {', '.join(self.backend_names)}"

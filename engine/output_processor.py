@@ -99,13 +99,14 @@ class OutputProcessor:
         """
         gate = sequence.gate
         assert gate is not None
-        is_taken = token_id is not None and not self._ends(sequence, token_id) and gate.advance_guess(sequence.answer, token_id)
+        is_refused = token_id is None or self._ends(sequence, token_id) or not gate.advance_guess(sequence.answer, token_id)
+        taken = None if is_refused else token_id
         if not gate.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that holds up nobody
-            gate.rollback(int(is_taken))
+            gate.rollback(int(taken is not None))
             sequence.num_masks_apart = 1
             self.scheduler.take_back(sequence)
-        elif token_id is not None and is_taken:
-            self._append(sequence, token_id, delta)
+        elif taken is not None:
+            self._append(sequence, taken, delta)
         elif (mask := self.masks.fill_at_once(sequence, self.vocab_size)).needs_no_sample:
             self.take_mask(sequence, delta, mask)
         else:

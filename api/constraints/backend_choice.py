@@ -1,6 +1,6 @@
 """Which grammar backend a request names, in vLLM's words or ours."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from penstock.api.common_protocol import GenerationFields
@@ -43,10 +43,15 @@ def chosen_backend(body: GenerationFields, known: Iterable[str]) -> str | None:
     if named is None or named.name == AUTO:
         return None
     names = list(known)
-    name = named.name if named.name in names else ALIASES.get(named.name, named.name)
-    if name not in names:
+    name = known_backend(named.name, names)
+    if name is None:
         raise InvalidRequest(f"no grammar backend {named.name[:100]!r}: there are {', '.join([AUTO, *names])}", named.param)
     return name
+
+
+def known_backend(name: str, known: Collection[str]) -> str | None:
+    """The one of the `known` backends that has this name, or had it in vLLM; None where there is none."""
+    return next((spelling for spelling in (name, ALIASES.get(name)) if spelling in known), None)
 
 
 def _parsed(text: str, param: str) -> NamedBackend:

@@ -106,9 +106,13 @@ class GrammarGate:
         try:
             return self.advance(answer, token_id)
         except Exception as error:  # a plug-in's code: what it fails at is sampled again under a mask, and ends its request then
-            logger.info("A grammar failed at a token that was only guessed: %s: %s", type(error).__name__, error)
-            self.may_look_ahead = False
+            self.stop_guessing(error)
             return False
+
+    def stop_guessing(self, error: Exception) -> None:
+        """The grammar failed at what may never be said: that ends nothing, but it is asked about no other guesses."""
+        logger.info("A grammar failed at a token that was only guessed, and is asked about no others: %s: %s", type(error).__name__, error)
+        self.may_look_ahead = False
 
     def advance_rest(self, token_ids: list[int]) -> bool:
         """Takes what the last token held beyond the end of the reasoning, as tokens of its own.

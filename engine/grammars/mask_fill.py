@@ -168,6 +168,5 @@ class MaskFill:
                 self._gate.fill_bitmask(self._answer, row_W)
                 self._num_filled += 1
         except Exception as error:
-            logger.info("A grammar failed at a draft, and is asked about no others: %s: %s", type(error).__name__, error)
-            self._gate.may_look_ahead = False
+            self._gate.stop_guessing(error)
         self._gate.rollback(num_taken)

@@ -22,7 +22,7 @@ class StopSequences:
     def append(self, token_id: int) -> None:
         assert self.match is None, "the output ended at a stop sequence"
         self._num_tokens += 1
-        self._lengths = [pattern.advance(length, token_id) for pattern, length in zip(self._patterns, self._lengths, strict=True)]
+        self._lengths = [pattern.advance(length, token_id) for pattern, length in self._progress()]
         if self._num_tokens >= self._min_tokens:
             complete = (pattern.sequence for pattern, length in self._progress() if length == len(pattern.sequence))
             self.match = max(complete, key=len, default=None)
