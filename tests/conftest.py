@@ -3,6 +3,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
+# settings take from the profile what they leave open.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("random", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile("ci")
 
 # The models of most tests are tiny, and threads only wait for one another: minutes of it where the machine has other work.
 # Set before torch is imported, and for servers that tests start.

@@ -97,7 +97,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
+TestPool.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 def test_the_least_recently_freed_goes_first_and_of_one_table_the_last_block() -> None:

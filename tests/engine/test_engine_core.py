@@ -59,7 +59,7 @@ def poisoned(poison: str | None) -> Answer:
 
 
 @given(prompt=st.lists(st.sampled_from(LETTERS), min_size=1, max_size=9), max_tokens=st.integers(1, 12))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_every_token_is_the_one_that_follows_from_those_before(prompt: list[int], max_tokens: int) -> None:
     core = make_core()
     deltas = generate(core, make_request(prompt=prompt, max_tokens=max_tokens))
@@ -178,7 +178,7 @@ def test_a_token_that_stops_counts_and_has_its_log_probability() -> None:
 
 
 @given(num_prompt=st.integers(1, 12), budget=st.integers(1, 9), n=st.integers(1, 3))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(num_prompt: int, budget: int, n: int) -> None:
     prompts = []
     for max_num_batched_tokens in (budget, 1000):

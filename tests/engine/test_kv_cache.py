@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -35,7 +35,6 @@ def test_block_bytes_are_what_a_block_takes() -> None:
 
 
 @given(sources=st.lists(st.integers(0, 4), max_size=5), targets=st.permutations(range(5)))
-@settings(deadline=None)
 def test_blocks_are_copied_as_they_were_before_any_copy(sources: list[int], targets: list[int]) -> None:
     cache, before = make_cache(), make_cache()
     copies = list(zip(sources, targets, strict=False))

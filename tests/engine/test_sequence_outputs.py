@@ -63,7 +63,7 @@ def assert_rows(outputs: dict[str, Tensor], names: tuple[str, ...], token_ids: l
     is_async=st.booleans(),
     fails_at=st.one_of(st.none(), st.integers(1, 20)),
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_rows_are_those_of_the_tokens_in_order_and_each_once(
     plan: list[Watched],
     block_size: int,

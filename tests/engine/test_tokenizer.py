@@ -75,7 +75,7 @@ def test_the_default_model_loads_whole(default_model_dir: Path) -> None:
 
 
 @given(text=st.text(max_size=50))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bytes_of_the_tokens_of_a_text_are_its_bytes(text: str) -> None:
     tokenizer = byte_level_tokenizer()
     token_ids = tokenizer.encode(text, add_special_tokens=False)

@@ -104,7 +104,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.lists(WORDS, max_size=8), TYPES, st.booleans())
 def test_a_value_that_arrives_in_pieces_is_the_same_as_a_whole_one(words: list[str], of: Types | None, is_json: bool) -> None:
     value = TextValue(of, is_json=is_json)

@@ -2,6 +2,7 @@
 
 Run as a file, so that it imports nothing of the server; importing xgrammar itself brings PyTorch and takes a second or two. It reads
 frames and answers each with one: first the vocabulary, then grammars. It ends with its input, and on its own when one takes too long.
+All limits are on CPU time, which a busy machine does not lengthen.
 """
 
 import os
@@ -11,7 +12,8 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
-NICENESS = 19  # a process of its own: nobody waits for a lock of its
+NICENESS = 19  # once it is up: a process of its own holds no lock that others wait for
+START_CPU_SECONDS = 120  # far more than any start takes: one that uses them up is broken
 MAX_ADDRESS_SPACE = 2 * 2**30  # beyond what the libraries take
 _HEADER = struct.Struct("<cQ")
 _TOKEN = struct.Struct("<H")
@@ -82,7 +84,7 @@ def _compile(compiler: Any, ebnf: str, max_bytes: int) -> bytes:
 
 
 def main() -> None:
-    os.nice(NICENESS)
+    _limit_cpu_time(START_CPU_SECONDS)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints does not get among the answers
     requests = sys.stdin.buffer
@@ -96,17 +98,25 @@ def main() -> None:
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     answers.write(pack(VOCABULARY, info.serialize_json().encode()))
     answers.flush()
+    _limit_cpu_time(None)
+    os.nice(NICENESS)
     limit = _address_space() + MAX_ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     while (request := _read(requests)) is not None:
-        # The default action ends the process, wherever it is: also when the server has died meanwhile.
-        signal.setitimer(signal.ITIMER_REAL, max_seconds + 1)
+        # The default action of SIGPROF ends the process, wherever it is: also when the server has died meanwhile.
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
         answer = _compile(compiler, request[1].decode(), max_bytes)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(answer)
         answers.flush()
         if answer[:1] == TOO_LARGE:
             return  # a process with a full heap is of no more use
+
+
+def _limit_cpu_time(seconds: int | None) -> None:
+    """Beyond it the system ends the process. None is no limit but the one it came with."""
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (most if seconds is None else min(seconds, most) if most >= 0 else seconds, most))
 
 
 def _address_space() -> int:

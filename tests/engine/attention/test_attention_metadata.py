@@ -1,5 +1,5 @@
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.attention.attention_metadata import AttentionMetadata
@@ -12,7 +12,6 @@ sequences = st.lists(
 
 
 @given(sequences, st.integers(0, 3))
-@settings(deadline=None)
 def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], num_padding: int) -> None:
     batch = sorted(batch, key=lambda sequence: sequence[0])
     query_lens = [new for new, _, _ in batch]

@@ -49,7 +49,7 @@ def plainly(scores_V: Tensor, num_candidates: int) -> Pairs:
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-2.0, 3.0])),
     bfloat16=st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_candidates_are_the_best_log_probabilities_among_those_allowed(
     seed: int, num_candidates: int, temperature: float, legal: frozenset[int] | None, bias: dict[int, float], bfloat16: bool
 ) -> None:

@@ -105,7 +105,7 @@ DAMAGES: dict[str, Callable[[bytes, int], bytes]] = {
 }
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(sorted(DAMAGES)), place=st.integers(0, 7999))
 def test_whatever_byte_is_wrong_a_header_is_refused_or_read(whole: Path, tmp_path: Path, kind: str, place: int) -> None:
     path = tmp_path / "damaged.gguf"

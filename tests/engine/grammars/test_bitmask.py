@@ -2,7 +2,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.grammars.bitmask import allocate_bitmask, apply_bitmask, apply_bitmask_with_torch, num_words
@@ -17,7 +17,6 @@ def packed(allowed: list[set[int]], width: int) -> torch.Tensor:
     return mask_BW
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_exactly_the_tokens_whose_bits_are_set_keep_their_logits(vocab_size: int, batch_size: int, rng: random.Random) -> None:
     allowed = [set(rng.sample(range(vocab_size), rng.randint(0, vocab_size))) for _ in range(batch_size)]
@@ -57,7 +56,6 @@ def test_a_view_of_the_logits_is_masked_in_place() -> None:
     assert logits_BV[:, 40:].isfinite().all()
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 10), st.integers(0, 2), st.integers(0, 2**32))
 def test_the_kernel_and_torch_mask_alike(vocab_size: int, num_words: int, num_others: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

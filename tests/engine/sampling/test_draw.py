@@ -17,7 +17,7 @@ def test_width_is_the_next_whole_number_of_blocks(vocab_size: int, width: int) -
     assert padded_width(vocab_size) == width
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.sampled_from([BLOCK, 4 * BLOCK]), st.integers(1, 5))
 def test_most_probable_is_the_first_of_the_greatest(seed: int, width: int, rows: int) -> None:
     logits_BV = torch.randint(-5, 5, (rows, width), generator=torch.Generator().manual_seed(seed)).float()
@@ -30,7 +30,7 @@ def test_most_probable_gives_a_place_of_nan() -> None:
     assert most_probable(logits_BV).tolist() == [700]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 5 * BLOCK - 1), min_size=1, max_size=4), st.sampled_from([1, 4, 1000]))
 def test_most_probable_k_are_the_tokens_at_least_as_great_as_the_kth(seed: int, ks: list[int], levels: int) -> None:
     generator = torch.Generator().manual_seed(seed)

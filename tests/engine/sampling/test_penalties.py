@@ -20,7 +20,7 @@ def counted(prompt: list[int], output: list[int]) -> TokenCounts:
     return counts
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(TOKENS, TOKENS)
 def test_counts_hold_every_token_once_with_its_occurrences_in_the_output(prompt: list[int], output: list[int]) -> None:
     counts = counted(prompt, output)
@@ -35,7 +35,7 @@ def test_counts_grow_beyond_their_first_capacity() -> None:
     assert counts.counts.tolist() == [1] * (3 * FIRST_CAPACITY)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(TOKENS, TOKENS, PENALTIES), min_size=1, max_size=4), st.integers(0, 1000))
 def test_penalties_equal_the_plain_formula_and_leave_other_rows_alone(
     sequences: list[tuple[list[int], list[int], Penalties]], seed: int

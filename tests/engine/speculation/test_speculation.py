@@ -131,7 +131,7 @@ def summary(deltas: list[SequenceDelta]) -> list[Any]:
     max_num_batched_tokens=st.sampled_from([8, 20, 200]),
     enable_prefix_caching=st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_an_answer_is_the_same_as_without_drafts(
     plan: list[dict[str, Any]], num_spare_blocks: int, block_size: int, max_num_batched_tokens: int, enable_prefix_caching: bool
 ) -> None:

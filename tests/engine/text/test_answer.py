@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -92,7 +92,6 @@ def cut_texts(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 
 @given(cut_text=cut_texts(), include=st.booleans(), skip=st.booleans())
-@settings(deadline=None)
 def test_any_cut_into_tokens_gives_the_same_answer(cut_text: tuple[str, list[int]], include: bool, skip: bool) -> None:
     text, token_ids = cut_text
     options: dict[str, Any] = {"stop": ["STOP", "OP\n"], "reasons": True, "calls": True, "include": include, "skip": skip}
@@ -102,7 +101,6 @@ def test_any_cut_into_tokens_gives_the_same_answer(cut_text: tuple[str, list[int
 
 
 @given(cut_text=cut_texts(), reasons=st.booleans(), data=st.data())
-@settings(deadline=None)
 def test_a_branch_reads_on_from_anywhere_to_the_same_end(cut_text: tuple[str, list[int]], reasons: bool, data: st.DataObject) -> None:
     token_ids = cut_text[1]
     place = data.draw(st.integers(0, len(token_ids)))
@@ -123,7 +121,6 @@ def test_a_branch_reads_on_from_anywhere_to_the_same_end(cut_text: tuple[str, li
 
 
 @given(cut_text=cut_texts(), data=st.data())
-@settings(deadline=None)
 def test_an_answer_that_stops_anywhere_loses_nothing(cut_text: tuple[str, list[int]], data: st.DataObject) -> None:
     token_ids = cut_text[1]
     token_ids = token_ids[: data.draw(st.integers(0, len(token_ids)))]
@@ -132,7 +129,6 @@ def test_an_answer_that_stops_anywhere_loses_nothing(cut_text: tuple[str, list[i
 
 
 @given(cut_text=cut_texts())
-@settings(deadline=None)
 def test_neighbours_of_one_kind_are_joined_and_plain(cut_text: tuple[str, list[int]]) -> None:
     answer = make_answer(["STOPS"], reasons=True, calls=True)
     for token_id in cut_text[1]:

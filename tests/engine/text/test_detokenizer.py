@@ -117,7 +117,7 @@ def units(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 @each_family
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pieces_add_up_to_what_decoding_everything_at_once_adds(family: str, data: st.DataObject) -> None:
     tokenizer = FAMILIES[family]()
     runs = data.draw(st.lists(units(tokenizer), max_size=30))
@@ -128,7 +128,7 @@ def test_pieces_add_up_to_what_decoding_everything_at_once_adds(family: str, dat
 
 @each_family
 @given(text=st.one_of(st.text(max_size=40), st.lists(st.sampled_from(TEXTS)).map(" ".join)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_of_encoded_text_add_up_wherever_it_is_cut(family: str, text: str) -> None:
     tokenizer = FAMILIES[family]()
     token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -137,7 +137,7 @@ def test_pieces_of_encoded_text_add_up_wherever_it_is_cut(family: str, text: str
 
 @pytest.mark.parametrize("family", ["byte_level_bpe", "sentencepiece_bpe"])
 @given(text=st.text(alphabet=st.sampled_from("a 🎉👩‍👧é你नम"), max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_character_over_several_tokens_comes_out_whole(family: str, text: str) -> None:
     tokenizer = FAMILIES[family]()
     pieces = pieces_of(tokenizer, tokenizer.encode(text, add_special_tokens=False))
@@ -146,7 +146,6 @@ def test_a_character_over_several_tokens_comes_out_whole(family: str, text: str)
 
 
 @given(data=st.binary(max_size=12), token_id=st.integers(1, 190))
-@settings(deadline=None)
 def test_byte_tokens_that_spell_no_utf8_keep_the_whole_characters_among_them(data: bytes, token_id: int) -> None:
     tokenizer = FAMILIES["sentencepiece_bpe"]()
     token_ids = [tokenizer.token_id(f"<0x{byte:02X}>") or 0 for byte in data]
@@ -203,7 +202,7 @@ def test_a_token_costs_the_same_however_long_the_answer_is(maker: Callable[[], T
 
 
 @given(text=st.text(max_size=60), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_default_model_reads_back_as_its_own_decoder_has_it(default_model_dir: Path, text: str, data: st.DataObject) -> None:
     tokenizer = load(default_model_dir)
     token_ids = tokenizer.encode(text, add_special_tokens=False) + data.draw(st.lists(st.integers(0, tokenizer.vocab_size), max_size=20))

@@ -20,7 +20,7 @@ def pondering(token_ids: Sequence[int]) -> int:
 
 
 @given(budget=st.integers(0, 12))
-@settings(deadline=None, max_examples=13)
+@settings(max_examples=13)
 def test_reasoning_is_closed_when_the_budget_is_spent_and_content_follows(budget: int) -> None:
     core = make_core(pondering)
     deltas = generate(core, make_request(parser=deepseek_r1, thinking_token_budget=budget, max_tokens=40, logprobs=0))

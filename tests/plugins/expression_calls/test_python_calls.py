@@ -111,7 +111,7 @@ def test_literals_become_json(written: str, arguments: str) -> None:
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(st.recursive(SCALARS, lambda values: st.lists(values) | st.dictionaries(st.text(), values)))
 def test_whatever_python_prints_is_read(value: object) -> None:
     assert json.loads(arguments_of(f"x={value!r}")) == {"x": value}

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.errors import UnsupportedGrammar
@@ -36,7 +36,6 @@ def is_within(schema: dict[str, Any], value: float) -> bool:
     return all(SIDES[keyword](value, bound) for keyword, bound in schema.items())
 
 
-@settings(deadline=None)
 @given(bounds, st.lists(integers, max_size=20), st.sampled_from([-1, 0, 1]))
 def test_exactly_the_integers_within_the_bounds_are_accepted(schema: dict[str, int], values: list[int], step: int) -> None:
     compiled = pattern(schema, is_integer=True)
@@ -44,7 +43,6 @@ def test_exactly_the_integers_within_the_bounds_are_accepted(schema: dict[str, i
         assert bool(compiled and compiled.fullmatch(str(value))) == is_within(schema, value)
 
 
-@settings(deadline=None)
 @given(bounds, st.lists(st.tuples(integers, st.sampled_from(["", ".0", ".5", ".001", ".250", ".00"])), max_size=20))
 def test_exactly_the_numbers_within_the_bounds_are_accepted(schema: dict[str, int], values: list[tuple[int, str]]) -> None:
     compiled = pattern(schema, is_integer=False)

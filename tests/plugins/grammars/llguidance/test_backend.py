@@ -48,7 +48,7 @@ def refusal(kind: GrammarKind, text: str, **options: Any) -> UnsupportedGrammar:
     return caught.value
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(patterns, st.lists(subjects, min_size=1, max_size=12), st.integers(0, 2**32))
 def test_a_regex_accepts_exactly_what_fullmatch_does(pattern: str, texts: list[str], seed: int) -> None:
     grammar = compiled(GrammarKind.REGEX, pattern)
@@ -56,7 +56,7 @@ def test_a_regex_accepts_exactly_what_fullmatch_does(pattern: str, texts: list[s
         assert accepts(grammar, text, seed) == bool(re.fullmatch(pattern, text)), (pattern, text)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text(st.sampled_from('aabbc1字é"\\\n\x7f'), max_size=5), min_size=1, max_size=5), st.lists(subjects, max_size=5))
 def test_a_choice_accepts_its_members_and_nothing_else(choices: list[str], others: list[str]) -> None:
     grammar = compiled(GrammarKind.CHOICE, json.dumps(choices))

@@ -2,7 +2,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.plugins.grammars.llguidance.part_edges import (
     ADDED_TOKEN,
@@ -40,7 +40,6 @@ def holds(chars: tuple[tuple[int, int], ...], character: str) -> bool:
     return any(low <= ord(character) <= high for low, high in chars)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(patterns, subjects)
 def test_what_a_regex_begins_and_goes_on_with_is_among_its_edges(pattern: str, text: str) -> None:
     edges = regex(pattern)

@@ -39,7 +39,7 @@ def compiled_unless_large(pattern: str) -> OutlinesCoreGrammar:
         raise
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(patterns, st.lists(subjects, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_a_regex_accepts_exactly_what_fullmatch_does(pattern: str, texts: list[str], rng: random.Random) -> None:
     grammar = compiled_unless_large(pattern)
@@ -47,7 +47,7 @@ def test_a_regex_accepts_exactly_what_fullmatch_does(pattern: str, texts: list[s
         assert accepts(grammar, text, rng) == bool(re.fullmatch(pattern, text)), (pattern, text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(patterns, st.integers(0, 2**32))
 def test_a_random_walk_ends_in_a_full_match(pattern: str, seed: int) -> None:
     rng = random.Random(seed)

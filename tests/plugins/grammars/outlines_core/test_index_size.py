@@ -26,7 +26,7 @@ def size(pattern: str) -> IndexSize:
     return measure(tree(pattern), OPENINGS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(patterns)
 def test_no_index_is_much_larger_than_was_said(pattern: str) -> None:
     vocabulary = EngineVocabulary(1000, {token: [i] for i, token in enumerate(TOKENS)} | {b"\0": [999]})

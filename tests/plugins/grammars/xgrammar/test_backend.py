@@ -55,7 +55,7 @@ def refusal(backend: XgrammarBackend, kind: GrammarKind, text: str) -> Unsupport
 
 
 def test_a_regex_accepts_exactly_what_fullmatch_does(backend: XgrammarBackend) -> None:
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     @given(patterns, st.lists(subjects, min_size=1, max_size=8))
     def check(pattern: str, texts: list[str]) -> None:
         grammar = compiled(backend, GrammarKind.REGEX, pattern)
@@ -254,7 +254,7 @@ def test_free_text_ends_before_a_marker_and_text_until_with_the_first(backend: X
         for part in (FreeText(("aab", "ba", "<call>")), TextUntil("aab"))
     )
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.text("aab ", max_size=9))
     def check(text: str) -> None:
         assert takes(free, text) == ("aab" not in text and "ba" not in text)
