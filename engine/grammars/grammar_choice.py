@@ -48,7 +48,7 @@ class Refusal:
 
 
 class GrammarChoice:
-    """The backends, each made when it is first needed. `factories` are in the order in which they were registered."""
+    """The backends, each made when it is first needed, or all by `warm_up`. `factories` are in the order in which they were registered."""
 
     def __init__(
         self,
@@ -87,7 +87,9 @@ class GrammarChoice:
         return Refusal.of(refusals[0], spec.param) if refusals else Refusal("no grammar backend is loaded", "")
 
     def warm_up(self) -> None:
-        """Makes the backends that the usual constraints get, and has them load what they load when first needed. Takes up to a second."""
+        """Makes all backends, and has those that the usual constraints get load what they load when first needed. Takes up to a second."""
+        for name in self.factories:
+            self._backend(name)
         for spec in (GrammarSpec(GrammarKind.JSON_SCHEMA, _WARM_UP_SCHEMA), GrammarSpec(GrammarKind.CHOICE, '["a"]')):
             self.compile(spec, None)
         self.counts = CompileCounts()

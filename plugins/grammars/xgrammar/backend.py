@@ -39,10 +39,16 @@ class XgrammarBackend:
         self._stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
         self.process = CompilerProcess(vocabulary)
         self._tokenizer_info: tuple[str, Any] = ("", None)
+        if self._is_installed and self._stop_token_ids:
+            self.process.prestart()
+
+    @property
+    def _is_installed(self) -> bool:
+        return importlib.util.find_spec("xgrammar") is not None
 
     def compile(self, spec: GrammarSpec) -> "XgrammarGrammar":
         """Raises `UnsupportedGrammar`: a keyword with its path, a position in a regex or grammar, or a bound on time and memory."""
-        if importlib.util.find_spec("xgrammar") is None:
+        if not self._is_installed:
             raise UnsupportedGrammar("the backend xgrammar is not installed: pip install 'penstock[xgrammar]'", spec.param)
         if not self._stop_token_ids:
             raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)

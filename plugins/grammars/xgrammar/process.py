@@ -1,12 +1,14 @@
-"""Keeps the process in which xgrammar compiles: started on first use, used again, replaced when it had to be ended."""
+"""Keeps the process in which xgrammar compiles: started beforehand or on first use, used again, replaced when it had to be ended."""
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.engine.compile_clock import uncounted
@@ -14,10 +16,10 @@ from penstock.engine.errors import EngineUnavailable, QueueFull
 from penstock.engine.grammar import Vocabulary
 from penstock.plugins.grammars.xgrammar import worker as protocol
 
-MAX_SECONDS = 5.0
+MAX_SECONDS = 5.0  # of CPU time
+MAX_WALL_SECONDS = 30.0  # for a compilation that gets little CPU time because the machine is busy
 MAX_BYTES = 48 * 2**20  # of memory; as text half as much again, which takes a third of a second to read in, without the interpreter's lock
-START_SECONDS = 60.0
-MAX_WAIT = 3.0  # seconds for the process to be free: whoever waits and is then compiled should still be waited for
+MAX_WAIT = 3.0  # seconds for the process to be free: a constraint that is compiled after that should still be waited for
 
 
 class CompilationFailed(Exception):
@@ -41,10 +43,19 @@ class CompilerProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    def prestart(self) -> None:
+        """Starts the process in the background, so that the first constraint does not wait for it. Returns at once."""
+        threading.Thread(target=self._prestart, name="penstock-xgrammar-start", daemon=True).start()
+
+    def _prestart(self) -> None:
+        with self._lock, suppress(EngineUnavailable):  # the first constraint starts it again, and its client is told
+            self._started()
+
     def compile(self, ebnf: str) -> tuple[str, str]:
         """The compiled grammar and the tokenizer information, as xgrammar writes them.
 
-        Raises `CompilationFailed`, and `QueueFull` where the process is not free in time.
+        Raises `CompilationFailed`, `QueueFull` where the process is busy with another grammar or gets too little CPU time, and
+        `EngineUnavailable` where it does not start.
         """
         self._wait_for_turn()
         try:
@@ -57,17 +68,19 @@ class CompilerProcess:
             if self._is_up.is_set():
                 raise QueueFull("too many constraints are being compiled by xgrammar")
             with uncounted():
-                self._is_up.wait(START_SECONDS)
+                self._is_up.wait()
 
     def _compiled(self, frame: bytes) -> str:
         process = self._started()
         try:
-            kind, payload = self._exchange(process, frame, self._max_seconds)
+            kind, payload = self._exchange(process, frame, time.monotonic() + MAX_WALL_SECONDS)
         except TimeoutError:
             self._end()
-            raise CompilationFailed(f"compiling took longer than {self._max_seconds:g} s") from None
+            raise QueueFull("the machine is too busy to compile the constraint with xgrammar") from None
         except (EOFError, BrokenPipeError):
             self._end()
+            if process.returncode == -signal.SIGPROF:
+                raise CompilationFailed(f"compiling took more than {self._max_seconds:g} s of CPU time") from None
             raise CompilationFailed("compiling took more memory than is allowed, or ended the compiler") from None
         if kind == protocol.TOO_LARGE:
             self._end()
@@ -93,18 +106,19 @@ class CompilerProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._end()
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-P", protocol.__file__],  # -P: nothing that lies next to that file is taken for a library
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # xgrammar's warnings may quote what clients sent
-            cwd=Path(protocol.__file__).anchor,
-            process_group=0,  # Ctrl-C in a terminal is the server's to handle
-        )
-        self._finalizer = weakref.finalize(self, _kill, process)
         try:
-            _, payload = self._exchange(process, protocol.pack(protocol.VOCABULARY, self._packed_vocabulary()), START_SECONDS)
-        except (TimeoutError, EOFError, BrokenPipeError):
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-P", protocol.__file__],  # -P: nothing that lies next to that file is taken for a library
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # xgrammar's warnings may quote what clients sent
+                cwd=Path(protocol.__file__).anchor,
+                process_group=0,  # Ctrl-C in a terminal is the server's to handle
+            )
+            self._finalizer = weakref.finalize(self, _kill, process)
+            # Without a deadline: the process bounds its own CPU time, and how long that takes says nothing of it on a busy machine.
+            _, payload = self._exchange(process, protocol.pack(protocol.VOCABULARY, self._packed_vocabulary()), None)
+        except (EOFError, OSError, ValueError):  # ValueError: its pipes have been closed, as this process ends
             self._end()
             raise EngineUnavailable("the process in which xgrammar compiles does not start") from None
         self._tokenizer_info = payload.decode()
@@ -126,9 +140,8 @@ class CompilerProcess:
             return b"\xff%d" % token_id
         return token if token and b"\0" not in token and len(token) <= protocol.MAX_TOKEN_BYTES else b""
 
-    def _exchange(self, process: subprocess.Popen[bytes], frame: bytes, seconds: float) -> tuple[bytes, bytes]:
+    def _exchange(self, process: subprocess.Popen[bytes], frame: bytes, deadline: float | None) -> tuple[bytes, bytes]:
         assert process.stdin is not None
-        deadline = time.monotonic() + seconds
         process.stdin.write(frame)
         process.stdin.flush()
         kind, num_bytes = protocol.unpack_header(_read(process, protocol.header_size(), deadline))
@@ -140,11 +153,11 @@ class CompilerProcess:
             self._process = None
 
 
-def _read(process: subprocess.Popen[bytes], num_bytes: int, deadline: float) -> bytes:
+def _read(process: subprocess.Popen[bytes], num_bytes: int, deadline: float | None) -> bytes:
     assert process.stdout is not None
     parts = []
     while num_bytes:
-        readable, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0))
+        readable, _, _ = select.select([process.stdout], [], [], None if deadline is None else max(deadline - time.monotonic(), 0))
         if not readable:
             raise TimeoutError
         part = os.read(process.stdout.fileno(), min(num_bytes, 2**20))

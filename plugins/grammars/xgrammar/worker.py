@@ -116,7 +116,9 @@ def main() -> None:
 def _limit_cpu_time(seconds: int | None) -> None:
     """Beyond it the system ends the process. None is no limit but the one it came with."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (most if seconds is None else min(seconds, most) if most >= 0 else seconds, most))
+    if seconds is None or resource.RLIM_INFINITY != most < seconds:
+        seconds = most
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
 
 
 def _address_space() -> int:

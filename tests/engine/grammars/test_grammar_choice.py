@@ -124,6 +124,17 @@ def test_a_warm_up_makes_the_backends_of_usual_constraints_and_survives_refusals
     assert last.specs == []
 
 
+def test_a_warm_up_makes_backends_that_no_usual_constraint_gets() -> None:
+    made: list[Vocabulary] = []
+
+    def factory(vocabulary: Vocabulary) -> Backend:
+        made.append(vocabulary)
+        return Backend()
+
+    choice(first=Backend(), second=factory).warm_up()
+    assert len(made) == 1
+
+
 def test_each_backends_attempts_are_counted_by_how_they_ended() -> None:
     backends = choice(one=refusal("no", "guided_json"), two=Backend(ZeroDivisionError()), three=Backend())
     backends.compile(SCHEMA, "one")
