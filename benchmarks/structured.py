@@ -44,7 +44,7 @@ from penstock.commands.files import opened
 from penstock.commands.grammar_arguments import parse_grammar_arguments
 from penstock.commands.grammar_command import grammar_bench
 from penstock.commands.grammar_report import trial_as_json
-from penstock.commands.grammar_trial import run_trial
+from penstock.commands.grammar_trial import Trial, run_trial
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
 
@@ -169,8 +169,10 @@ def grammars(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     for backend in options.backend or ["auto"]:
         words = ["test", str(options.file), "--backend", backend, *(["--model", options.model] if options.model else [])]
         arguments = parse_grammar_arguments([*words, *(["--limit", str(options.limit)] if options.limit else [])])
+        trial = Trial()
         with opened(arguments.path) as file, grammar_bench(arguments, Plugins.start()) as bench:
-            trial = asyncio.run(run_trial(bench, file, bench.backend_named(arguments.backend), is_strict=False, limit=arguments.limit))
+            backend_name = bench.backend_named(arguments.backend)
+            asyncio.run(run_trial(trial, bench, file, backend_name, is_strict=False, limit=arguments.limit))
         reports.append(trial_as_json(trial, {"file": options.file.name, "model": options.model or "default", "backend": backend}))
         say(f"{backend} done")
     print("\n".join(grammar_table(reports)))

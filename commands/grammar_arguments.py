@@ -95,7 +95,8 @@ def build_test_parser() -> argparse.ArgumentParser:
         "tried exactly first, leniently where that is refused; the two are counted apart. Compile times are medians of three, none from a "
         "cache; times of masks are of every one. Exit code: 0 where "
         "every exactly compiled schema accepts what is valid and refuses what is not, and no "
-        "lenient one refuses what is valid; 1 otherwise or where a line is malformed; 2 wrong usage or an unreadable file.",
+        "lenient one refuses what is valid; 1 otherwise, where a backend failed (reported as such; the next schema is tried) or where a "
+        "line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints what has been tried so far.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )

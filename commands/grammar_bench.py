@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.api.constraints.backend_choice import known_backend
-from penstock.engine.errors import ConfigurationError, GenerationFailed, QueueFull, UnsupportedGrammar
+from penstock.engine.errors import ConfigurationError, PenstockError, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a request with this constraint would get: the grammar and whose it is, or the refusal.
+    """What a request with this constraint would get: the grammar and whose it is, the refusal, or the failure of the backend.
 
     `seconds` is what the backend took to compile it, `waited` that and what was tried before; None where the answer was known already.
     """
@@ -42,6 +42,7 @@ class Outcome:
     refusal: UnsupportedGrammar | None
     seconds: float | None
     waited: float | None
+    failure: str | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -115,13 +116,11 @@ class GrammarBench:
         attempts = self._attempts = []
         try:
             grammar = await self._compiler.compile(spec, backend)
-        except UnsupportedGrammar as error:
-            refusal = error
-        except (GenerationFailed, QueueFull) as error:
-            refusal = UnsupportedGrammar(str(error), spec.param)
-        else:
-            return self._taken(spec, backend, grammar, attempts)
-        return Outcome(None, None, refusal, None, _total(attempts))
+        except UnsupportedGrammar as refusal:
+            return Outcome(None, None, refusal, None, _total(attempts))
+        except Exception as error:  # whatever a plug-in raises is a result, and the other constraints are still to be tried
+            return Outcome(None, None, None, None, _total(attempts), failure=_described(error))
+        return self._taken(spec, backend, grammar, attempts)
 
     def _taken(self, spec: GrammarSpec, backend: str | None, grammar: CompiledGrammar, attempts: Sequence[Attempt]) -> Outcome:
         request = replace(spec, param=""), backend
@@ -131,14 +130,21 @@ class GrammarBench:
                 return Outcome(grammar, attempt.backend, None, attempt.seconds, _total(attempts))
         return Outcome(grammar, self._owners[request], None, None, None)
 
-    def compile_again(self, spec: GrammarSpec, backend: str) -> float:
-        """Seconds that a backend takes for what it has taken before, past the cache."""
+    def compile_again(self, spec: GrammarSpec, backend: str) -> float | None:
+        """Seconds that a backend takes for what it has compiled before, past the cache; None where it fails this time."""
         started = time.perf_counter()
-        self._watched[backend].compile(spec)
+        try:
+            self._watched[backend].compile(spec)
+        except Exception:  # the first compilation succeeded: that is the answer, and this one only a time less
+            return None
         return time.perf_counter() - started
 
     def close(self) -> None:
         self._compiler.close()
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
 
 def _total(attempts: Sequence[Attempt]) -> float | None:

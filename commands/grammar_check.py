@@ -24,6 +24,8 @@ class BackendAnswer:
 
     @property
     def verdict(self) -> str:
+        if self.outcome.failure is not None:
+            return "failed"
         if self.outcome.grammar is None:
             return "refused"
         return "exact" if self.outcome.is_exact and self.refusal is None else "lenient"
@@ -55,7 +57,8 @@ async def _answer(bench: GrammarBench, spec: GrammarSpec, backend: str, is_stric
     seconds = outcome.seconds
     if outcome.grammar is not None and seconds is not None:
         num_more = min(NUM_COMPILATIONS, int(PATIENCE / max(seconds, 1e-6)))
-        seconds = statistics.median([bench.compile_again(spec, backend) for _ in range(num_more)] or [seconds])
+        more = [bench.compile_again(spec, backend) for _ in range(num_more)]
+        seconds = statistics.median([again for again in more if again is not None] or [seconds])
     return BackendAnswer(backend, outcome, refusal, seconds)
 
 
@@ -76,6 +79,7 @@ def _as_json(answer: BackendAnswer) -> dict[str, Any]:
         "name": answer.backend,
         "verdict": answer.verdict,
         "refusal": None if refusal is None else {"message": refusal.message, "path": refusal.param},
+        "failure": answer.outcome.failure,
         "not_enforced": [] if grammar is None else list(grammar.warnings),
         "compile_ms": None if grammar is None or answer.seconds is None else answer.seconds * 1e3,
         "num_bytes": None if grammar is None else grammar.num_bytes,
@@ -100,6 +104,8 @@ def check_as_text(checked: Check, about: dict[str, Any]) -> Iterator[str]:
         yield f"{answer.backend:{width}}  {answer.verdict:7}  {cost}".rstrip()
         if answer.refusal is not None:
             yield f"  {'refused' if grammar is None else 'not exact'}: {_sentence(answer.refusal)}"
+        if answer.outcome.failure is not None:
+            yield f"  failed: {answer.outcome.failure}"
         yield from (f"  not enforced: {warning}" for warning in (grammar.warnings if grammar is not None else ()))
 
 

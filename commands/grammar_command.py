@@ -11,7 +11,7 @@ from penstock.commands.grammar_arguments import KINDS, GrammarArguments
 from penstock.commands.grammar_bench import GrammarBench
 from penstock.commands.grammar_check import check, check_as_json, check_as_text
 from penstock.commands.grammar_report import trial_as_json, trial_as_text
-from penstock.commands.grammar_trial import PARAM, run_trial
+from penstock.commands.grammar_trial import PARAM, Trial, run_trial
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.loading.model_config import read_answer_tokens
@@ -39,9 +39,17 @@ def check_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) ->
 
 
 def test_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
+    trial = Trial()
     with grammar_bench(arguments, plugins) as bench:
         backend = bench.backend_named(arguments.backend)
-        trial = asyncio.run(run_trial(bench, file, backend, is_strict=arguments.is_strict, limit=arguments.limit))
+        try:
+            asyncio.run(run_trial(trial, bench, file, backend, is_strict=arguments.is_strict, limit=arguments.limit))
+        finally:  # Ctrl-C in the middle of a long file loses none of the results
+            print_trial(trial, arguments, backend)
+    return 0 if trial.is_passed else 1
+
+
+def print_trial(trial: Trial, arguments: GrammarArguments, backend: str | None) -> None:
     about = {
         "file": arguments.path,
         "model": model_name(arguments.model),
@@ -52,7 +60,6 @@ def test_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> 
         print(json.dumps(trial_as_json(trial, about), ensure_ascii=False))
     else:
         print("\n".join(trial_as_text(trial, about)))
-    return 0 if trial.is_passed else 1
 
 
 def read_spec(file: BinaryIO, arguments: GrammarArguments) -> GrammarSpec:

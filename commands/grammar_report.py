@@ -17,7 +17,7 @@ def trial_as_json(trial: Trial, about: dict[str, Any]) -> dict[str, Any]:
     them or for a refusal: what other backends refused first counts in it, and so does the exact attempt before a lenient one.
     Each is the median of several compilations, none of them from the cache, where they are quick.
     """
-    exact, lenient, refused = (trial.of_mode(mode) for mode in ("exact", "lenient", "refused"))
+    exact, lenient = (trial.of_mode(mode) for mode in ("exact", "lenient"))
     right = sum(result.is_right for result in exact)
     right_leniently = sum(result.is_right for result in lenient)
     compiled = [result.outcome.seconds for result in trial.results if result.outcome.seconds is not None]
@@ -26,7 +26,7 @@ def trial_as_json(trial: Trial, about: dict[str, Any]) -> dict[str, Any]:
     return {
         **about,
         "schemas": len(trial.results),
-        "compiled": {"exact": len(exact), "lenient": len(lenient), "refused": len(refused)},
+        "compiled": {mode: len(trial.of_mode(mode)) for mode in ("exact", "lenient", "refused", "failed")},
         "backends": dict(Counter(result.outcome.backend for result in [*exact, *lenient])),
         "right": {
             "strictly": _share(right, len(trial.results)),
@@ -39,6 +39,7 @@ def trial_as_json(trial: Trial, about: dict[str, Any]) -> dict[str, Any]:
         "refused_exactly": [{"reason": reason, "schemas": count} for reason, count in reasons.most_common()],
         "not_right": [_described(result) for result in trial.results if not result.is_right],
         "malformed": [{"line": line.line, "message": line.message} for line in trial.malformed],
+        "is_complete": trial.is_complete,
         "is_passed": trial.is_passed,
     }
 
@@ -80,6 +81,7 @@ def _described(result: Result) -> dict[str, Any]:
         "backend": result.outcome.backend,
         "not_enforced": [] if result.outcome.grammar is None else list(result.outcome.grammar.warnings),
         "refusal": None if result.refusal is None else {"message": result.refusal.message, "path": result.refusal.param},
+        "failure": result.outcome.failure,
         "failures": [{"test": failure.test, "valid": failure.is_valid, "why": failure.why} for failure in result.failures],
     }
 
@@ -97,6 +99,8 @@ def trial_as_text(trial: Trial, about: dict[str, Any]) -> Iterator[str]:
             )
             yield f"{heading:19} {_of(compiled[mode], total):>20}   valid accepted {accepted}, invalid refused {refused}"
     yield f"{'refused':19} {_of(compiled['refused'], total):>20}"
+    if compiled["failed"]:
+        yield f"{'failed':19} {_of(compiled['failed'], total):>20}"
     yield f"{'right strictly':19} {_of(report['right']['strictly']['schemas'], total):>20}"
     if not about["is_strict"]:
         yield f"{'right with fallback':19} {_of(report['right']['with_lenient_fallback']['schemas'], total):>20}"
@@ -110,6 +114,8 @@ def trial_as_text(trial: Trial, about: dict[str, Any]) -> Iterator[str]:
             yield f"{entry['schemas']:5}  {entry['reason']}"
     yield from _details(trial)
     yield ""
+    if not trial.is_complete:
+        yield "interrupted: the schemas that follow were not tried"
     yield "passed" if trial.is_passed else "NOT passed"
 
 
@@ -121,6 +127,8 @@ def _details(trial: Trial) -> Iterator[str]:
         yield f"  line {result.case.line}{f' ({result.case.name})' if result.case.name else ''}, {result.mode}"
         if result.refusal is not None:
             yield f"    {result.refusal.message}, at {result.refusal.param}"
+        if result.outcome.failure is not None:
+            yield f"    the backend failed: {result.outcome.failure}"
         for failure in result.failures:
             yield f"    {_line(failure)}"
     if trial.malformed:

@@ -65,6 +65,8 @@ class Result:
 
     @property
     def mode(self) -> str:
+        if self.outcome.failure is not None:
+            return "failed"
         if self.outcome.grammar is None:
             return "refused"
         return "exact" if self.outcome.is_exact and self.refusal is None else "lenient"
@@ -77,29 +79,32 @@ class Result:
 
 @dataclass(slots=True)
 class Trial:
-    """All results of a file, in its order, and the seconds of every mask."""
+    """All results of a file, in its order, and the seconds of every mask. Not `is_complete` while schemas are still to be tried."""
 
     results: list[Result] = field(default_factory=list)
     malformed: list[Malformed] = field(default_factory=list)
     mask_seconds: list[float] = field(default_factory=list)
+    is_complete: bool = False
 
     def of_mode(self, mode: str) -> list[Result]:
         return [result for result in self.results if result.mode == mode]
 
     @property
     def is_passed(self) -> bool:
-        """No exact grammar is wrong, no lenient one refuses what is valid, and every line could be read."""
+        """No exact grammar is wrong, no lenient one refuses what is valid, no backend failed, and every line could be read and was tried."""
         exact_failures = any(result.failures for result in self.of_mode("exact"))
         too_narrow = any(failure.is_valid for result in self.of_mode("lenient") for failure in result.failures)
-        return not (exact_failures or too_narrow or self.malformed)
+        return self.is_complete and not (exact_failures or too_narrow or self.of_mode("failed") or self.malformed)
 
 
 async def run_trial(
-    bench: GrammarBench, lines: Iterable[bytes], backend: str | None, *, is_strict: bool, limit: int | None = None
-) -> Trial:
-    """Compiles each schema exactly, then, unless `is_strict`, leniently where that was refused, and walks its instances."""
+    trial: Trial, bench: GrammarBench, lines: Iterable[bytes], backend: str | None, *, is_strict: bool, limit: int | None = None
+) -> None:
+    """Compiles each schema exactly, then, unless `is_strict`, leniently where that was refused, and walks its instances.
+
+    The results are added to `trial` one by one, so that an interrupted run loses none.
+    """
     await bench.warm_up(backend)
-    trial = Trial()
     walker = Walker(bench.vocabulary)
     for case in islice(read_cases(lines, trial.malformed), limit):
         spec = GrammarSpec(GrammarKind.JSON_SCHEMA, case.schema, PARAM)
@@ -111,7 +116,7 @@ async def run_trial(
         if outcome.grammar is not None:
             result.failures = list(_failures(walker, outcome.grammar, case.instances, trial.mask_seconds))
         trial.results.append(result)
-    return trial
+    trial.is_complete = True
 
 
 async def _timed(bench: GrammarBench, outcome: Outcome, spec: GrammarSpec, backend: str | None) -> Outcome:

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.commands.grammar_bench import GrammarBench
+from penstock.commands.grammar_bench import GrammarBench, Outcome
 from penstock.commands.grammar_check import Check, check, check_as_json, check_as_text
 from penstock.commands.grammar_report import percentile, trial_as_json, trial_as_text
 from penstock.commands.grammar_trial import NUM_COMPILATIONS, Case, Malformed, Trial, read_cases, run_trial
 from penstock.commands.instance_walk import Walker
-from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars import grammar_limits
 from penstock.engine.grammars.grammar_cache import TIME_LIMIT
@@ -113,7 +113,9 @@ def line(schema: Any, **tests: Sequence[Any]) -> bytes:
 
 
 def tried(*lines: bytes, backend: str | None = None, is_strict: bool = False, limit: int | None = None, **factories: Any) -> Trial:
-    return asyncio.run(run_trial(bench(**factories), lines, backend, is_strict=is_strict, limit=limit))
+    trial = Trial()
+    asyncio.run(run_trial(trial, bench(**factories), lines, backend, is_strict=is_strict, limit=limit))
+    return trial
 
 
 def checked(schema: Any, backend: str | None = None, is_strict: bool = False, **factories: Any) -> Check:
@@ -166,7 +168,7 @@ def test_leniently_compiled_schemas_are_counted_apart_and_may_accept_what_is_inv
     soft = {"accepts": ["1", "2"], "soft": 0}
     trial = tried(RIGHT, line(soft, valid=[1], invalid=[2]), line(soft, valid=[1]), line({"hard": 0}, valid=[1]))
     report = trial_as_json(trial, ABOUT)
-    assert report["compiled"] == {"exact": 1, "lenient": 2, "refused": 1}
+    assert report["compiled"] == {"exact": 1, "lenient": 2, "refused": 1, "failed": 0}
     assert report["right"]["strictly"]["schemas"] == 1
     assert report["right"]["with_lenient_fallback"] == {"schemas": 2, "share": 0.5}
     assert report["instances"]["lenient"] == {"valid": 2, "valid_accepted": 2, "invalid": 1, "invalid_refused": 0}
@@ -321,6 +323,53 @@ def test_a_backend_that_breaks_down_is_a_refusal() -> None:
             raise RecursionError
 
     assert checked({}, broken=Broken).answers[0].verdict == "refused"
+
+
+class FailingBackend(ListBackend):
+    """Fails at schemas such as {"fails": 0}, as one whose process does not start or that has a defect."""
+
+    def compile(self, spec: GrammarSpec) -> ListGrammar:
+        match json.loads(spec.text):
+            case {"fails": "process"}:
+                raise EngineUnavailable("the compiler does not start")
+            case {"fails": "defect"}:
+                raise ZeroDivisionError("division by zero")
+        return super().compile(spec)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("process", "the compiler does not start"), ("defect", "ZeroDivisionError: division by zero")]
+)
+def test_a_backend_that_fails_is_reported_and_the_next_schema_is_tried(how: str, message: str) -> None:
+    trial = tried(line({"fails": how}, valid=[1]), RIGHT, lists=FailingBackend)
+    assert [result.mode for result in trial.results] == ["failed", "exact"]
+    report = trial_as_json(trial, ABOUT)
+    assert report["compiled"] == {"exact": 1, "lenient": 0, "refused": 0, "failed": 1}
+    assert [(entry["refusal"], entry["failure"]) for entry in report["not_right"]] == [(None, message)]
+    assert (report["is_complete"], report["is_passed"]) == (True, False)
+    assert f"the backend failed: {message}" in "\n".join(trial_as_text(trial, ABOUT))
+    found = checked({"fails": how}, lists=FailingBackend)
+    assert [entry["verdict"] for entry in check_as_json(found, ABOUT)["backends"]] == ["failed"]
+    assert f"  failed: {message}" in list(check_as_text(found, ABOUT))
+
+
+def test_an_interrupted_test_prints_what_was_tried(
+    default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cases.jsonl"
+    file.write_bytes(line({"type": "integer"}, valid=[1]) + b"\n" + line({"type": "string"}, valid=["a"]) + b"\n")
+    original = GrammarBench.compile
+
+    async def interrupted(self: GrammarBench, spec: GrammarSpec, backend: str | None = None) -> Outcome:
+        if '"string"' in spec.text:
+            raise KeyboardInterrupt
+        return await original(self, spec, backend)
+
+    monkeypatch.setattr(GrammarBench, "compile", interrupted)
+    monkeypatch.setattr(GrammarBench, "warm_up", lambda self, backend: asyncio.sleep(0))
+    assert main(["grammar", "test", str(file), "--backend", "llguidance", "--json"]) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schemas"], report["is_complete"], report["is_passed"]) == (1, False, False)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from penstock.commands.grammar_bench import GrammarBench
-from penstock.commands.grammar_trial import run_trial
+from penstock.commands.grammar_trial import Trial, run_trial
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 
@@ -15,8 +15,9 @@ CASES = Path(__file__).with_name("real_schemas.jsonl").read_bytes().splitlines()
 def test_instances_are_told_apart() -> None:
     """None wrongly where a schema is enforced exactly, which most are; the keywords that are not are told in docs/grammars.md."""
     bench = GrammarBench({"llguidance": LlguidanceBackend}, TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    trial = Trial()
     try:
-        trial = asyncio.run(run_trial(bench, CASES, None, is_strict=False))
+        asyncio.run(run_trial(trial, bench, CASES, None, is_strict=False))
     finally:
         bench.close()
     assert not trial.malformed
