@@ -91,7 +91,7 @@ class Trial:
 
     @property
     def is_passed(self) -> bool:
-        """No exact grammar is wrong, no lenient one refuses what is valid, no backend failed, and every line could be read and was tried."""
+        """No exact grammar is wrong, no lenient one refuses what is valid, no backend failed, and every line was read and tried."""
         exact_failures = any(result.failures for result in self.of_mode("exact"))
         too_narrow = any(failure.is_valid for result in self.of_mode("lenient") for failure in result.failures)
         return self.is_complete and not (exact_failures or too_narrow or self.of_mode("failed") or self.malformed)

@@ -115,7 +115,7 @@ class CompiledGrammar(Protocol):
 class GrammarBackend(Protocol):
     """Compiles specs, off the event loop.
 
-    Servers make every backend before they take requests, so making one is quick: what takes long is started in a thread or left to `compile`.
+    Servers make every backend before they take requests, so making one is quick: what takes long is left to a thread or to `compile`.
 
     Raises `UnsupportedGrammar` naming the keyword and its path, or the position in a regex or grammar, and `UnsupportedKind` for a kind of
     constraint that it does not know. What is registered as a backend may have an attribute `preferred_kinds`, the `GrammarKind`s for which

@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
-# settings take from the profile what they leave open.
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-settings.register_profile("random", max_examples=1000, deadline=None, print_blob=True)
-settings.load_profile("ci")
-
 # The models of most tests are tiny, and threads only wait for one another: minutes of it where the machine has other work.
 # Set before torch is imported, and for servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PENSTOCK_API_KEY", None)  # a key of whoever runs the tests would be asked of their clients
 
 from penstock.engine.loading.model_store import resolve_model
+
+# The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
+# settings take from the profile what they leave open.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("random", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

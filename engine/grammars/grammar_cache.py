@@ -32,7 +32,7 @@ class _Flight:
 class GrammarCompiler:
     """Every request's way to its grammar: compiled at most once at a time, kept while memory allows; refusals are kept too.
 
-    `factories` are the backends by name, in the order in which they were registered. None is made before it is needed; see `warm_up`.
+    `factories` are the backends by name, in the order in which they were registered. Each is made when it is first needed, or by `warm_up`.
     `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences.
     """
 
