@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from penstock import __version__
+from penstock.api.chat_protocol import ReasoningField
 from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
 
@@ -33,11 +35,13 @@ class Arguments:
     tool_parser: str
     chat_template: str | None
     thinking_token_budget: int | None
+    reasoning_field: ReasoningField
     trust_request_chat_template: bool
     allow_unknown_fields: bool
     host: str
     port: int
     api_keys: tuple[str, ...]
+    metrics_without_key: bool
     allowed_origins: tuple[str, ...]
     max_body_size: int
     keep_alive_interval: float
@@ -100,12 +104,14 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
         tool_parser=given.tool_parser,
         chat_template=given.chat_template,
         thinking_token_budget=given.thinking_token_budget,
+        reasoning_field=given.reasoning_field,
         trust_request_chat_template=given.trust_request_chat_template,
         allow_unknown_fields=given.allow_unknown_fields,
         host=given.host,
         port=given.port,
         api_keys=api_keys,
-        allowed_origins=tuple(given.allowed_origins),
+        metrics_without_key=given.metrics_without_key,
+        allowed_origins=tuple(origin for origins in given.allowed_origins for origin in origins),
         max_body_size=given.max_body_size,
         keep_alive_interval=given.keep_alive_interval,
         drain_timeout=given.drain_timeout,
@@ -215,6 +221,12 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         help="reasoning is closed after so many tokens where a request does not say (default: no bound, "
         "or 256 on a model that never learned the parser's markers)",
     )
+    group.add_argument(
+        "--reasoning-field",
+        choices=get_args(ReasoningField),
+        default="reasoning_content",
+        help="what answers call the reasoning; reasoning is vLLM's newer name (default: %(default)s)",
+    )
     group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
     group.add_argument(
         "--allow-unknown-fields",
@@ -233,13 +245,15 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"ask for it on every route but /health and /ping; repeatable (default: those in {API_KEY_VARIABLE}, separated by commas)",
     )
+    group.add_argument("--metrics-without-key", action="store_true", help="answer /metrics without an API key (default: with one)")
     group.add_argument(
         "--allowed-origins",
+        type=origins,
         nargs="+",
         action="extend",
         default=[],
         metavar="ORIGIN",
-        help="CORS: pages that may call, or * (default: none)",
+        help="CORS: origins that may call, or *; several, or a JSON list of them (default: none)",
     )
     group.add_argument(
         "--max-body-size", type=_size, default=16 * 2**20, metavar="SIZE", help="of a request, such as 1MiB (default: 16MiB)"
@@ -259,7 +273,12 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         help="what running requests get on shutdown (default: 30)",
     )
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
-    group.add_argument("--access-log", action=argparse.BooleanOptionalAction, help="one line per request (default: on)")
+    group.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        help="one line per request, with the reason where it is refused; successful polls of /health, /ping and /metrics only with "
+        "--log-level debug (default: on)",
+    )
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -314,6 +333,19 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--threads", type=integer(1), metavar="N", help="CPU threads of the model (default: one per core)")
     group.add_argument("--seed", type=integer(0, 2**63 - 1), help="for requests that bring none (default: every start is different)")
+
+
+def origins(text: str) -> list[str]:
+    """One origin, or a JSON list of them, which is vLLM's spelling."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        listed = json.loads(text)
+    except ValueError:
+        listed = None
+    if not isinstance(listed, list) or not all(isinstance(origin, str) for origin in listed):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON list of strings, such as ["https://example.com"]')
+    return listed
 
 
 def parse_size(text: str) -> int:

@@ -1,18 +1,22 @@
 """From arguments to everything a handler needs. What can be refused is refused before the model is loaded."""
 
+import hashlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
+from penstock import __version__
 from penstock.api.context import PoolingContext, ServerContext, ServerOptions
 from penstock.api.model_abilities import description
 from penstock.api.templates.chat_template import ChatTemplate, load_chat_template
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
+from penstock.engine.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
@@ -173,7 +177,16 @@ def server_options(arguments: Arguments) -> ServerOptions:
         keep_alive_seconds=arguments.keep_alive_interval,
         api_keys=arguments.api_keys,
         cors_origins=arguments.allowed_origins,
+        metrics_without_key=arguments.metrics_without_key,
+        reasoning_field=arguments.reasoning_field,
+        system_fingerprint=system_fingerprint(arguments.engine),
     )
+
+
+def system_fingerprint(config: EngineConfig) -> str:
+    """The same at each start of this version with this model and these settings of the engine."""
+    settings = repr((__version__, version("torch"), config))
+    return f"fp_{hashlib.sha256(settings.encode('utf-8', 'surrogateescape')).hexdigest()[:10]}"
 
 
 def summarize_pooling(engine: PoolingEngine) -> str:

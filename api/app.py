@@ -16,6 +16,7 @@ from penstock.api.middleware import (
     allow_origins,
     identify_and_log,
     limit_body,
+    open_paths,
     refuse_while_stopping,
     require_api_key,
     set_response_headers,
@@ -45,6 +46,10 @@ POOLED: dict[str, Handler] = {
     "/pooling": pool,
     "/classify": classify,
 }
+# Where Azure's clients look for them. The path names the model, and the body may name another.
+AZURE_ROUTES = {
+    f"/v1/{endpoint}": f"/openai/deployments/{{deployment:.+}}/{endpoint}" for endpoint in ("chat/completions", "completions", "embeddings")
+}
 
 
 def build_app(context: ServerContext | PoolingContext) -> web.Application:
@@ -54,7 +59,7 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     if options.cors_origins:
         middlewares.append(allow_origins(options.cors_origins))  # before the key: browsers send none with a preflight
     if options.api_keys:
-        middlewares.append(require_api_key(options.api_keys))
+        middlewares.append(require_api_key(options.api_keys, open_paths(options)))
     middlewares += [refuse_while_stopping, limit_body]
     app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
     app[SHARED] = context
@@ -69,6 +74,8 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
             web.get("/metrics", show_metrics),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{name:.+}", show_model),
+            web.get("/openai/models", list_models),
+            web.get("/openai/models/{name:.+}", show_model),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
         ]
@@ -96,7 +103,9 @@ def serve_pooling(app: web.Application, context: PoolingContext) -> None:
 
 
 def add_routes(app: web.Application, *tables: dict[str, Handler]) -> None:
-    app.add_routes([web.post(path, handler) for table in tables for path, handler in table.items()])
+    handlers = {path: handler for table in tables for path, handler in table.items()}
+    app.add_routes([web.post(path, handler) for path, handler in handlers.items()])
+    app.add_routes([web.post(alias, handlers[path]) for path, alias in AZURE_ROUTES.items()])
 
 
 def refuse(message: str) -> Handler:

@@ -3,8 +3,9 @@
 from typing import TypeVar
 from urllib.parse import quote
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
+from penstock.api.common_protocol import RequestFields
 from penstock.api.context import SHARED, SharedContext
 from penstock.api.decoding import decode
 from penstock.api.workers import run
@@ -12,6 +13,7 @@ from penstock.engine.errors import NoSuchModel
 
 T = TypeVar("T")
 
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond
 IGNORED_HEADER = "x-ignored-fields"
 MAX_HEADER = 1000
@@ -20,12 +22,18 @@ MAX_HEADER = 1000
 async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
     """The decoded body, and the response headers that it calls for.
 
+    A `request_id` in it becomes the request's unless the header gave it one. Where the path names a model, that one is asked for.
+
     Raises `InvalidRequest` for whatever is wrong with it, and aiohttp's own 413 where it is too large.
     """
     context = request.app[SHARED]
     data = await request.read()
     allow = context.options.allow_unknown_fields
     body, ignored = await run(context, lambda: decode(data, kind, allow_unknown_fields=allow), is_long=len(data) >= LONG_BODY)
+    if isinstance(body, RequestFields):
+        if body.request_id is not None and request.headers.get("x-request-id") != request[REQUEST_ID]:
+            request[REQUEST_ID] = body.request_id
+        body.model = request.match_info.get("deployment", body.model)
     return body, ignored_fields_header(ignored)
 
 
@@ -41,3 +49,11 @@ def served_model(context: SharedContext, name: str | None) -> str:
     if name not in context.model_names:
         raise NoSuchModel(f"The model `{name}` does not exist. Served here: {', '.join(context.model_names)}.", "model")
     return name
+
+
+def offered_key(request: web.Request) -> str | None:
+    """The API key that a request brings: as a bearer token, or in the header of Azure's clients. None where there is none."""
+    scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    return request.headers.get("api-key")

@@ -41,7 +41,8 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     check = await answer_check(context, body, request.grammar)
     fold = ChatFold(context, body, request, view, model, check.found)
     deltas = check.watch(timer.watch(searched(body, context.engine.generate(request))))
-    return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers | warning_header(request.grammar))
+    headers |= warning_header(request.grammar)
+    return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
 
 
 async def prepare(context: ServerContext, body: ChatCompletionRequest, client: str | None = None) -> tuple[Request, ReasoningView]:

@@ -7,6 +7,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from penstock.api.common_protocol import Conformance, GenerationFields, Int32, Int64, PromptLogprobs, Usage
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+ReasoningField = Literal["reasoning_content", "reasoning", "both"]  # DeepSeek's name, vLLM's newer one, or the two
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -83,7 +84,8 @@ class ToolCallDelta(Struct):
 class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -103,6 +105,7 @@ class ChatCompletionChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
 
 
 class FunctionCall(Struct):
@@ -120,6 +123,7 @@ class AssistantMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
     reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -141,3 +145,4 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    system_fingerprint: str | None = None

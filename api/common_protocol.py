@@ -14,9 +14,9 @@ StopList = Annotated[list[StopString], Meta(max_length=64)]
 
 
 class FieldsWithoutEffect(Struct, kw_only=True):
-    """Fields of OpenAI's own reference that clients send and that mean nothing here: accepted, and without effect.
+    """Fields of OpenAI's and vLLM's references that clients send and that mean nothing here: accepted, and without effect.
 
-    They steer OpenAI's storage, billing, caching and abuse tracking, or features of single models of theirs.
+    They steer OpenAI's storage, billing, caching and abuse tracking, features of single models of theirs, or vLLM's routing.
     """
 
     metadata: Any = None
@@ -26,9 +26,17 @@ class FieldsWithoutEffect(Struct, kw_only=True):
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
+    session_id: Any = None
     store: Any = None
     user: Any = None
     verbosity: Any = None
+
+
+class RequestFields(FieldsWithoutEffect, kw_only=True):
+    """What a request says of itself. `request_id` is another place for the header `x-request-id`."""
+
+    model: str | None = None
+    request_id: Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")] | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -87,11 +95,11 @@ class LogitsProcessorChoice(Struct, forbid_unknown_fields=True):
     arguments: dict[str, Any] = {}
 
 
-class GenerationFields(FieldsWithoutEffect, kw_only=True):
+class GenerationFields(RequestFields, kw_only=True):
     """How to sample and constrain: the same fields on every endpoint that generates. None, and null, mean the default."""
 
-    model: str | None = None
     stream: bool | None = None
+    stream_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stream_options: StreamOptions | None = None
 
     n: Int32 | None = None

@@ -43,3 +43,4 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None = None

@@ -37,11 +37,12 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     hidden = special_token_ids(context.tokenizer) if requests[0].params.skip_special_tokens else frozenset()
     schema = await run(context, lambda: open_schema(body, requests[0].grammar), is_long=is_large(body))
     check = AnswerCheck(context.conformance, schema)
-    fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden, check.found)
+    fingerprint = context.options.system_fingerprint
+    fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden, check.found, fingerprint)
     streams = [timer.watch(searched(body, context.engine.generate(request))) for request in requests]
     deltas = streams[0] if len(streams) == 1 else merge(streams, n)
     headers |= warning_header(requests[0].grammar)
-    return await answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers)
+    return await answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
 
 
 async def prepare(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
+from penstock.api.chat_protocol import ReasoningField
 from penstock.api.constraints.conformance_checker import ConformanceChecker
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What the operator chose about the wire. Sizes are in bytes, times in seconds."""
+    """What the operator chose about the wire. Sizes are in bytes, times in seconds.
+
+    `reasoning_field` names the reasoning in answers. `system_fingerprint` changes with whatever may change the answer to a seed.
+    """
 
     allow_unknown_fields: bool = False
     trust_request_chat_template: bool = False
@@ -28,6 +32,9 @@ class ServerOptions:
     keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    metrics_without_key: bool = False
+    reasoning_field: ReasoningField = "reasoning_content"
+    system_fingerprint: str | None = None
 
 
 class RunningEngine(Protocol):

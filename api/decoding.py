@@ -53,11 +53,21 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "web_search_options": ("web search is not supported", OFF),
 }
 
+# Fields of vLLM's request classes that mean nothing at these values, its own defaults: clients send the class as a whole.
+VLLM_DEFAULTS: dict[str, bool | int] = {
+    "echo": False,
+    "return_mm_kwargs": True,
+    "return_token_offsets": False,
+    "return_weight_versions": False,
+    "routed_experts_prompt_start": 0,
+}
+
 
 def decode(body: bytes, kind: type[T], *, allow_unknown_fields: bool = False) -> tuple[T, tuple[str, ...]]:
     """The decoded body, and the paths of the unknown fields that were ignored (always none unless they are allowed).
 
     Raises `InvalidRequest`: for malformed JSON, wrong types and ranges, refused fields, and unknown ones with the nearest known name.
+    Fields that are null, or vLLM's with their default value, ask for nothing and are passed over.
     """
     if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise InvalidRequest(f"a body with more than {MAX_BRACKETS} opening brackets and braces is refused")
@@ -96,6 +106,8 @@ def _decode_with_unknown_fields(body: bytes, kind: type[T], allowed: bool) -> tu
         if len(ignored) == MAX_UNKNOWN:
             raise InvalidRequest(f"more than {MAX_UNKNOWN} unknown fields", path)
         setting = holder.pop(name)
+        if setting is None or (path == name and name in VLLM_DEFAULTS and setting == VLLM_DEFAULTS[name]):
+            continue
         if path == name and name in REFUSED:
             reason, neutral = REFUSED[name]
             if setting not in neutral:

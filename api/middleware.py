@@ -10,22 +10,25 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.bodies import IGNORED_HEADER
+from penstock.api.bodies import IGNORED_HEADER, REQUEST_ID, offered_key
 from penstock.api.constraints.answer_check import WARNING_HEADER
-from penstock.api.context import SHARED
-from penstock.api.errors import error_body, error_response, json_response
+from penstock.api.context import SHARED, ServerOptions
+from penstock.api.errors import ErrorBody, error_body, error_response, json_response
 from penstock.api.metrics.metrics import ARRIVED, TIMER
 from penstock.engine.errors import EngineUnavailable, PenstockError
 
 access_log = logging.getLogger("penstock.access")
 log = logging.getLogger("penstock.api")
 
-REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 STARTED: web.RequestKey[web.StreamResponse] = web.RequestKey("started", web.StreamResponse)
 OPEN_PATHS = frozenset({"/health", "/ping"})
+METRICS_PATH = "/metrics"
+POLLED_PATHS = OPEN_PATHS | {METRICS_PATH}
+MAX_LOGGED = 300  # characters of a refusal
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that did not wait for its answer
 EXPOSED_HEADERS = f"x-request-id, {WARNING_HEADER}, {IGNORED_HEADER}"
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -70,20 +73,35 @@ async def identify_and_log(request: web.Request, handler: Handler) -> web.Stream
     offered = request.headers.get("x-request-id", "")
     request[REQUEST_ID] = offered if VALID_REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
     request[ARRIVED] = time.monotonic()
-    status = CLIENT_CLOSED_REQUEST
+    response: web.StreamResponse | None = None
     try:
         response = await handler(request)
-        status = response.status
         return response
     finally:
-        access_log.info("%s", access_line(request, status, time.monotonic() - request[ARRIVED]))
+        # Polls that find all well would fill the log.
+        is_poll = request.path in POLLED_PATHS and response is not None and response.status < 400
+        access_log.log(logging.DEBUG if is_poll else logging.INFO, "%s", access_line(request, response))
 
 
-def access_line(request: web.Request, status: int, seconds: float) -> str:
-    """One line: address, what was asked, status, id, and in milliseconds how long it took and until the first token."""
-    line = f"{request.remote} {request.method} {request.rel_url.raw_path} {status} id={request[REQUEST_ID]} total={seconds * 1000:.1f}ms"
-    timer = request.get(TIMER)
-    return line if timer is None else f"{line} {timer.summary}"
+def access_line(request: web.Request, response: web.StreamResponse | None) -> str:
+    """One line: address, what was asked, status, id, in milliseconds how long it took and until the first token, and why it was refused."""
+    status = CLIENT_CLOSED_REQUEST if response is None else response.status
+    seconds = time.monotonic() - request[ARRIVED]
+    parts = [f"{request.remote} {request.method} {request.rel_url.raw_path} {status} id={request[REQUEST_ID]} total={seconds * 1000:.1f}ms"]
+    if (timer := request.get(TIMER)) is not None:
+        parts.append(timer.summary)
+    if isinstance(response, web.Response) and status >= 400:
+        parts += [f"{name}={value[:MAX_LOGGED]!r}" for name, value in refusal_in(response) if value]
+    return " ".join(parts)
+
+
+def refusal_in(response: web.Response) -> list[tuple[str, str | None]]:
+    """The message and the field of an error's body. Its words may be a client's: they are to be quoted, and cut."""
+    try:
+        error = msgspec.json.decode(response.body if isinstance(response.body, bytes) else b"", type=ErrorBody).error
+    except msgspec.MsgspecError:
+        return []
+    return [("field", error.param), ("error", error.message)]
 
 
 @web.middleware
@@ -155,20 +173,23 @@ async def limit_body(request: web.Request, handler: Handler) -> web.StreamRespon
     return await handler(request)
 
 
-def require_api_key(api_keys: tuple[str, ...]) -> Middleware:
-    """Asks for `Authorization: Bearer KEY` on every route but the health checks. Takes as long whichever key is wrong, and where."""
+def open_paths(options: ServerOptions) -> frozenset[str]:
+    """Those that ask for no API key."""
+    return OPEN_PATHS | {METRICS_PATH} if options.metrics_without_key else OPEN_PATHS
+
+
+def require_api_key(api_keys: tuple[str, ...], open_paths: frozenset[str]) -> Middleware:
+    """Asks for a key on all other routes. Takes as long whichever key is wrong, and where."""
     digests = [_digest(key) for key in api_keys]
 
     @web.middleware
     async def check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in OPEN_PATHS:
-            return await handler(request)
-        scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        offered = _digest(key.strip())
+        key = offered_key(request)
+        offered = _digest(key or "")
         is_known = any([hmac.compare_digest(offered, digest) for digest in digests])  # noqa: C419 - all are compared, always
-        if scheme.lower() == "bearer" and is_known:
+        if request.path in open_paths or (key is not None and is_known):
             return await handler(request)
-        message = "the API key is wrong" if scheme else "this server asks for an API key: send `Authorization: Bearer KEY`"
+        message = "the API key is wrong" if key is not None else "this server asks for an API key: send `Authorization: Bearer KEY`"
         headers: dict[str, str] = {hdrs.WWW_AUTHENTICATE: "Bearer"}
         return json_response(error_body(401, message, code="invalid_api_key"), status=401, headers=headers)
 

@@ -5,8 +5,9 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
+from penstock.api.bodies import offered_key
 from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice
 from penstock.api.constraints.backend_choice import chosen_backend
 from penstock.api.context import CONTEXT, ServerContext
@@ -33,7 +34,7 @@ def client_of(http: web.Request) -> str | None:
     """Whom work is held to: the API key, as a digest, where the server asks for keys, else the address."""
     if not http.app[CONTEXT].options.api_keys:
         return http.remote
-    return hashlib.sha256(http.headers.get(hdrs.AUTHORIZATION, "").encode("utf-8", "surrogateescape")).hexdigest()
+    return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
 
 
 async def compiled_grammar(

@@ -22,6 +22,7 @@ EVERY_FLAG = """
     --trust-remote-code --matryoshka
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template
+    --reasoning-field both --metrics-without-key
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
@@ -59,6 +60,24 @@ def test_no_flags_mean_the_default_model_at_the_default_address(monkeypatch: pyt
     assert (arguments.plugins, arguments.reasoning_parser, arguments.tool_parser) == ((), "auto", "auto")
 
 
+@pytest.mark.parametrize(
+    ("words", "origins"),
+    [
+        (["*"], ("*",)),
+        (["http://a", "http://b"], ("http://a", "http://b")),
+        (['["*"]'], ("*",)),
+        (['["http://a", "http://b"]', "http://c"], ("http://a", "http://b", "http://c")),
+    ],
+)
+def test_allowed_origins_are_words_or_vllms_json_list(words: list[str], origins: tuple[str, ...]) -> None:
+    assert parse_arguments(["--allowed-origins", *words]).allowed_origins == origins
+
+
+def test_a_list_of_origins_that_is_no_json_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ('["http://a"', "[1]"):
+        assert "no JSON list of strings" in complaint(capsys, "--allowed-origins", words)
+
+
 def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     argv = shlex.split(EVERY_FLAG)
@@ -92,11 +111,13 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         tool_parser="hermes",
         chat_template="think",
         thinking_token_budget=5,
+        reasoning_field="both",
         trust_request_chat_template=True,
         allow_unknown_fields=True,
         host="0.0.0.0",
         port=0,
         api_keys=("k1", "k2"),
+        metrics_without_key=True,
         allowed_origins=("http://a", "http://b"),
         max_body_size=2**20,
         keep_alive_interval=2.5,

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from penstock.api.answers.sse import EventStream
-from penstock.api.answers.streams import FirstDelta
+from penstock.api.answers.streams import FirstDelta, bundled
 from penstock.api.context import SHARED
 from penstock.api.errors import json_response
 from penstock.api.workers import run
@@ -37,11 +37,17 @@ class AnswerFold(Protocol):
 
 
 async def answer(
-    http: web.Request, deltas: AsyncGenerator[SequenceDelta, None], fold: AnswerFold, *, stream: bool, headers: dict[str, str]
+    http: web.Request,
+    deltas: AsyncGenerator[SequenceDelta, None],
+    fold: AnswerFold,
+    *,
+    stream: bool,
+    headers: dict[str, str],
+    interval: int | None = None,
 ) -> web.StreamResponse:
-    """Raises what the engine raises, as long as nothing has been sent."""
+    """Streams a chunk for every `interval` tokens. Raises what the engine raises, as long as nothing has been sent."""
     if stream:
-        return await _stream(http, deltas, fold, headers)
+        return await _stream(http, bundled(deltas, interval or 1), fold, headers)
     async with aclosing(deltas):
         async for delta in deltas:
             fold.add(delta)

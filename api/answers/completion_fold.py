@@ -106,8 +106,9 @@ class CompletionFold:
         tokenizer: Tokenizer,
         hidden: frozenset[int],
         found: Mapping[int, Conformance],
+        fingerprint: str | None = None,
     ) -> None:
-        self._id, self._created, self._model = request_id, int(time.time()), model
+        self._id, self._created, self._model, self._fingerprint = request_id, int(time.time()), model, fingerprint
         self._options = body.stream_options or StreamOptions()
         view = CompletionView(
             echo=bool(body.echo),
@@ -143,7 +144,7 @@ class CompletionFold:
 
     def body(self) -> Completion:
         choices = [choice for _, choice in sorted(self._choices.items())]
-        return Completion(self._id, "text_completion", self._created, self._model, choices, self._usage.usage())
+        return self._completion(choices, self._usage.usage())
 
     def _feed(self, delta: SequenceDelta) -> CompletionChoice | None:
         self._usage.feed(delta)
@@ -152,4 +153,7 @@ class CompletionFold:
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> Completion:
         if usage is UNSET and self._options.include_usage:
             usage = self._usage.usage() if self._options.continuous_usage_stats else None
-        return Completion(self._id, "text_completion", self._created, self._model, choices, usage)
+        return self._completion(choices, usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(self._id, "text_completion", self._created, self._model, choices, usage, self._fingerprint)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from penstock.engine.outputs import SequenceDelta
 
@@ -49,6 +50,34 @@ async def merge(streams: Sequence[AsyncGenerator[SequenceDelta, None]], n: int) 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def bundled(deltas: AsyncGenerator[SequenceDelta, None], interval: int) -> AsyncGenerator[SequenceDelta, None]:
+    """The same with `interval` tokens or more in each delta, but for a sequence's first and last one, which come at once.
+
+    Closing this generator closes `deltas`.
+    """
+    held: dict[int, SequenceDelta] = {}
+    begun: set[int] = set()
+    async with aclosing(deltas):
+        async for delta in deltas:
+            delta = delta if delta.index not in held else joined(held.pop(delta.index), delta)
+            if delta.index in begun and delta.finish_reason is None and len(delta.token_ids) < interval:
+                held[delta.index] = delta
+                continue
+            begun.add(delta.index)
+            yield delta
+
+
+def joined(first: SequenceDelta, second: SequenceDelta) -> SequenceDelta:
+    """Two steps of a sequence as one, in which the text of both is there and only the later one may be the last."""
+    return replace(
+        second,
+        token_ids=first.token_ids + second.token_ids,
+        events=first.events + second.events,
+        logprobs=first.logprobs + second.logprobs,
+        prompt=first.prompt or second.prompt,
+    )
 
 
 class FirstDelta:

@@ -15,6 +15,9 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.encoder_batch import EncoderInput
 from penstock.engine.pooling.pooling_text import EncodedText
 
+# The names under which models keep an instruction, by the words that clients have for it.
+QUERY, DOCUMENT = ("query", "search_query"), ("document", "passage", "search_document")
+PROMPT_NAMES = dict.fromkeys(QUERY, QUERY) | dict.fromkeys(DOCUMENT, DOCUMENT)
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -38,8 +41,16 @@ async def read_inputs(context: PoolingContext, body: InputFields) -> list[Encode
     given = await run(context, lambda: split_prompts(source, param), is_long=len(source) > MANY)
     is_list = not isinstance(source, str) and not isinstance(source[0], int)
     paths = [f"{param}[{position}]" if is_list else param for position in range(len(given))]
-    options = EncodingOptions(token_limit(context, body.truncate_prompt_tokens), add_special_tokens, body.prompt_name)
+    options = EncodingOptions(token_limit(context, body.truncate_prompt_tokens), add_special_tokens, prompt_name(context, body))
     return await encode_inputs(context, given, paths, options)
+
+
+def prompt_name(context: PoolingContext, body: InputFields) -> str | None:
+    """The one that is asked for, or the one that the model has for this type of input; None where it has none."""
+    if body.prompt_name is not None or body.input_type is None:
+        return body.prompt_name
+    prompts = context.engine.model.files.prompts
+    return next((name for name in PROMPT_NAMES.get(body.input_type, (body.input_type,)) if name in prompts), None)
 
 
 async def encode_inputs(

@@ -7,9 +7,11 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletionTokenLogprob
+from openai import AsyncAzureOpenAI, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 
+from penstock.api.chat_protocol import ReasoningField
+from penstock.api.context import ServerOptions
 from penstock.plugins.tools import hermes
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, client_of, scripted_server
 
@@ -115,13 +117,13 @@ def test_a_stream_adds_up_to_the_whole_answer(answer: str, tokens_per_step: int)
 def test_reasoning_and_content_come_apart() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
         chunks = await streamed(client, stream_options={"include_usage": True})
-        assert chunks[0].choices[0].delta.role == "assistant"
-        assert chunks[0].choices[0].delta.content == ""
         stream = joined(chunks)
         assert (stream["reasoning_content"], stream["content"], stream["finish_reason"]) == ("Hm.", "Yes", "stop")
-        for chunk in chunks[1:-1]:
-            fields = set(chunk.choices[0].delta.model_fields_set)
-            assert len(fields) <= 1, "a delta holds one kind of thing"
+        for number, chunk in enumerate(chunks[:-1]):
+            delta = chunk.choices[0].delta.to_dict()
+            assert delta.pop("role", None) == ("assistant" if number == 0 else None)
+            assert set(delta) >= {"reasoning_content"}, "a key that clients may read whatever the delta holds"
+            assert sum(value is not None for value in delta.values()) == 1, "a delta holds one kind of thing"
             assert chunk.usage is None
         last = chunks[-1]
         assert last.choices == []
@@ -133,6 +135,112 @@ def test_reasoning_and_content_come_apart() -> None:
         assert chunks[0].id.startswith("chatcmpl-")
 
     serve(scenario, thinks=True, engine={"answers": ["Hm.</think>Yes"]})
+
+
+def deepseeks_sample(chunks: list[ChatCompletionChunk]) -> str:
+    """What is not reasoning is content, in each chunk: as in the documentation of DeepSeek's API, with a heading before each part."""
+    shown: list[str] = []
+    for chunk in chunks:
+        delta: Any = chunk.choices[0].delta
+        heading, text = ("[reasoning]", delta.reasoning_content) if delta.reasoning_content else ("[content]", delta.content)
+        if heading not in shown:
+            shown.append(heading)
+        shown.append("" + text)
+    return "".join(shown)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_reasoning": False}, {"stream_interval": 3}])
+def test_a_client_that_takes_all_but_reasoning_for_content_shows_both_in_order(options: dict[str, Any]) -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        assert deepseeks_sample(await streamed(client, extra_body=options)) == "[reasoning]Hm.[content]Yes"
+
+    serve(scenario, thinks=True, engine={"answers": ["Hm.</think>Yes"]})
+
+
+def test_without_a_reasoning_parser_the_role_comes_first_and_no_delta_speaks_of_reasoning() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        chunks = await streamed(client)
+        assert chunks[0].choices[0].delta.to_dict() == {"role": "assistant", "content": ""}
+        assert not any(hasattr(chunk.choices[0].delta, "reasoning_content") for chunk in chunks)
+        assert not hasattr((await ask(client)).choices[0].message, "reasoning_content")
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [("reasoning_content", {"reasoning_content"}), ("reasoning", {"reasoning"}), ("both", {"reasoning_content", "reasoning"})],
+)
+@pytest.mark.parametrize("answer", ["Hm.</think>Yes", "</think>Yes"])
+def test_reasoning_has_the_names_that_the_operator_chose(field: ReasoningField, names: set[str], answer: str) -> None:
+    reasoning = answer.partition("</think>")[0]
+
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        message = (await ask(client)).choices[0].message.to_dict()
+        assert {name: message[name] for name in message if name.startswith("reasoning")} == dict.fromkeys(names, reasoning or None)
+        deltas = [chunk.choices[0].delta.to_dict() for chunk in await streamed(client)]
+        for delta in deltas:
+            assert {name for name in delta if name.startswith("reasoning")} == names
+        assert all("".join(str(delta[name] or "") for delta in deltas) == reasoning for name in names)
+
+    serve(scenario, thinks=True, engine={"answers": [answer]}, options=ServerOptions(reasoning_field=field))
+
+
+def test_every_answer_and_chunk_has_the_servers_fingerprint() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        assert (await ask(client)).system_fingerprint == "fp_1"
+        assert {chunk.system_fingerprint for chunk in await streamed(client, stream_options={"include_usage": True})} == {"fp_1"}
+        completion = await client.completions.create(model=MODEL, prompt="a")
+        assert completion.system_fingerprint == "fp_1"
+        async for part in await client.completions.create(model=MODEL, prompt="a", stream=True):
+            assert part.system_fingerprint == "fp_1"
+
+    serve(scenario, options=ServerOptions(system_fingerprint="fp_1"))
+
+
+def text_of(chunk: ChatCompletionChunk) -> str:
+    return chunk.choices[0].delta.content or ""
+
+
+@pytest.mark.parametrize(
+    ("interval", "texts"),
+    [(1, list("Hello there.")), (4, ["H", "ello", " the", "re."]), (11, ["H", "ello there."]), (99, ["H", "ello there."])],
+)
+def test_a_stream_has_a_chunk_for_as_many_tokens_as_were_asked_for(interval: int, texts: list[str]) -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        extra = {"stream_interval": interval}
+        chunks = await streamed(client, n=2, extra_body=extra)
+        for index in range(2):
+            assert [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].index == index and text_of(chunk)] == texts
+        completion = await client.completions.create(model=MODEL, prompt="a", stream=True, extra_body=extra)
+        assert [part.choices[0].text async for part in completion] == texts
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("names_deployment", [True, False])
+def test_azures_client_works_as_it_is(names_deployment: bool) -> None:
+    async def scenario(server: AsyncOpenAI, scripted: Scripted) -> None:
+        async with AsyncAzureOpenAI(
+            azure_endpoint=str(server.base_url).removesuffix("/v1/"),
+            azure_deployment="alias" if names_deployment else None,
+            api_key="key",
+            api_version="2024-10-21",
+            max_retries=0,
+            http_client=DefaultAsyncHttpxClient(verify=False),
+        ) as client:
+            model = "whatever the deployment is of" if names_deployment else "alias"
+            answer = await ask(client, model=model)
+            assert (answer.model, answer.choices[0].message.content) == ("alias", "Hello there.")
+            assert "".join(text_of(chunk) for chunk in await streamed(client, model=model)) == "Hello there."
+            completion = await client.completions.create(model=model, prompt="a")
+            assert (completion.model, completion.choices[0].text) == ("alias", "Hello there.")
+            if not names_deployment:
+                assert [card.id async for card in client.models.list()] == [MODEL, "alias"]
+                with pytest.raises(openai.NotFoundError, match="does not exist"):
+                    await ask(client, model="another")
+
+    serve(scenario, options=ServerOptions(api_keys=("none", "key")))
 
 
 def test_reasoning_can_stay_in_the_content_be_dropped_or_come_at_once() -> None:

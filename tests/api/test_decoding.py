@@ -54,6 +54,36 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name() -> None:
     assert "`include_usage`" in nested.message
 
 
+# What vLLM 0.33 gives for a request class that is written out as a whole, besides the fields that have a meaning here.
+VLLM_CHAT = {"echo": False, "media_io_kwargs": None, "mm_processor_kwargs": None, "documents": None, "return_prompt_text": None}
+VLLM = {
+    **dict.fromkeys(["watermarking", "truncate_prompt_tokens", "truncation_side", "logprob_token_ids", "session_id", "return_token_ids"]),
+    **dict.fromkeys(["kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection", "stream_interval"]),
+    **dict.fromkeys(["spaces_between_special_tokens", "return_mm_kwargs"], True),
+    "request_id": "0f",
+    "routed_experts_prompt_start": 0,
+    "return_token_offsets": False,
+}
+
+
+def test_vllms_request_classes_pass_with_their_defaults() -> None:
+    request, ignored = decode(chat(**VLLM, **VLLM_CHAT), ChatCompletionRequest)
+    assert (request.request_id, ignored) == ("0f", ())
+    body = json.dumps({"prompt": "Hi", "suffix": None, "prompt_embeds": None, "thinking_token_budget": None, **VLLM})
+    assert decode(body.encode(), CompletionRequest)[1] == ()
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"routed_experts_prompt_start": 1}, {"return_mm_kwargs": False}, {"frob": 0}])
+def test_vllms_fields_that_ask_for_something_are_refused_like_other_unknown_ones(fields: dict[str, Any]) -> None:
+    assert refusal(chat(**fields)).param == next(iter(fields))
+
+
+def test_null_asks_for_nothing_whatever_the_field() -> None:
+    request, ignored = decode(chat(frob=None, stream_options={"include_usage": True, "frob": None}), ChatCompletionRequest)
+    assert request.stream_options is not None
+    assert (request.stream_options.include_usage, ignored) == (True, ())
+
+
 def test_unknown_fields_are_listed_where_they_are_allowed() -> None:
     body = chat(frob=1, stream_options={"x": 1, "include_usage": True}, logits_processors=[{"name": "a", "y": 2}], logit_bias={"3": 1})
     request, ignored = decode(body, ChatCompletionRequest, allow_unknown_fields=True)

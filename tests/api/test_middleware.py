@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from penstock.api.app import POOLED
+from penstock.api.app import AZURE_ROUTES, POOLED
 from penstock.api.context import ServerOptions
 from penstock.api.middleware import GATE
 from penstock.engine.errors import GenerationFailed
@@ -78,6 +78,42 @@ def test_the_access_log_has_one_line_per_request_with_id_and_timings(caplog: pyt
     assert "ms first=" in chat
     assert chat.endswith("output=12")
     assert "GET /nowhere 404 id=lost total=" in lost
+
+
+def test_the_access_log_says_why_a_request_was_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Running) -> None:
+        await server.post("/v1/chat/completions", CHAT | {"temprature": 1})
+        await server.post("/v1/chat/completions", CHAT | {"a\nb" + "c" * 1000: 1})
+
+    with caplog.at_level(logging.INFO, "penstock.access"):
+        serve(scenario)
+    misspelt, odd = (record.message for record in caplog.records if record.name == "penstock.access")
+    assert misspelt.endswith("field='temprature' error='unknown field `temprature`; did you mean `temperature`?'")
+    assert r"field='a\nbccc" in odd
+    assert "\n" not in odd
+    assert len(odd) < 1000
+
+
+@pytest.mark.parametrize(("level", "num_lines"), [(logging.INFO, 0), (logging.DEBUG, 3)])
+def test_polls_that_find_all_well_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture, level: int, num_lines: int) -> None:
+    async def scenario(server: Running) -> None:
+        for path in ("/health", "/ping", "/metrics"):
+            async with server.http.get(path) as response:
+                assert response.status == 200
+
+    with caplog.at_level(level, "penstock.access"):
+        serve(scenario)
+    assert len([record for record in caplog.records if record.name == "penstock.access"]) == num_lines
+
+
+def test_a_poll_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Running) -> None:
+        server.engine.is_healthy = False
+        assert (await server.get("/health"))[0] == 503
+
+    with caplog.at_level(logging.INFO, "penstock.access"):
+        serve(scenario)
+    assert "GET /health 503" in caplog.text
 
 
 def test_a_client_that_leaves_is_logged_as_gone_and_its_generation_ends(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,17 +194,54 @@ def test_every_route_of_the_application_is_in_the_list_above() -> None:
         served = {f"{route.method} {route.resource.canonical}" for route in server.app.router.routes() if route.resource is not None}
         ours = {route for route in served if not route.startswith("HEAD ")}
         open_routes = {"GET /health", "GET /ping", "POST /ping"}
-        assert ours - open_routes == set(ROUTES) - {"GET /nowhere"} | {"GET /v1/models/{name}"}
+        azure = {f"POST {route.replace(':.+', '')}" for route in AZURE_ROUTES.values()} | {
+            "GET /openai/models",
+            "GET /openai/models/{name}",
+        }
+        assert ours - open_routes == set(ROUTES) - {"GET /nowhere"} | {"GET /v1/models/{name}"} | azure
 
     serve(scenario)
 
 
-def test_health_checks_need_no_key() -> None:
+@pytest.mark.parametrize("metrics_without_key", [True, False])
+def test_health_checks_need_no_key_and_metrics_none_where_the_operator_says_so(metrics_without_key: bool) -> None:
     async def scenario(server: Running) -> None:
         assert (await server.get("/health"))[0] == 200
         assert (await server.get("/ping"))[0] == 200
+        async with server.http.get("/metrics") as response:
+            assert response.status == (200 if metrics_without_key else 401)
+        assert (await server.get("/v1/models"))[0] == 401
+
+    serve(scenario, ServerOptions(api_keys=("right",), metrics_without_key=metrics_without_key))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"api-key": "right"}, 200),
+        ({"api-key": "wrong"}, 401),
+        ({"api-key": ""}, 401),
+        ({"Authorization": "Bearer wrong", "api-key": "right"}, 401),
+        ({"Authorization": "Basic right"}, 401),
+    ],
+)
+def test_a_key_may_come_in_the_header_of_azures_clients(headers: dict[str, str], status: int) -> None:
+    async def scenario(server: Running) -> None:
+        assert (await server.get("/v1/models", headers=headers))[0] == status
 
     serve(scenario, ServerOptions(api_keys=("right",)))
+
+
+def test_a_request_id_in_the_body_is_the_requests_where_the_header_has_none() -> None:
+    async def scenario(server: Running) -> None:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})):
+            for headers, expected in (({}, "mine"), ({"x-request-id": "a b"}, "mine"), ({"x-request-id": "header's"}, "header's")):
+                async with server.http.post(path, json=body | {"request_id": "mine"}, headers=headers) as response:
+                    assert response.headers["x-request-id"] == expected
+        status, answer = await server.post("/v1/chat/completions", CHAT | {"request_id": "a\nb"})
+        assert (status, answer["error"]["param"]) == (400, "request_id")
+
+    serve(scenario)
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
