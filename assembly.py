@@ -20,6 +20,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf.conversion import inflation
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
@@ -106,6 +107,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, files.template)
     loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
+    suggest_quantization(files.directory, config, loaded.device.type)
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
@@ -241,6 +243,22 @@ def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: Thr
         return ChatTemplate(override, tokenizer.special_tokens_map, workers=workers)
     return ChatTemplate(
         tokenizer.chat_template, tokenizer.special_tokens_map, tool_source=tokenizer.chat_templates.get("tool_use"), workers=workers
+    )
+
+
+def suggest_quantization(directory: Path, config: EngineConfig, device_type: str) -> None:
+    """Says what to start a GGUF with whose quantized weights had to be inflated, as those of most types are."""
+    path = Path(config.model or "").expanduser()
+    if path.suffix != ".gguf" or config.quantization != "auto" or device_type != "cpu":
+        return
+    growth = inflation(path, directory)
+    if growth < 1.5:
+        return
+    log.warning(
+        "the weights of %s are served in 16 bits, %.1f times the size of the file: of quantized types only Q4_0, Q4_1 and Q8_0 are read as "
+        "they are. --quantization int4 serves them in 4 bits, in less memory and faster, --quantization int8 in 8",
+        path.name,
+        growth,
     )
 
 

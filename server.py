@@ -91,13 +91,23 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     print(start_line(assembled, listener, time.monotonic() - started), flush=True)
     await stop.wait()
     gate = app[GATE]
-    log.info("shutting down; %d requests have up to %g seconds to end", gate.num_inside, arguments.drain_timeout)
+    log.info("%s", stopping_line(gate.num_inside, arguments.drain_timeout))
     await site.stop()
     if not await gate.drain(arguments.drain_timeout):
-        log.warning("%d requests did not end in time and are aborted", gate.num_inside)
+        log.warning("not ended in time, and aborted: %s", counted(gate.num_inside))
     await context.engine.stop(0)
     await runner.cleanup()
     context.close()
+
+
+def stopping_line(num_requests: int, seconds: float) -> str:
+    if not num_requests:
+        return "shutting down"
+    return f"shutting down: up to {seconds:g} s for {counted(num_requests)} to end; a second Ctrl-C or SIGTERM ends the server at once"
+
+
+def counted(num_requests: int) -> str:
+    return "1 request" if num_requests == 1 else f"{num_requests} requests"
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -69,7 +69,7 @@ class Engine:
         if not self._life.has_begun:
             return
         if not await self._life.drain(drain_seconds, lambda: self._streams):
-            logger.warning("%d requests were cut off by the shutdown", len(self._streams))
+            logger.warning("requests cut off by the shutdown: %d", len(self._streams))
         self._end_all(FinishReason.ABORT)
         await self._life.end()
         self._core.masks.close()

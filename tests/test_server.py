@@ -24,7 +24,7 @@ from penstock.assembly import build_chat_template, evidence_of, knows_marker, sa
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.server import bind, main
+from penstock.server import bind, main, stopping_line
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,6 +87,12 @@ def test_a_signal_lets_a_running_stream_end_and_then_the_process(default_model_d
         assert process.returncode == 0
         assert "shutting down" in said
         assert "leaked" not in said
+
+
+def test_a_server_that_waits_for_requests_says_how_to_end_it_at_once() -> None:
+    assert stopping_line(0, 30) == "shutting down"
+    assert stopping_line(1, 30) == "shutting down: up to 30 s for 1 request to end; a second Ctrl-C or SIGTERM ends the server at once"
+    assert "2.5 s for 2 requests to end" in stopping_line(2, 2.5)
 
 
 def test_without_time_to_drain_a_stream_is_told_why_it_ends(default_model_dir: Path) -> None:

@@ -46,8 +46,12 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
                     _write_through(scratch)
                     scratch.rename(directory)
                     _sync(directory.parent)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from error
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):  # as libraries in Rust say it, each with its own exception
+            raise
+        raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from None
     return directory
 
 
@@ -101,7 +105,17 @@ def converted_gguf(gguf_file: Path) -> Path:
     status = gguf_file.stat()
     identity = hashlib.sha256(f"{gguf_file}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:16]
     directory = cache_directory() / "models" / f"{gguf_file.stem}-{identity}-v{CONVERSION_VERSION}"
-    return build_once(directory, lambda scratch: convert_gguf(gguf_file, scratch))
+
+    def build(scratch: Path) -> None:
+        logger.info("Converting %s (%.0f MB) to safetensors in %s; this happens once", gguf_file.name, status.st_size / 1e6, directory)
+        convert_gguf(gguf_file, scratch)
+
+    return build_once(directory, build)
+
+
+def inflation(gguf_file: Path, directory: Path) -> float:
+    """By how much the weights have grown in conversion: 1 where they have kept their own types."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / gguf_file.stat().st_size
 
 
 def convert_gguf(gguf_file: Path, directory: Path) -> None:
@@ -119,9 +133,11 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
 
     folder, name = gguf_file.parent, gguf_file.name
     try:
+        logger.info("Reading the tokenizer of %s", name)
         config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
         config._name_or_path = ""
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, config=config, local_files_only=True)
+        logger.info("Reading the weights of %s", name)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
@@ -134,6 +150,7 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
         raise ConfigurationError(f"{name} holds a {header.architecture!r} model that cannot be read: {error}") from error
     _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
     setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now
+    logger.info("Writing the weights of %s as safetensors", name)
     matrices = take_quantized_matrices(model, header.tensors)
     if matrices:
         write_quantized(directory, matrices)

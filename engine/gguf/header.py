@@ -12,6 +12,7 @@ VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_ELEMENTS = 2**21  # of all arrays together, which are read one by one; the largest vocabularies, with their merges, come to 1.3 million
 MAX_NAME = 2**16 - 1
+MAX_MODEL_NAME = 256
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a scalar, by the number of its type
 _INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
 _STRING, _ARRAY = 8, 9
@@ -32,6 +33,16 @@ def check_gguf_header(path: Path) -> None:
             _Walk(data).run()
 
 
+def gguf_name(path: Path) -> str | None:
+    """What the file calls its model, read no further than to there. None where it does not say, or cannot be read."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            name = _Walk(data).find_string(b"general.name").decode().strip()
+    except (OSError, ValueError, struct.error):
+        return None
+    return name if name.isprintable() and 0 < len(name) <= MAX_MODEL_NAME else None
+
+
 class _Walk:
     """Goes through the header once, from its beginning to its end."""
 
@@ -44,6 +55,23 @@ class _Walk:
         self._largest_dimension = 0
 
     def run(self) -> None:
+        num_tensors, num_fields = self._begin()
+        self._read_fields(num_fields)
+        self._read_tensors(num_tensors)
+        self._check_lengths(num_tensors)
+
+    def find_string(self, name: bytes) -> bytes:
+        """The text of a field; b"" where there is none of this name and type."""
+        _, num_fields = self._begin()
+        for _ in range(num_fields):
+            found, kind = self._string("the name of a field", MAX_NAME), self._integer("I")
+            if (found, kind) == (name, _STRING):
+                return self._string("the name of the model", MAX_NAME)
+            self._skip(kind, found)
+        return b""
+
+    def _begin(self) -> tuple[int, int]:
+        """The numbers of tensors and of fields."""
         if self._data[: self._place] != MAGIC:
             raise BrokenHeader("it does not begin with GGUF")
         (version,) = struct.unpack_from("<I", self._data, self._place)
@@ -52,10 +80,7 @@ class _Walk:
         version = self._integer("I")
         if version not in VERSIONS:
             raise BrokenHeader(f"its version is {version}, not one of {VERSIONS}")
-        num_tensors, num_fields = self._integer("Q"), self._integer("Q")
-        self._read_fields(num_fields)
-        self._read_tensors(num_tensors)
-        self._check_lengths(num_tensors)
+        return self._integer("Q"), self._integer("Q")
 
     def _take(self, num_bytes: int, what: str) -> int:
         """Where so many bytes begin; they are passed."""

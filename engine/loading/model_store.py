@@ -1,15 +1,21 @@
 """Where a model's files are: what `--model` names, as a local directory that `from_pretrained` reads."""
 
+import errno
+import logging
 import os
 from pathlib import Path
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.conversion import converted_gguf
+from penstock.engine.gguf.header import gguf_name
 from penstock.engine.loading.packaged_model import DEFAULT_MODEL, PACKAGED_MODELS, PackagedModel, packaged_model_directory
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What serving takes from a repository: not its other weight formats, which can be many times as large.
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 _CODE = ["*.py"]
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_model(model: str | None, trust_remote_code: bool = False) -> Path:
@@ -38,7 +44,9 @@ def resolve_model(model: str | None, trust_remote_code: bool = False) -> Path:
 
 
 def model_name(model: str | None) -> str:
-    """What a model is called on the wire unless the operator says otherwise: the id itself, or the name of its directory or file."""
+    """What a model is called on the wire unless the operator says otherwise: the id itself, the name of its directory, or what its
+    GGUF file calls it, else the name of that file.
+    """
     packaged = _packaged(model)
     if packaged is not None:
         return packaged.name
@@ -46,7 +54,7 @@ def model_name(model: str | None) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve().name
-    return path.stem if path.suffix == ".gguf" else model
+    return gguf_name(path) or path.stem if path.suffix == ".gguf" else model
 
 
 def _packaged(model: str | None) -> PackagedModel | None:
@@ -54,7 +62,7 @@ def _packaged(model: str | None) -> PackagedModel | None:
 
 
 def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -66,14 +74,20 @@ def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
 
     otherwise = "a local directory or a .gguf file also works"
     try:
+        if try_to_load_from_cache(model_id, "config.json") is None:
+            logger.info("Downloading %s from Hugging Face; this happens once", model_id)
         return Path(snapshot_download(model_id, allow_patterns=_FILES + _CODE * trust_remote_code, etag_timeout=5))
-    except HFValidationError as error:
-        raise ConfigurationError(f"--model {model_id} is neither a path that exists nor a Hugging Face id; {otherwise}") from error
-    except GatedRepoError as error:
-        raise ConfigurationError(f"--model {model_id} is gated: accept its terms there and log in with `hf auth login`") from error
-    except RepositoryNotFoundError as error:
-        raise ConfigurationError(f"--model {model_id}: Hugging Face has no such model, or it is private; {otherwise}") from error
+    except HFValidationError:
+        raise ConfigurationError(f"--model {model_id} is neither a path that exists nor a Hugging Face id; {otherwise}") from None
+    except GatedRepoError:
+        raise ConfigurationError(f"--model {model_id} is gated: accept its terms there and log in with `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise ConfigurationError(f"--model {model_id}: Hugging Face has no such model, or it is private; {otherwise}") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise ConfigurationError(
+                f"--model {model_id} cannot be downloaded: {error.strerror}; HF_HOME names another directory"
+            ) from None
         raise ConfigurationError(
             f"--model {model_id}: Hugging Face cannot be reached and the model is not in its local cache; {otherwise}"
-        ) from error
+        ) from None

@@ -1,7 +1,9 @@
 import json
 import os
+import resource
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -14,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.gguf import conversion
 from penstock.engine.gguf.blocks import TYPES, read_blocks
-from penstock.engine.gguf.conversion import build_once, convert_gguf, converted_gguf
+from penstock.engine.gguf.conversion import build_once, convert_gguf, converted_gguf, inflation
 from penstock.engine.loading.model_loader import load_model
 from penstock.engine.quantization.quantized_file import quantized_names, read_quantized
 
@@ -101,6 +104,53 @@ def test_what_is_built_is_on_the_disk_before_it_has_its_name(tmp_path: Path, mon
     before = {inode for inode, is_named in synced if not is_named}
     assert before == {path.stat().st_ino for path in (target, target / "part", target / "part" / "weights")}
     assert synced[-1] == (tmp_path.stat().st_ino, True)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files may have 16 KiB: beyond that the system refuses to write, as it does where the disk is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_that_takes_no_more_is_one_line_and_leaves_nothing_behind(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    request.getfixturevalue("full_disk")
+    with pytest.raises(ConfigurationError, match=r"cannot write the model cache .*tiny-.*os error.*; set PENSTOCK_CACHE"):
+        converted_gguf(tmp_path / "tiny.gguf")
+    assert [entry.name for entry in (tmp_path / "cache" / "models").iterdir() if entry.is_dir()] == []
+
+
+def test_only_what_the_disk_refuses_is_the_operators_concern(tmp_path: Path) -> None:
+    def fail(error: Exception) -> Callable[[Path], None]:
+        def build(directory: Path) -> None:
+            raise error
+
+        return build
+
+    for error in (OSError(28, "No space left on device"), Exception("No space left on device (os error 28)")):  # Python's, tokenizers'
+        with pytest.raises(ConfigurationError, match="No space left on device"):
+            build_once(tmp_path / "built", fail(error))
+    with pytest.raises(ZeroDivisionError):
+        build_once(tmp_path / "built", fail(ZeroDivisionError()))
+
+
+def test_a_conversion_says_what_it_does_and_that_it_happens_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    for num_lines in (4, 0):
+        caplog.clear()
+        with caplog.at_level("INFO", conversion.__name__):
+            converted_gguf(tmp_path / "tiny.gguf")
+        assert len(caplog.messages) == num_lines
+        assert num_lines == 0 or "this happens once" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("name", "is_larger"), [("Q4_1", False), ("F16", False), ("Q5_1", True)])
+def test_only_types_that_cannot_be_kept_grow(tmp_path: Path, name: str, is_larger: bool) -> None:
+    write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[name])
+    assert (inflation(tmp_path / "tiny.gguf", converted_gguf(tmp_path / "tiny.gguf")) > 1.5) == is_larger
 
 
 def test_tied_embeddings_are_stored_once_and_stay_tied(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.conversion import convert_gguf
-from penstock.engine.gguf.header import MAX_ELEMENTS, BrokenHeader, check_gguf_header
+from penstock.engine.gguf.header import MAX_ELEMENTS, MAX_MODEL_NAME, BrokenHeader, check_gguf_header, gguf_name
+from penstock.engine.loading.model_store import model_name
 from tests.engine.gguf.test_conversion import write_gguf
 
 HUGE = 2**62
@@ -111,6 +112,34 @@ def test_whatever_byte_is_wrong_a_header_is_refused_or_read(whole: Path, tmp_pat
     path = tmp_path / "damaged.gguf"
     path.write_bytes(DAMAGES[kind](whole.read_bytes(), place))
     assert len(refusal(path)) < 300
+    assert len(gguf_name(path) or "") <= MAX_MODEL_NAME
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        (
+            [field("general.architecture", STRING, text("llama")), field("general.name", STRING, text("Tiny 1B Instruct"))],
+            "Tiny 1B Instruct",
+        ),
+        (
+            [field("a", ARRAY, array(STRING, 1, text("b"))), field("c", UINT32, bytes(4)), field("general.name", STRING, text(" Tiny "))],
+            "Tiny",
+        ),
+        ([field("a", UINT32, bytes(4))], None),
+        ([field("general.name", STRING, text(" "))], None),
+        ([field("general.name", STRING, text("two\nlines"))], None),
+        ([field("general.name", STRING, text("long" * 1000))], None),
+        ([field("general.name", UINT32, bytes(4))], None),
+        ([field("general.name", STRING, struct.pack("<Q", 2) + b"\xff\xfe")], None),
+        ([field("general.name", STRING, struct.pack("<Q", HUGE))], None),
+    ],
+)
+def test_a_model_is_called_what_its_file_calls_it(tmp_path: Path, fields: list[bytes], name: str | None) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header(fields, []))
+    assert gguf_name(path) == name
+    assert model_name(str(path)) == (name or "model")
 
 
 def refusal(path: Path) -> str:

@@ -1,10 +1,14 @@
+import errno
+import traceback
 import zipfile
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.loading import model_store
 from penstock.engine.loading.model_store import model_name, resolve_model
 from penstock.engine.loading.packaged_model import DEFAULT_MODEL, PACKAGED_MODELS
 
@@ -115,8 +119,31 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
 
 def test_an_id_offline_is_named_and_a_directory_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigurationError, match=r"some-org/some-model: .*cannot be reached.*a local directory"):
+    with pytest.raises(ConfigurationError, match=r"some-org/some-model: .*cannot be reached.*a local directory") as caught:
         resolve_model("some-org/some-model")
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1, "without the chain of what the library tried"
+
+
+def test_a_disk_that_is_full_is_not_taken_for_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*args: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ConfigurationError, match="some-org/some-model cannot be downloaded: No space left on device"):
+        resolve_model("some-org/some-model")
+
+
+def test_a_download_is_announced_and_what_is_cached_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: str(tmp_path))
+    for cached, num_lines in ((None, 1), (str(tmp_path / "config.json"), 0)):
+        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args, cached=cached: cached)
+        caplog.clear()
+        with caplog.at_level("INFO", model_store.__name__):
+            assert resolve_model("some-org/some-model") == tmp_path
+        assert [message for message in caplog.messages if "happens once" in message] == caplog.messages
+        assert len(caplog.messages) == num_lines
 
 
 def test_what_is_neither_path_nor_id_is_refused() -> None:
