@@ -49,7 +49,7 @@ def prompt_name(context: PoolingContext, body: InputFields) -> str | None:
     """The one that is asked for, or the one that the model has for this type of input; None where it has none."""
     if body.prompt_name is not None or body.input_type is None:
         return body.prompt_name
-    prompts = context.engine.model.files.prompts
+    prompts = context.engine.model.files.prompts or {}
     return next((name for name in PROMPT_NAMES.get(body.input_type, (body.input_type,)) if name in prompts), None)
 
 

@@ -163,6 +163,41 @@ def test_an_instruction_of_the_models_goes_before_the_text(tmp_path: Path) -> No
     serve_pooling(directory, scenario)
 
 
+def test_the_type_of_input_chooses_the_models_instruction_for_it(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "find: ", "passage": "text: ", "clustering": "group: "}}
+    directory = embedding_directory(tmp_path, {"config_sentence_transformers": prompts})
+    reference = Reference.of(directory)
+    expected = {
+        "query": "find: ",
+        "search_query": "find: ",
+        "document": "text: ",
+        "search_document": "text: ",
+        "clustering": "group: ",
+        "x": "",
+    }
+
+    async def scenario(server: PoolingServer) -> None:
+        for name, instruction in expected.items():
+            _, answer = await server.post(PATH, {"input": "Hi", "input_type": name})
+            torch.testing.assert_close(
+                torch.tensor(answer["data"][0]["embedding"]), reference.embedding(instruction + "Hi"), atol=1e-5, rtol=0
+            )
+        _, answer = await server.post(PATH, {"input": "Hi", "input_type": "query", "prompt_name": "passage"})
+        torch.testing.assert_close(torch.tensor(answer["data"][0]["embedding"]), reference.embedding("text: Hi"), atol=1e-5, rtol=0)
+
+    serve_pooling(directory, scenario)
+
+
+def test_azures_path_names_the_model(embedder: Path) -> None:
+    async def scenario(server: PoolingServer) -> None:
+        status, answer = await server.post("/openai/deployments/tiny/embeddings?api-version=1", {"input": "Hi", "model": "another"})
+        assert (status, answer["model"]) == (200, "tiny")
+        status, answer = await server.post("/openai/deployments/another/embeddings", {"input": "Hi"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+    serve_pooling(embedder, scenario)
+
+
 def test_a_conversation_is_one_input(embedder: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
