@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +13,7 @@ from penstock import __version__
 from penstock.api.context import PoolingContext, ServerContext, ServerOptions
 from penstock.api.model_abilities import description
 from penstock.api.templates.chat_template import ChatTemplate, load_chat_template
+from penstock.api.workers import Workers
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
@@ -38,7 +38,6 @@ from penstock.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
 
-NUM_WORKERS = 4
 UNLEARNED_THINKING_BUDGET = 256
 # Ours by generation_config's names. `do_sample` is left out, as in vLLM: a client that wants greedy says temperature 0.
 SAMPLING_DEFAULTS = {
@@ -102,7 +101,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     config, tokenizer = arguments.engine, files.tokenizer
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
-    workers = start_workers()
+    workers = Workers()
     plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, files.template)
     loaded = load(files.directory, config)
@@ -131,7 +130,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
 def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPooling:
     """As `assemble`, of a model that turns text into numbers."""
     check_pooling_flags(arguments)
-    workers = start_workers()
+    workers = Workers()
     engine = build_pooling_engine(files.directory, files.tokenizer, arguments.engine)
     context = PoolingContext(
         engine=engine,
@@ -159,10 +158,6 @@ def check_pooling_flags(arguments: Arguments) -> None:
     if flags:
         name = model_name(arguments.engine.model)
         raise ConfigurationError(f"{', '.join(flags)}: for models that generate text, and {name} turns text into numbers")
-
-
-def start_workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="penstock-worker")
 
 
 def served_names(arguments: Arguments) -> tuple[str, ...]:
@@ -237,7 +232,7 @@ def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
     return Evidence(own or asked, frozenset(token.text for token in tokenizer.added_tokens.values()), fields)
 
 
-def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: ThreadPoolExecutor) -> ChatTemplate:
+def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: Workers) -> ChatTemplate:
     """The operator's template, else the model's own, which may bring another one for conversations with tools."""
     if override is not None:
         return ChatTemplate(override, tokenizer.special_tokens_map, workers=workers)

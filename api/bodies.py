@@ -37,6 +37,12 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
     return body, ignored_fields_header(ignored)
 
 
+async def read_admitted_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
+    """As `read_body`, for what the engine will be asked to do: raises `QueueFull` or `EngineUnavailable` before anything is read."""
+    request.app[SHARED].engine.check_admission()
+    return await read_body(request, kind)
+
+
 def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:
     """Names come from the client: whatever could break out of a header is percent-encoded."""
     return {IGNORED_HEADER: quote(", ".join(names), safe=" ,.[]")[:MAX_HEADER]} if names else {}

@@ -8,7 +8,7 @@ from penstock.api.answers.answering import answer
 from penstock.api.answers.chat_fold import ChatFold
 from penstock.api.answers.folds import ReasoningView
 from penstock.api.beams import beam_search, searched, searched_defaults
-from penstock.api.bodies import read_body, served_model
+from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.api.constraints.answer_check import AnswerCheck, warning_header
 from penstock.api.constraints.constraint_size import is_large
@@ -35,7 +35,7 @@ from penstock.engine.turn import Turn
 async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     """Answers a conversation: one body, or a stream of the deltas that it is the fold of."""
     context, timer = http.app[CONTEXT], begin_timer(http)
-    body, headers = await read_body(http, ChatCompletionRequest)
+    body, headers = await read_admitted_body(http, ChatCompletionRequest)
     model = served_model(context, body.model)
     request, view = await prepare(context, body, client_of(http))
     check = await answer_check(context, body, request.grammar)

@@ -23,10 +23,13 @@ class ChatMessage(Struct, kw_only=True):
     reasoning: Any = None
 
 
+Messages = Annotated[list[ChatMessage], Meta(max_length=2**14)]  # each takes some microseconds to render, and some tokens
+
+
 class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields, with vLLM's and SGLang's for reasoning and templates; docs/requests.md says what each means."""
 
-    messages: list[ChatMessage]
+    messages: Messages
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None

@@ -8,7 +8,7 @@ from penstock.api.answers.answering import answer
 from penstock.api.answers.completion_fold import CompletionFold, Prompt
 from penstock.api.answers.streams import merge
 from penstock.api.beams import beam_search, searched, searched_defaults
-from penstock.api.bodies import read_body, served_model
+from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.completion_protocol import DEFAULT_MAX_TOKENS, CompletionRequest
 from penstock.api.constraints.answer_check import AnswerCheck, warning_header
 from penstock.api.constraints.constraint_size import is_large
@@ -29,7 +29,7 @@ MAX_SEQUENCES = 4096  # over all prompts
 async def create_completion(http: web.Request) -> web.StreamResponse:
     """Continues one prompt or several. The text is the model's own: no parser reads it."""
     context, timer = http.app[CONTEXT], begin_timer(http)
-    body, headers = await read_body(http, CompletionRequest)
+    body, headers = await read_admitted_body(http, CompletionRequest)
     model = served_model(context, body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prompts, requests = await prepare(context, body, request_id, client_of(http))

@@ -1,6 +1,5 @@
 """Everything a handler needs, in one object in the aiohttp application."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -8,6 +7,7 @@ from aiohttp import web
 
 from penstock.api.chat_protocol import ReasoningField
 from penstock.api.constraints.conformance_checker import ConformanceChecker
+from penstock.api.workers import Workers
 
 if TYPE_CHECKING:
     from penstock.api.templates.chat_template import ChatTemplate
@@ -43,6 +43,10 @@ class RunningEngine(Protocol):
     @property
     def is_healthy(self) -> bool: ...
 
+    def check_admission(self) -> None:
+        """Raises `EngineUnavailable` or `QueueFull` where a request would be refused whatever is in it."""
+        ...
+
     async def start(self) -> None: ...
 
     async def stop(self, drain_seconds: float = 0.0) -> None: ...
@@ -60,7 +64,7 @@ class SharedContext:
     model_names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
-    workers: ThreadPoolExecutor
+    workers: Workers
     options: ServerOptions = field(default_factory=ServerOptions)
 
     def warm_up(self) -> None:

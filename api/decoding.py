@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
+from penstock.api.body_limits import check_body
 from penstock.engine.errors import InvalidRequest
 
 T = TypeVar("T")
 
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 MAX_UNKNOWN = 100
-MAX_BRACKETS = 250_000  # each an object to be made while the interpreter's lock is held, and for the garbage collector to walk through
 PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]+)`")
 
@@ -69,8 +69,7 @@ def decode(body: bytes, kind: type[T], *, allow_unknown_fields: bool = False) ->
     Raises `InvalidRequest`: for malformed JSON, wrong types and ranges, refused fields, and unknown ones with the nearest known name.
     Fields that are null, or vLLM's with their default value, ask for nothing and are passed over.
     """
-    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
-        raise InvalidRequest(f"a body with more than {MAX_BRACKETS} opening brackets and braces is refused")
+    check_body(body)
     try:
         return msgspec.json.decode(body, type=kind), ()
     except msgspec.ValidationError as error:

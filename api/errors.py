@@ -92,5 +92,5 @@ def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str,
 
 def error_response(error: BaseException) -> web.Response:
     """The whole answer for an exception that came up before the first byte was sent."""
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull) else None
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull | EngineUnavailable) else None
     return json_response(body_of(error), status=status_of(error), headers=headers)

@@ -1,16 +1,21 @@
 """Prompts as token ids."""
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 from penstock.api.context import SharedContext
 from penstock.api.errors import ContextLengthExceeded
-from penstock.api.workers import run
+from penstock.api.workers import Lane, run
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.loading.memory import release_heap
+from penstock.engine.tokenizer import CHARS_PER_TOKEN
+
+T = TypeVar("T")
 
 LONG_TEXT = 2**12  # characters; tokenizing less takes a millisecond or two
+HUGE_TEXT = 2**19  # characters; tokenizing takes up to 300 bytes of memory for each
 MAX_PROMPTS = 2048  # OpenAI's, of embeddings
-SHRINKAGE = 2  # normalizers may shorten a text before it is split into tokens
 
 
 def split_prompts(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
@@ -36,27 +41,36 @@ def path_of(param: str, position: int, count: int) -> str:
 
 
 async def encode_text(context: SharedContext, text: str, *, add_special_tokens: bool) -> list[int]:
-    is_long = len(text) >= LONG_TEXT
-    return await run(context, lambda: context.tokenizer.encode(text, add_special_tokens=add_special_tokens), is_long=is_long)
+    return await run_on_text(context, lambda: context.tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text))
+
+
+async def run_on_text(context: SharedContext, call: Callable[[], T], num_characters: int) -> T:
+    """Tokenizes: here where the text is short, else in a worker, and where it is huge after all others that are."""
+    if num_characters < HUGE_TEXT:
+        return await run(context, call, is_long=num_characters >= LONG_TEXT)
+    return await context.workers.run(Lane.HUGE, functools.partial(_then_trim, call))
+
+
+def _then_trim(call: Callable[[], T]) -> T:
+    """The allocator would keep what a huge text has taken."""
+    try:
+        return call()
+    finally:
+        release_heap()
 
 
 async def check_text_length(context: SharedContext, text: str, param: str) -> None:
-    """Raises `ContextLengthExceeded` for a text that cannot fit the context, however few tokens it may be: no need to count megabytes."""
+    """Raises `ContextLengthExceeded` for a text that cannot fit the context, without tokenizing all of it."""
     if len(text) < LONG_TEXT:
         return
-    longest = await run(context, lambda: longest_token(context.tokenizer), is_long=True)
-    if len(text) > SHRINKAGE * longest * context.max_model_len:
+    limit = context.max_model_len
+    beginning = await run_on_text(context, lambda: context.tokenizer.beginning(text, limit), min(len(text), CHARS_PER_TOKEN * limit))
+    if len(beginning) < len(text):
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {context.max_model_len} tokens. However, your prompt has {len(text)} characters, "
-            f"which are at least {len(text) // longest} tokens. Please shorten it.",
+            f"This model's maximum context length is {limit} tokens. However, the first {len(beginning)} of your prompt's "
+            f"{len(text)} characters are more than that. Please shorten it.",
             param,
         )
-
-
-@functools.lru_cache(maxsize=8)
-def longest_token(tokenizer: Tokenizer) -> int:
-    """In bytes, so at least as many as its characters."""
-    return max(len(tokenizer.token_bytes(token_id) or tokenizer.token_text(token_id).encode()) for token_id in range(tokenizer.vocab_size))
 
 
 def check_prompt_ids(token_ids: list[int], vocab_size: int, param: str) -> None:

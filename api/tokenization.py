@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from penstock.api.bodies import read_body, served_model
-from penstock.api.chat_protocol import ChatMessage
+from penstock.api.chat_protocol import ChatMessage, Messages
 from penstock.api.context import SHARED, SharedContext
 from penstock.api.errors import json_response
 from penstock.api.messages import template_kwargs
@@ -14,6 +14,10 @@ from penstock.api.prompts import LONG_TEXT, encode_text
 from penstock.api.templates.rendering import check_template_fields, render_conversation
 from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.tokenizer import CHARS_PER_TOKEN
+
+MAX_TEXT = 2**21  # characters; where the context holds more, what fits it
+MAX_IDS = 2**16  # likewise, twice the context
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -21,7 +25,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -55,9 +59,12 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either `prompt` or `messages`", "prompt")
     if body.messages is None:
-        text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
+        text, param, add_special_tokens = body.prompt or "", "prompt", body.add_special_tokens is not False
     else:
-        text, add_special_tokens = await _render(context, body, body.messages), body.add_special_tokens is True
+        text, param, add_special_tokens = await _render(context, body, body.messages), "messages", body.add_special_tokens is True
+    limit = max(MAX_TEXT, CHARS_PER_TOKEN * context.max_model_len)
+    if len(text) > limit:
+        raise InvalidRequest(f"the text has {len(text)} characters, and at most {limit} are tokenized at once", param)
     tokens = await encode_text(context, text, add_special_tokens=add_special_tokens)
 
     def write() -> web.Response:
@@ -72,6 +79,9 @@ async def detokenize(request: web.Request) -> web.Response:
     context = request.app[SHARED]
     body, headers = await read_body(request, DetokenizeRequest)
     served_model(context, body.model)
+    limit = max(MAX_IDS, 2 * context.max_model_len)
+    if len(body.tokens) > limit:
+        raise InvalidRequest(f"at most {limit} tokens are turned into text at once, got {len(body.tokens)}", "tokens")
 
     def write() -> web.Response:
         for index, token_id in enumerate(body.tokens):

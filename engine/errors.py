@@ -8,7 +8,7 @@ PenstockError
 │   │   └── ConstraintTooLarge  one that asks too much of any backend
 │   └── NoSuchModel             404
 ├── QueueFull                   429 with Retry-After
-├── EngineUnavailable           503: stopping, or the engine cannot serve any more
+├── EngineUnavailable           503 with Retry-After: stopping, overloaded, or the engine cannot serve any more
 └── GenerationFailed            500: the step that this request was in failed
 """
 
@@ -61,7 +61,11 @@ class QueueFull(PenstockError):
 
 
 class EngineUnavailable(PenstockError):
-    """The engine takes no requests: it is shutting down or has failed for good."""
+    """The engine takes no requests: it is shutting down, overloaded or has failed for good. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class GenerationFailed(PenstockError):

@@ -63,7 +63,8 @@ class GrammarMatcher(Protocol):
 
     Used by one thread at a time, not always the same: `fill_bitmask` and `forced_tokens` run beside the event loop, where 10 ms for one
     sequence are noticed by nobody else; `advance`, `rollback` and `finished` run on either and must be quick. An error ends the sequence,
-    except at tokens that were only guessed: these are rolled back, and the matcher must then be what it was before them.
+    with a 400 where it is `UnsupportedGrammar`, except at tokens that were only guessed: these are rolled back, and the matcher must
+    then be what it was before them.
 
     One with a method `fork`, which gives another in the same place that goes on by itself, spares beam search taking all tokens anew.
     One of a grammar that `has_quick_masks` may have an attribute `is_quick`, false while its next mask would take longer all the same. If

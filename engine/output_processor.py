@@ -7,13 +7,14 @@ from functools import partial
 
 from torch import Tensor
 
+from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
-from penstock.engine.grammars.mask_fill import TOO_SLOW, MaskFill
+from penstock.engine.grammars.mask_fill import MaskFill, failure_of
 from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.model_runner import StepOutput
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
-from penstock.engine.sampling.sampler_output import NO_TOKEN_LEFT, SamplerOutput
+from penstock.engine.sampling.sampler_output import SamplerOutput
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.tokenizer import Tokenizer
@@ -139,6 +140,8 @@ class OutputProcessor:
                 self._finish(sequence, delta, FinishReason.LENGTH)
             else:
                 accept()
+        except UnsupportedGrammar as error:
+            self.fail(sequence, delta, failure_of(error))
         except Exception as error:  # a plug-in's parser or grammar: whatever it raises ends its own sequence
             logger.exception("An answer could not be read")
             self.fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
@@ -253,7 +256,6 @@ class OutputProcessor:
     def fail(self, sequence: Sequence, delta: SequenceDelta, reason: str) -> None:
         delta.finish_reason = FinishReason.ERROR
         delta.error = reason
-        delta.is_client_error = reason in (NO_TOKEN_LEFT, TOO_SLOW)
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         self.retire(sequence)
 

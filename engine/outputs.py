@@ -18,6 +18,12 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class ClientFault(str):
+    """Why a sequence ended with an error where the request itself is the reason, such as a constraint that leaves no token."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """One token's log probability from the raw logits (before penalties, bias, masks and temperature).
@@ -64,8 +70,8 @@ class SequenceDelta:
 
     `events` may lag behind `token_ids`: text that could yet become a marker, a stop string or a character is held back.
     `prompt` comes with the first delta. `outputs` are the named model outputs that were asked for, a row for each of `token_ids`: what the
-    model had computed when it said the token. `num_reasoning_tokens` is the count so far. `is_client_error` says that the sequence
-    ended with an `error` because of what the request asked for.
+    model had computed when it said the token. `num_reasoning_tokens` is the count so far. An `error` is a `ClientFault`
+    where the request itself is the reason.
 
     Beam search gives, at index 0, the `beams` of each step, best first; none of their tokens is certain yet. At its end there is one delta
     for each of the answers, best first, that holds all of its tokens and events, their `cumulative_logprob` and the answer's `beam_score`.
@@ -81,7 +87,6 @@ class SequenceDelta:
     prompt: PromptInfo | None = None
     num_reasoning_tokens: int = 0
     error: str | None = None
-    is_client_error: bool = False
     outputs: dict[str, "Tensor"] = field(default_factory=dict)
     beams: list[BeamCandidate] | None = None
     cumulative_logprob: float | None = None

@@ -83,10 +83,14 @@ class Scheduler:
         others = sum(len(sequence.family) for sequence in self.running if sequence.search is None)
         return others + sum(search.width for search in searches)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence with its forks. Raises `QueueFull` beyond the bound."""
+    def check_admission(self) -> None:
+        """Raises `QueueFull` where as many sequences wait as may."""
         if len(self.waiting) >= self.max_waiting:
             raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence with its forks. Raises `QueueFull` beyond the bound."""
+        self.check_admission()
         if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
             chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)

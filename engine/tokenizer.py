@@ -16,6 +16,8 @@ from penstock.engine.grammar import Vocabulary
 from penstock.engine.text.token_table import DecoderKind, TokenTable
 
 REPLACEMENT = "\ufffd"
+CHARS_PER_TOKEN = 16  # more than prose has, so that the first beginning usually suffices
+_CUT_MARGIN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,18 @@ class Tokenizer:
         except TypeError:
             raise InvalidRequest("The text holds a lone surrogate and cannot be encoded as UTF-8") from None
 
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """A beginning of `text` that holds its first `num_tokens` tokens, found without tokenizing much more; all of it where it is short.
+
+        Beginnings of growing length are tokenized until one has twice as many tokens: the cut changes only tokens close to it.
+        """
+        size = CHARS_PER_TOKEN * num_tokens
+        while size < len(text):
+            if len(self.encode(text[:size], add_special_tokens=False)) > 2 * num_tokens + _CUT_MARGIN:
+                return text[:size]
+            size *= 4
+        return text
+
     def encode_pair(
         self, text: str, pair: str | None = None, *, max_tokens: int | None = None, max_pair_tokens: int | None = None
     ) -> tuple[list[int], list[int]]:
@@ -98,6 +112,10 @@ class Tokenizer:
         tokens stay. Raises `InvalidRequest` for lone surrogates, and for a `max_tokens` that holds nothing but special tokens.
         """
         texts = [text] if pair is None else [text, pair]
+        if max_tokens is not None:
+            texts = [self.beginning(part, max_tokens) for part in texts]
+        if max_pair_tokens is not None:
+            texts[-1] = self.beginning(texts[-1], max_pair_tokens)
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from penstock.api.app import build_app
 from penstock.api.decoding import REFUSED
+from penstock.api.workers import Workers
 from penstock.arguments import build_parser
 from penstock.commands.grammar_arguments import PARSERS as GRAMMAR_PARSERS
 from penstock.commands.new_plugin_arguments import build_new_plugin_parser
@@ -196,7 +196,7 @@ def test_builtin_plugins_are_the_ones_that_are_listed() -> None:
 
 
 def test_endpoints_are_the_ones_that_are_listed() -> None:
-    with ThreadPoolExecutor(1) as workers:
+    with Workers() as workers:
         app = build_app(scripted_context(CountingEngine(byte_tokenizer()), RecordingCompiler(), workers))
     routes = {resource.canonical for resource in app.router.resources()}
     listed = set(re.findall(r"`(/[\w/]+)`", section("What it serves")))

@@ -21,14 +21,14 @@ from penstock.api.chat_protocol import (
 from penstock.api.common_protocol import CompletionTokensDetails, Conformance, PromptTokensDetails, Usage
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest
 from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.outputs import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 
 
 def check_delta(delta: SequenceDelta) -> None:
     """Raises where a sequence ended otherwise than by its own end or its limit: that is an error on the wire, not a finish reason."""
     if delta.finish_reason is FinishReason.ERROR:
-        if delta.is_client_error:
-            raise InvalidRequest(delta.error or "the request cannot be answered as written")
+        if isinstance(delta.error, ClientFault):
+            raise InvalidRequest(delta.error)
         raise GenerationFailed(delta.error or "the step that this request was in failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise EngineUnavailable(delta.error or "the request was aborted before it was complete")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from aiohttp import web
 from msgspec import Struct
 
-from penstock.api.bodies import read_body, served_model
+from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.context import POOLING
 from penstock.api.errors import json_response
 from penstock.api.metrics.pooling_metrics import begin_pooling_timer
@@ -44,7 +44,7 @@ class ClassificationResponse(Struct):
 async def classify(http: web.Request) -> web.Response:
     """A classification for each input, in their order."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_body(http, ClassificationRequest)
+    body, headers = await read_admitted_body(http, ClassificationRequest)
     model = served_model(context, body.model)
     check_task(context, "classify")
     inputs = await read_inputs(context, body)

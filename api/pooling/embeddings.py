@@ -5,7 +5,7 @@ import uuid
 
 from aiohttp import web
 
-from penstock.api.bodies import read_body, served_model
+from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.context import POOLING
 from penstock.api.errors import json_response
 from penstock.api.metrics.pooling_metrics import begin_pooling_timer
@@ -20,7 +20,7 @@ from penstock.engine.pooling.pooling_params import PoolingParams
 async def create_embeddings(http: web.Request) -> web.Response:
     """One vector for each input, in their order."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_body(http, EmbeddingRequest)
+    body, headers = await read_admitted_body(http, EmbeddingRequest)
     model = served_model(context, body.model)
     check_task(context, "embed")
     params = PoolingParams(task="embed", dimensions=body.dimensions, normalize=body.normalize)

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct
 
-from penstock.api.bodies import read_body, served_model
+from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.common_protocol import Int32
 from penstock.api.context import POOLING
 from penstock.api.errors import json_response
@@ -49,7 +49,7 @@ class PoolingResponse(Struct):
 async def pool(http: web.Request) -> web.Response:
     """One tensor for each input, in their order."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_body(http, PoolingRequest)
+    body, headers = await read_admitted_body(http, PoolingRequest)
     model = served_model(context, body.model)
     task = body.task or context.engine.model.default_task
     check_task(context, task)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from penstock.api.chat_protocol import ChatMessage
+from penstock.api.chat_protocol import Messages
 from penstock.api.common_protocol import Int32, RequestFields
 
 EncodingFormat = Literal["float", "base64"]
@@ -27,7 +27,7 @@ class InputFields(PoolingFields, kw_only=True):
     """
 
     input: PoolingSource | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     prompt_name: str | None = None
     input_type: str | None = None

@@ -5,7 +5,7 @@ import uuid
 from aiohttp import web
 from msgspec import UNSET
 
-from penstock.api.bodies import read_body, served_model
+from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.context import POOLING
 from penstock.api.errors import json_response
 from penstock.api.metrics.pooling_metrics import begin_pooling_timer
@@ -38,7 +38,7 @@ async def rerank_v2(http: web.Request) -> web.Response:
 
 async def _rerank(http: web.Request, *, returns_documents: bool) -> tuple[RerankResponse, dict[str, str]]:
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_body(http, RerankRequest)
+    body, headers = await read_admitted_body(http, RerankRequest)
     model = served_model(context, body.model)
     query, documents = Side.of("query", text_of(body.query)), Side("documents", [text_of(document) for document in body.documents])
     check_size(query, documents)

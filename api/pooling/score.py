@@ -5,7 +5,7 @@ import uuid
 
 from aiohttp import web
 
-from penstock.api.bodies import read_body, served_model
+from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.context import POOLING
 from penstock.api.errors import json_response
 from penstock.api.metrics.pooling_metrics import begin_pooling_timer
@@ -21,7 +21,7 @@ NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 async def create_scores(http: web.Request) -> web.Response:
     """A score for each pair: one text against one or many, or as many against as many."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_body(http, ScoreRequest)
+    body, headers = await read_admitted_body(http, ScoreRequest)
     model = served_model(context, body.model)
     first, second = sides(body)
     check_size(first, second)

@@ -1,8 +1,7 @@
 """From messages to the prompt's text, and to the part of it that tells a parser where the answer starts."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
@@ -13,10 +12,12 @@ import jinja2
 
 from penstock.api.templates.template_environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 from penstock.api.templates.template_messages import Message, prepare_message
+from penstock.api.workers import MANY, Lane, Workers
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 
 SHIPPED = Path(__file__).parent
 TIME_LIMIT_SECONDS = 5.0
+LONG_CONVERSATION = 2**18  # characters; a template writes fewer in some milliseconds
 MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
 
 
@@ -38,13 +39,13 @@ class ChatTemplate:
 
     `source` is None where the model has none: then every chat request is refused. `tool_source` is used instead where tools are given.
     `special_tokens` are the template's variables `bos_token`, `eos_token`, ... Templates run on `workers`, each for at most
-    `time_limit` seconds.
+    `time_limit` seconds, not counting the wait for a thread.
     """
 
     source: str | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     tool_source: str | None = None
-    workers: Executor | None = None
+    workers: Workers = field(default_factory=Workers)
     time_limit: float = TIME_LIMIT_SECONDS
 
     def __post_init__(self) -> None:
@@ -78,16 +79,27 @@ class ChatTemplate:
             conversation = [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
             return _Rendering(source, conversation, variables).run(add_generation_prompt, continue_final_message)
 
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.time_limit, call.interrupt)
+        is_short = len(messages) <= MANY and sum(map(_num_characters, messages)) <= LONG_CONVERSATION and template is None
         try:
-            return await loop.run_in_executor(self.workers, call.run, render)
+            return await self.workers.run(Lane.SHORT if is_short else Lane.LONG, self._timed(call, render))
         except TemplateTimeout:
             raise InvalidRequest(f"the chat template did not finish within {self.time_limit:g} seconds", "messages") from None
         except RecursionError:
             raise InvalidRequest("the chat template recurses too deeply", "messages") from None
-        finally:
-            timer.cancel()
+
+    def _timed(self, call: Interruptible, render: Callable[[], RenderedPrompt]) -> Callable[[], RenderedPrompt]:
+        """For a worker: renders, and has the event loop interrupt it when its time is over."""
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+
+        def run() -> RenderedPrompt:
+            loop.call_soon_threadsafe(lambda: timers.append(loop.call_later(self.time_limit, call.interrupt)))
+            try:
+                return call.run(render)
+            finally:
+                loop.call_soon_threadsafe(lambda: timers[0].cancel())
+
+        return run
 
     def source_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         """The template that a conversation with these tools is rendered with."""
@@ -186,6 +198,12 @@ class _Rendering:
             messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
         variables = {**self.variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         return render_bounded(compile_template(self.source), variables)
+
+
+def _num_characters(message: Message) -> int:
+    """Of its content; a part of one counts as text where it has some."""
+    content = message.get("content") or ""
+    return len(content) if isinstance(content, str) else sum(len(part.get("text") or "") for part in content if isinstance(part, Mapping))
 
 
 def common_prefix(left: str, right: str) -> int:

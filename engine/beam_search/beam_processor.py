@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.beam_search.beam_group import Continuation, Ending, Hypothesis
 from penstock.engine.beam_search.beam_search import BeamSearch
-from penstock.engine.grammars.mask_fill import TOO_SLOW, MaskFill
+from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.sampling.sampler_output import NO_TOKEN_LEFT, SamplerOutput
@@ -56,10 +56,7 @@ class BeamProcessor:
     def fail(self, search: BeamSearch, reason: str) -> list[SequenceDelta]:
         """Ends the search without an answer."""
         self._retire(search)
-        return [
-            SequenceDelta(index, finish_reason=FinishReason.ERROR, error=reason, is_client_error=reason in (NO_TOKEN_LEFT, TOO_SLOW))
-            for index in range(search.request.params.n)
-        ]
+        return [SequenceDelta(index, finish_reason=FinishReason.ERROR, error=reason) for index in range(search.request.params.n)]
 
     def time_out(self, search: BeamSearch) -> list[SequenceDelta]:
         """Ends the search where it is, with the best that has been found."""

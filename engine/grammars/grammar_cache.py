@@ -13,8 +13,10 @@ from penstock.engine.grammars.grammar_choice import GrammarChoice, Refusal, Voca
 from penstock.engine.grammars.grammar_limits import check_limits, check_size, is_small
 from penstock.engine.grammars.grammar_queue import GrammarQueue, Job
 from penstock.engine.grammars.grammar_stats import GrammarStats
+from penstock.engine.loading.memory import heap_bytes
 
 MAX_BYTES = 2**29
+MAX_GROWTH = 2**30  # of the heap since the first grammar: what grammars add while they are used is not counted
 MAX_REFUSALS = 1024
 TIME_LIMIT = 10.0
 
@@ -32,8 +34,10 @@ class _Flight:
 class GrammarCompiler:
     """Every request's way to its grammar: compiled at most once at a time, kept while memory allows; refusals are kept too.
 
-    `factories` are the backends by name, in the order in which they were registered. Each is made when it is first needed, or by `warm_up`.
-    `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences.
+    `factories` are the backends by name, in the order in which they were registered. Each is made when it is first needed,
+    or by `warm_up`.
+    `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences. Where the heap has
+    grown by more than `MAX_GROWTH` all the same, by what grammars add while they are used, older ones go too.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class GrammarCompiler:
         *,
         max_bytes: int = MAX_BYTES,
         time_limit: float = TIME_LIMIT,
+        heap_bytes: Callable[[], int] = heap_bytes,
     ) -> None:
         self._choice = GrammarChoice(factories, tokenizer, vocab_size, stop_token_ids)
         self._queue = GrammarQueue()
@@ -53,6 +58,8 @@ class GrammarCompiler:
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._refusals: OrderedDict[str, Refusal] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
+        self._heap_bytes = heap_bytes
+        self._first_heap_bytes: int | None = None
         self.num_bytes = 0
         self._num_queries = 0
         self._num_hits = 0
@@ -134,7 +141,16 @@ class GrammarCompiler:
         self._grammars[key] = grammar
         self.num_bytes += grammar.num_bytes
         while self.num_bytes > self._max_bytes:
-            self.num_bytes -= self._grammars.popitem(last=False)[1].num_bytes
+            self._drop_oldest()
+        if self._first_heap_bytes is None:
+            self._first_heap_bytes = self._heap_bytes()
+        # Half at a time: measuring takes some microseconds for each arena, and what a grammar has grown by is not known.
+        while len(self._grammars) > 1 and self._heap_bytes() - self._first_heap_bytes > MAX_GROWTH:
+            for _ in range(len(self._grammars) // 2):
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self.num_bytes -= self._grammars.popitem(last=False)[1].num_bytes
 
     def stats(self) -> GrammarStats:
         num_attempts, seconds = self._choice.counts.read()

@@ -7,14 +7,24 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammars.grammar_gate import GrammarGate
+from penstock.engine.outputs import ClientFault
 from penstock.engine.text.answer import Answer
 
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT = 5.0  # seconds
 DRAFT_TIME = 0.002  # seconds, after which no mask for another drafted token is begun
-TOO_SLOW = "the constraint takes too long to say what may come next"
+TOO_SLOW = ClientFault("the constraint takes too long to say what may come next")
+
+
+def failure_of(error: Exception) -> str:
+    """Why a sequence ends whose grammar raised. `UnsupportedGrammar` is about the constraint; anything else is the plug-in's defect."""
+    if isinstance(error, UnsupportedGrammar):
+        return ClientFault(error.message)
+    logger.error("A grammar failed", exc_info=error)
+    return f"the grammar raised {type(error).__name__}: {error}"
 
 
 class MaskFill:
@@ -140,8 +150,7 @@ class MaskFill:
             self.on_done()
 
     def _fail(self, error: Exception) -> None:
-        logger.exception("A grammar failed")
-        self._error = f"the grammar raised {type(error).__name__}: {error}"
+        self._error = failure_of(error)
 
     def _ask(self, *, only_forced: bool = False) -> None:
         if self.is_apart and self._gate.is_finished(self._answer):

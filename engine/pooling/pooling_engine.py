@@ -89,6 +89,11 @@ class PoolingEngine:
     def stats(self) -> PoolingStats:
         return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)
 
+    def check_admission(self) -> None:
+        """Raises `EngineUnavailable` or `QueueFull` where an input would be refused whatever it is."""
+        self._life.check_accepting()
+        self._queue.check_admission()
+
     def encode(
         self,
         text: str,

@@ -38,11 +38,15 @@ class PoolingQueue:
 
     def add(self, waiting: WaitingInput, priority: int) -> None:
         """Lower priorities go first. Raises `QueueFull`."""
+        self.check_admission()
+        heapq.heappush(self._heap, (priority, next(self._arrivals), waiting))
+
+    def check_admission(self) -> None:
+        """Raises `QueueFull` where as many inputs wait as may."""
         if len(self._heap) >= self.max_waiting:
             self._forget_cancelled()
         if len(self._heap) >= self.max_waiting:
             raise QueueFull(f"{self.max_waiting} inputs are waiting already; try again later")
-        heapq.heappush(self._heap, (priority, next(self._arrivals), waiting))
 
     def take_batch(self) -> list[WaitingInput]:
         """The next texts in order, as many as the budget holds. Empty where nothing waits."""

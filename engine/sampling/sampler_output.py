@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.outputs import ClientFault, TokenLogprobs
 
-NO_TOKEN_LEFT = "no token is left to choose from: together the constraints of this request allow none here"
+NO_TOKEN_LEFT = ClientFault("no token is left to choose from: together the constraints of this request allow none here")
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ import asyncio
 import math
 import zlib
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from openai import AsyncOpenAI
 from penstock.api.app import build_app
 from penstock.api.context import ServerContext
 from penstock.api.templates.chat_template import ChatTemplate
+from penstock.api.workers import Workers
 from penstock.engine.engine import Engine
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ def improvise(
         loaded = plugins if isinstance(plugins, Plugins) else Plugins.start(plugins)
         compiler = GrammarCompiler(loaded.grammar_backends, tokenizer, tokenizer.vocab_size, ending)
         engine = Engine(core)
-        with ThreadPoolExecutor(2) as workers:
+        with Workers() as workers:
             template = TEMPLATE + "{% if add_generation_prompt %}" + PROMPT_END + tail + "{% endif %}"
             context = replace(
                 scripted_context(cast(Any, scripted.ScriptedEngine(tokenizer)), scripted.RecordingCompiler(), workers),

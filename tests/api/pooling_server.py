@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import AutoModel, PreTrainedModel
 from penstock.api.app import build_app, build_runner
 from penstock.api.context import PoolingContext, ServerOptions
 from penstock.api.templates.chat_template import ChatTemplate
+from penstock.api.workers import Workers
 from penstock.engine.config import EngineConfig
 from penstock.engine.pooling.pooling_build import build_pooling_engine
 from penstock.engine.pooling.pooling_engine import PoolingEngine
@@ -61,7 +61,7 @@ def serve_pooling(
 
     async def run() -> None:
         engine = build_pooling_engine(directory, Tokenizer.load(directory), EngineConfig(**{"num_threads": 1} | config))
-        with ThreadPoolExecutor(1) as workers:
+        with Workers() as workers:
             context = PoolingContext(
                 engine=engine,
                 tokenizer=engine.tokenizer,

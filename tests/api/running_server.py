@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
 from penstock.api.context import ServerContext, ServerOptions
+from penstock.api.workers import Workers
 from penstock.engine.stats import EngineStats
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
@@ -71,7 +71,7 @@ def serve(
 
     async def run() -> None:
         engine = CountingEngine(byte_tokenizer())
-        with ThreadPoolExecutor(1) as workers:
+        with Workers() as workers:
             context = scripted_context(engine, RecordingCompiler(), workers, options=options or ServerOptions())
             app = build_app(context)
             app.add_routes(routes)

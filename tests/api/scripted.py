@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -16,7 +15,8 @@ from tokenizers import Tokenizer as Backend
 from penstock.api.app import build_app, build_runner
 from penstock.api.context import ServerContext, ServerOptions
 from penstock.api.templates.chat_template import ChatTemplate
-from penstock.engine.errors import InvalidRequest, PenstockError
+from penstock.api.workers import Workers
+from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
 from penstock.engine.grammars.grammar_choice import is_lenient
 from penstock.engine.grammars.grammar_stats import CompileOutcome, CompileSeconds, GrammarStats
@@ -68,6 +68,10 @@ class ScriptedEngine:
     requests: list[Request] = field(default_factory=list)
     aborted: int = 0
     happenings: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+
+    def check_admission(self) -> None:
+        if isinstance(self.refusal, QueueFull | EngineUnavailable):
+            raise self.refusal
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         self.requests.append(request)
@@ -208,7 +212,7 @@ class Scale:
         return [row.state * own for row, own in zip(rows, logits, strict=True)]
 
 
-def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, workers: ThreadPoolExecutor, **settings: Any) -> ServerContext:
+def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, workers: Workers, **settings: Any) -> ServerContext:
     plugins = Plugins()
     plugins.register_logits_processors({"double": double, "add": add, "scale": Scale}, "tests")
     plugins.grammar_backends.add("recording", "tests", cast(Any, None))
@@ -234,7 +238,7 @@ async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bo
     if thinks:
         settings["reasoning_parser"] = deepseek_r1.deepseek_r1
     replay, compiler = ScriptedEngine(**{"tokenizer": byte_tokenizer()} | dict(engine or {})), RecordingCompiler()
-    with ThreadPoolExecutor(2) as workers:
+    with Workers() as workers:
         context = scripted_context(replay, compiler, workers, **settings)
         app = build_app(context)
         async with CancellingServer(app) as server:

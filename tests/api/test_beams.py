@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from penstock.api.app import build_app
+from penstock.api.workers import Workers
 from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.engine import Engine
 from penstock.engine.outputs import SequenceDelta
@@ -31,6 +31,9 @@ class Searching:
     engine: Engine
     tokenizer: Tokenizer = TOKENIZER
 
+    def check_admission(self) -> None:
+        self.engine.check_admission()
+
     def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         return self.engine.generate(request)
 
@@ -43,7 +46,7 @@ def serve(scenario: Scenario, **settings: Any) -> None:
         engine = Engine(make_core(undecided))
         await engine.start()
         try:
-            with ThreadPoolExecutor(2) as workers:
+            with Workers() as workers:
                 context = scripted_context(cast(Any, Searching(engine)), RecordingCompiler(), workers, **settings)
                 async with CancellingServer(build_app(context)) as server, client_of(str(server.make_url("/v1"))) as client:
                     await asyncio.wait_for(scenario(client), 60)

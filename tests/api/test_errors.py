@@ -25,7 +25,7 @@ from penstock.engine.errors import (
         (ContextLengthExceeded("m", "prompt"), 400, "BadRequestError", "prompt", "context_length_exceeded"),
         (NoSuchModel("m", "model"), 404, "NotFoundError", "model", "model_not_found"),
         (QueueFull("m", 3), 429, "RateLimitError", None, "queue_full"),
-        (EngineUnavailable("m"), 503, "ServiceUnavailableError", None, None),
+        (EngineUnavailable("m", 3), 503, "ServiceUnavailableError", None, None),
         (GenerationFailed("m"), 500, "InternalServerError", None, None),
         (ConfigurationError("m"), 500, "InternalServerError", None, None),
     ],
@@ -35,7 +35,7 @@ def test_every_error_has_its_status_and_openais_body(
 ) -> None:
     response = error_response(error)
     assert response.status == status
-    assert response.headers.get("Retry-After") == ("3" if status == 429 else None)
+    assert response.headers.get("Retry-After") == ("3" if status in (429, 503) else None)
     assert isinstance(response.body, bytes)
     assert json.loads(response.body) == {"error": {"message": "m", "type": kind, "param": param, "code": code}}
 

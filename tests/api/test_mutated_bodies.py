@@ -1,6 +1,5 @@
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ from penstock.api.completion_protocol import CompletionRequest
 from penstock.api.context import ServerContext
 from penstock.api.decoding import decode
 from penstock.api.errors import body_of
+from penstock.api.workers import Workers
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning import deepseek_r1
 from penstock.plugins.tools import hermes
@@ -35,7 +35,7 @@ async def take_completion(context: ServerContext, data: bytes, allow_unknown_fie
 def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[str, Any]) -> None:
     async def run() -> None:
         taken = refused = 0
-        with ThreadPoolExecutor(2) as workers:
+        with Workers() as workers:
             engine = ScriptedEngine(byte_tokenizer())
             context = scripted_context(
                 engine, RecordingCompiler(), workers, reasoning_parser=deepseek_r1.deepseek_r1, tool_parser=hermes.Hermes

@@ -1,38 +1,73 @@
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import threading
 
 import pytest
 
+from penstock.api import prompts
 from penstock.api.errors import ContextLengthExceeded
-from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text, longest_token
+from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
+from penstock.api.workers import Workers
 from penstock.engine.errors import InvalidRequest
-from tests.api.scripted import ADDED, MAX_MODEL_LEN, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
+from penstock.engine.tokenizer import Tokenizer
+from tests.api.scripted import MAX_MODEL_LEN, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 
-def test_a_text_that_can_never_fit_is_refused_without_being_tokenized() -> None:
+def test_a_text_that_can_never_fit_is_refused_after_tokenizing_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
     async def run() -> None:
-        with ThreadPoolExecutor(1) as workers:
+        with Workers() as workers:
             context = scripted_context(ScriptedEngine(byte_tokenizer()), RecordingCompiler(), workers)
-            longest = longest_token(context.tokenizer)
-            assert longest == max(map(len, ADDED))
-            await check_text_length(context, "x" * MAX_MODEL_LEN * longest, "prompt")
-            with pytest.raises(ContextLengthExceeded, match=f"length is {MAX_MODEL_LEN} tokens.*at least 8333 tokens") as caught:
-                await check_text_length(context, "x" * 100_000, "prompt[3]")
+            await check_text_length(context, "x" * 5_000, "prompt")
+            with pytest.raises(ContextLengthExceeded, match=f"length is {MAX_MODEL_LEN} tokens.*of your prompt's 10000000 char") as caught:
+                await check_text_length(context, "x" * 10_000_000, "prompt[3]")
             assert caught.value.param == "prompt[3]"
 
+    monkeypatch.setattr(Tokenizer, "encode", counted)
     asyncio.run(run())
+    assert max(lengths) < 32 * MAX_MODEL_LEN
 
 
 @pytest.mark.parametrize("length", [10, 100_000])
 def test_short_and_long_texts_become_the_same_ids(length: int) -> None:
     async def run() -> None:
-        with ThreadPoolExecutor(1) as workers:
+        with Workers() as workers:
             context = scripted_context(ScriptedEngine(byte_tokenizer()), RecordingCompiler(), workers)
             text = "é\n" * (length // 2)
             expected = context.tokenizer.encode(text, add_special_tokens=True)
             assert await encode_text(context, text, add_special_tokens=True) == expected
 
     asyncio.run(run())
+
+
+def test_huge_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[int] = []
+    running, lock, entered = set[int](), threading.Lock(), threading.Event()
+    encode = Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        with lock:
+            running.add(threading.get_ident())
+            at_once.append(len(running))
+        entered.wait(0.01)
+        ids = encode(self, text[:10], add_special_tokens=add_special_tokens)
+        with lock:
+            running.discard(threading.get_ident())
+        return ids
+
+    async def run() -> None:
+        with Workers() as workers:
+            context = scripted_context(ScriptedEngine(byte_tokenizer()), RecordingCompiler(), workers)
+            await asyncio.gather(*(encode_text(context, "x" * prompts.HUGE_TEXT, add_special_tokens=True) for _ in range(4)))
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    asyncio.run(run())
+    assert at_once == [1] * 4
 
 
 @pytest.mark.parametrize("token_ids", [[], [-1], [0, 10], [2**70]])

@@ -242,3 +242,16 @@ def test_what_the_config_says_of_reading_answers_is_kept() -> None:
     template = {"start_anchor": "a", "fields": {"content": {}}}
     assert Tokenizer(byte_level(), {"response_template": template}, {}).response_template == template
     assert Tokenizer(byte_level(), {}, {}).response_template is None
+
+
+@given(st.text("ab é\n", max_size=300), st.integers(3, 12), st.booleans())
+def test_cutting_a_text_before_it_is_tokenized_changes_nothing(text: str, max_tokens: int, is_pair: bool) -> None:
+    tokenizer = byte_level_tokenizer()
+    pair = text[::-1] if is_pair else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.engine.tokenizer.CHARS_PER_TOKEN", 10**9)
+        expected = tokenizer.encode_pair(text, pair, max_tokens=max_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.engine.tokenizer.CHARS_PER_TOKEN", 1)
+        patch.setattr("penstock.engine.tokenizer._CUT_MARGIN", 4)
+        assert tokenizer.encode_pair(text, pair, max_tokens=max_tokens) == expected

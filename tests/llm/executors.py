@@ -1,13 +1,13 @@
 """Executors over the engine of `tests.fakes`: everything is real but the model."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from penstock.api.context import ServerContext
 from penstock.api.templates.chat_template import ChatTemplate
+from penstock.api.workers import Workers
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
@@ -33,7 +33,7 @@ def context_over(core: EngineCore, processors: Mapping[str, Any] | None = None) 
     """What `assemble` makes for a server, of a core. `processors` are logits processors by name."""
     plugins = builtin_plugins() if processors is None else new_plugins()
     plugins.register_logits_processors(processors or {}, "tests")
-    workers = ThreadPoolExecutor(1)
+    workers = Workers()
     return ServerContext(
         engine=Engine(core),
         tokenizer=core.tokenizer,

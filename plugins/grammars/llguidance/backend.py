@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.loading.memory import heap_bytes
 from penstock.plugins.grammars.json_schema.left_out import MAX_WARNINGS
 from penstock.plugins.grammars.json_schema.quick_schema import has_quick_masks
 from penstock.plugins.grammars.llguidance.dialects import client_grammar
@@ -30,8 +31,8 @@ _CLIENT_GRAMMARS = (GrammarKind.LARK, GrammarKind.GBNF)
 _CIRCLE = "circular references with sibling keys"
 NUM_PROBES = 4
 _LENGTHS = (32, 16, 8, 4, 2)
-# What a grammar takes before it is used, and what its lexer works out meanwhile, which all its answers share: measured after hundreds of
-# random answers to real schemas, 0.2 to 0.5 MB, and to patterns that ask much of it, up to 3. The limit on its states bounds it.
+# What a grammar takes at least, and what its lexer adds while it is used, which all its answers share: measured after hundreds of random
+# answers to real schemas, 0.2 to 0.5 MB, and to patterns that ask much of it, up to 3. What compiling has allocated is measured each time.
 _BASE_BYTES = 128 * 2**10
 _LEXER_BYTES = 2**20
 _BYTES_PER_CHARACTER = 80
@@ -68,6 +69,7 @@ class LlguidanceBackend:
 
         if not self._stop_token_ids:
             raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
+        heap_before = heap_bytes()
         leaves = _Leaves()
         grammar = self._source(spec, leaves)
         has_schemas_only = spec.kind not in _CLIENT_GRAMMARS and all(part.kind not in _CLIENT_GRAMMARS for part in leaves.specs)
@@ -84,7 +86,9 @@ class LlguidanceBackend:
             raise self._refusal(spec, leaves, read_complaint(start.get_error()))
         warnings = tuple(dict.fromkeys(leaves.warnings))[:MAX_WARNINGS]
         bytes_per_character = _BYTES_PER_CHARACTER_OF_REGEX if spec.kind is GrammarKind.REGEX else _BYTES_PER_CHARACTER
-        num_bytes = _BASE_BYTES + _LEXER_BYTES + len(grammar) * bytes_per_character
+        estimate = _BASE_BYTES + len(grammar) * bytes_per_character
+        # Other threads' allocations count as well, which errs on the safe side: a cache that holds fewer grammars.
+        num_bytes = _LEXER_BYTES + max(estimate, heap_bytes() - heap_before)
         return LlguidanceGrammar(
             start,
             partial(self._start, grammar, has_schemas_only),

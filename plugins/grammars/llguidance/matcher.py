@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ MAX_FORCED_TOKENS = 64
 UNSEEN = "the grammar forbids a token that was taken while its lexer was renewed"
 
 
-class MatcherFailed(Exception):
+class MatcherFailed(UnsupportedGrammar):
     """The grammar cannot go on: no token is left, or a step would cost too much. The message says which."""
 
 

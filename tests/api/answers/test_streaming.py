@@ -52,7 +52,7 @@ def test_a_stream_ends_with_done_and_has_one_finish_per_choice(path: str, body: 
     ("refusal", "status", "kind"),
     [
         (QueueFull("the queue is full", 7), 429, "RateLimitError"),
-        (EngineUnavailable("stopping"), 503, "ServiceUnavailableError"),
+        (EngineUnavailable("stopping", 7), 503, "ServiceUnavailableError"),
         (GenerationFailed("out of memory"), 500, "InternalServerError"),
     ],
 )
@@ -63,7 +63,7 @@ def test_an_error_before_the_first_token_is_an_http_status(
         for stream in (False, True):
             async with client.post(scripted.base_url + path, json=body | {"stream": stream}) as response:
                 assert response.status == status
-                assert response.headers.get("Retry-After") == ("7" if status == 429 else None)
+                assert response.headers.get("Retry-After") == ("7" if status in (429, 503) else None)
                 error = (await response.json())["error"]
                 assert (error["type"], error["message"]) == (kind, str(refusal))
                 assert set(error) == {"message", "type", "param", "code"}

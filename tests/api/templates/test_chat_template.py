@@ -1,7 +1,6 @@
 """From messages to prompt and tail."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.api.templates.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
+from penstock.api.workers import Workers
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
@@ -200,7 +200,7 @@ def test_a_template_that_fails_is_the_clients_to_know_about(template: str, messa
 
 def test_an_endless_template_is_stopped_and_the_pool_serves_the_next_request() -> None:
     async def scenario() -> str:
-        with ThreadPoolExecutor(max_workers=1) as workers:
+        with Workers() as workers:
             with pytest.raises(InvalidRequest, match="did not finish"):
                 await ChatTemplate(ENDLESS, workers=workers, time_limit=0.05).render([USER])
             return (await ChatTemplate("fine", workers=workers).render([USER])).text

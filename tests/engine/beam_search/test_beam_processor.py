@@ -15,7 +15,7 @@ from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.output_processor import OutputProcessor
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.outputs import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.qwen3 import qwen3
@@ -337,7 +337,7 @@ def test_a_grammar_that_fails_ends_its_search_alone() -> None:
 def test_a_grammar_that_leaves_nothing_of_what_is_allowed_is_the_client_s_mistake() -> None:
     request = beam_request("r", "?", BeamSearchParams(2, 9), grammar=Grammar(lambda: Spelling("abc")), allowed_token_ids=(LETTERS[0],))
     deltas = generate(make_core(undecided), request)
-    assert all(delta.is_client_error and delta.finish_reason is FinishReason.ERROR for delta in deltas[-2:])
+    assert all(isinstance(delta.error, ClientFault) and delta.finish_reason is FinishReason.ERROR for delta in deltas[-2:])
 
 
 def test_a_grammar_with_one_text_gives_one_answer_and_empty_ones() -> None:

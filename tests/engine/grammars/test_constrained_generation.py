@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.outputs import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.request import Request
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
@@ -166,7 +166,7 @@ def test_what_is_forced_and_forbidden_is_a_dead_end(options: dict[str, Any]) -> 
     deltas = generate(make_core(), make_request(grammar=Grammar(lambda: Spelling("yes", forces=True)), **options))
     assert content(deltas) == "y"
     assert end(deltas)[0] is FinishReason.ERROR
-    assert deltas[-1].is_client_error
+    assert isinstance(deltas[-1].error, ClientFault)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars import mask_fill, mask_filler
 from penstock.engine.grammars.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.grammars.mask_worker import MaskTask, MaskWorker
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.outputs import ClientFault, FinishReason, SequenceDelta
 from tests.fakes import EOS, content, drive, generate, make_core, make_request, runner_of, saying, tokens
 from tests.matchers import Blocked, Grammar, Walk
 
@@ -165,7 +165,8 @@ def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
     assert tokens(said["walk"]) == tokens(alone(2))
     for index in range(2):
         last = [delta for delta in said["stuck"] if delta.index == index][-1]
-        assert (last.finish_reason, last.error, last.is_client_error) == (FinishReason.ERROR, TOO_SLOW, True)
+        assert (last.finish_reason, last.error) == (FinishReason.ERROR, TOO_SLOW)
+        assert isinstance(last.error, ClientFault)
 
 
 def test_a_mask_that_comes_when_nobody_waits_for_it_any_more_lets_nothing_pass(

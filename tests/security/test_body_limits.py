@@ -1,0 +1,65 @@
+"""Bodies with more in them than any request needs are refused before they are decoded."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.api import body_limits
+from penstock.api.body_limits import MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_body
+from penstock.engine.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ({"metadata": dict.fromkeys(map(str, range(MAX_KEYS + 1)))}, "keys"),
+        ({"stop": ["a"] * (MAX_STRINGS + 1)}, "strings"),
+        ({"prompt": [0] * (MAX_ITEMS + 2)}, "items"),
+        ({"guided_json": [[]] * (body_limits.MAX_BRACKETS + 1)}, "brackets"),
+    ],
+)
+@pytest.mark.parametrize("separators", [(",", ":"), (" ,\n", " : ")])
+def test_too_many_of_anything_is_refused(body: object, what: str, separators: tuple[str, str]) -> None:
+    with pytest.raises(InvalidRequest, match=what):
+        check_body(json.dumps(body, separators=separators).encode())
+
+
+def test_what_stands_in_a_text_is_not_counted() -> None:
+    text = '{"a": [1, "b\\\\"], ' * MAX_ITEMS
+    check_body(json.dumps({"prompt": text, "other": text[::-1]}).encode())
+
+
+@given(
+    st.recursive(st.text('a"\\,:[{é') | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\:'), inner)),
+    st.integers(1, 9),
+)
+def test_counts_are_those_of_the_decoded_body(value: object, size: int) -> None:
+    """However the body is cut into pieces."""
+    body = json.dumps(value, ensure_ascii=False).encode()
+    keys, strings, items, brackets = count(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body_limits, "SMALL", 0)
+        patch.setattr(body_limits, "_PIECE", size)
+        for name, number in (("MAX_KEYS", keys), ("MAX_STRINGS", strings), ("MAX_ITEMS", items + brackets), ("MAX_BRACKETS", brackets)):
+            patch.setattr(body_limits, name, number)
+        check_body(body)
+        for name, number in (("MAX_KEYS", keys), ("MAX_STRINGS", strings), ("MAX_BRACKETS", brackets)):
+            patch.setattr(body_limits, name, number - 1)
+            with pytest.raises(InvalidRequest):
+                check_body(body)
+            patch.setattr(body_limits, name, number)
+
+
+def count(value: object) -> tuple[int, int, int, int]:
+    """Keys, strings, an upper bound of items, and brackets."""
+    if isinstance(value, str):
+        return 0, 1, 1, 0
+    if not isinstance(value, dict | list):
+        return 0, 0, 1, 0
+    inner = value.values() if isinstance(value, dict) else value
+    num_keys = len(value) if isinstance(value, dict) else 0
+    counts = [count(item) for item in inner]
+    keys, strings, items, brackets = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0, 0)
+    return keys + num_keys, strings + num_keys, items + 1, brackets + 1

@@ -1,0 +1,67 @@
+"""The cache of compiled constraints holds what it may, whatever a constraint takes once it is compiled or used."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammars.grammar_cache import MAX_GROWTH, GrammarCompiler
+from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
+from tests.plugins.grammars.grammar_walks import VOCABULARY
+
+
+def schema(name: str) -> GrammarSpec:
+    text = json.dumps({"type": "object", "properties": {name: {"type": "integer", "multipleOf": 131071}}})
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
+
+
+def test_a_grammar_counts_as_what_it_takes() -> None:
+    """131,071 states, of which the text of the schema shows nothing."""
+    assert LlguidanceBackend(VOCABULARY).compile(schema("a")).num_bytes > 20 * 2**20
+
+
+@dataclass
+class Growing:
+    """A backend whose grammars count little and take much."""
+
+    heap_bytes: int = 0
+    alive: set[str] = field(default_factory=set)
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        return Grown(self, spec.text)
+
+    @property
+    def taken(self) -> int:
+        return len(self.alive) * 2**26
+
+
+class Grown:
+    num_bytes = 1000
+    warnings = ()
+
+    def __init__(self, backend: Growing, text: str) -> None:
+        self.backend, self.text = backend, text
+        backend.alive.add(text)
+
+    def __del__(self) -> None:
+        self.backend.alive.discard(self.text)
+
+
+class Tokens:
+    def vocabulary(self, logits_width: int, stop_token_ids: Any) -> Vocabulary:
+        return VOCABULARY
+
+
+def test_grammars_that_grow_while_they_are_used_are_dropped() -> None:
+    backend = Growing()
+    grammars = GrammarCompiler({"growing": lambda vocabulary: backend}, Tokens(), 3, [2], heap_bytes=lambda: backend.taken)
+
+    async def run() -> None:
+        for number in range(100):
+            await grammars.compile(GrammarSpec(GrammarKind.REGEX, str(number)))
+            assert backend.taken <= MAX_GROWTH + 2**27
+        assert "99" in backend.alive
+
+    asyncio.run(run())
+    grammars.check_integrity()
