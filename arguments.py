@@ -6,19 +6,27 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from penstock import __version__
 from penstock.api.chat_protocol import ReasoningField
 from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.vllm_arguments import ALL as VLLM_ARGUMENTS
+from penstock.vllm_arguments import flag_of, to_our_flags
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 COMMANDS = ("serve", "plugins", "parse", "grammar", "new-plugin")  # all but the first have flags of their own: see `commands`
 Runner = Literal["auto", "generate", "pooling"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
+# As vLLM has them: other names of the same values.
+DTYPES = {"half": "float16", "float": "float32"}
+KV_CACHE_DTYPES = {"fp8_e4m3": "fp8"}
+TOKEN_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+SEVERAL: dict[str, Any] = {"action": "extend", "nargs": "+"}  # values after one flag, which may be given again
+LIKENESS = 0.85  # of a flag to one that is offered in its place: below it, offers mislead
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -51,33 +59,45 @@ class Arguments:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Names the nearest flag where one is unknown: before anything else, since argparse may first trip over the value that follows it."""
+    """Names the nearest flag where one is unknown: before anything else, since argparse may first trip over the value that follows it.
+
+    `near_flags` are offered beside its own. A mistake is one line, and exit code 2.
+    """
+
+    near_flags: tuple[str, ...] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
-        for flag in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
-            if flag not in self._option_string_actions:
-                nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                self.error(f"unknown flag {flag}" + (f" (did you mean {nearest[0]}?)" if nearest else ""))
+        self.check_flags(words)
         return super().parse_args(words, namespace)
 
+    def check_flags(self, words: Sequence[str]) -> None:
+        for flag in (word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)):
+            if flag not in self._option_string_actions:
+                nearest = difflib.get_close_matches(flag, [*self._option_string_actions, *self.near_flags], n=1, cutoff=LIKENESS)
+                self.error(f"unknown flag {flag}" + (f" (did you mean {nearest[0]}?)" if nearest else ""))
 
-def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> Arguments:
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None = None) -> Arguments:
     """Raises `ConfigurationError` for values that do not go together; argparse itself exits with code 2 for those it cannot read.
 
     `parser` is one that `build_parser` made.
     """
     parser = parser or build_parser()
-    given = parser.parse_args(argv)
-    if given.command != "serve":
-        parser.error(f"`{given.command}` goes before all flags: see penstock {given.command} --help")
+    words = to_our_flags(sys.argv[1:] if argv is None else argv, parser._option_string_actions)
+    parser.check_flags(words)
+    given = parser.parse_intermixed_args(words)  # the model may follow the flags
+    model = _model_of(parser, given)
     environment_keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",")]
     api_keys = tuple(given.api_key or [key for key in environment_keys if key])
     if any(not key.strip() for key in api_keys):
         raise ConfigurationError("--api-key is empty")
     return Arguments(
         engine=EngineConfig(
-            model=given.model,
+            model=model,
             dtype=given.dtype,
             quantization=given.quantization,
             device=given.device,
@@ -120,17 +140,44 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
     )
 
 
-def build_parser(kind: type[CommandParser] = CommandParser) -> argparse.ArgumentParser:
+def _model_of(parser: CommandParser, given: argparse.Namespace) -> str | None:
+    """The model, given by its flag or as a word after `serve`."""
+    for word in filter(None, (given.command, *given.plugin, *given.without)):
+        if word in COMMANDS and word != "serve":
+            parser.error(f"`{word}` goes before all flags: see penstock {word} --help")
+        if word != given.command and _is_model(word):
+            parser.error(f"{word!r} is no plug-in; a model goes right after `serve`: penstock serve {word} ...")
+    if given.command != "serve":
+        near = [] if _is_model(given.command) else difflib.get_close_matches(given.command, COMMANDS, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"to serve a model: penstock serve {given.command}"
+        parser.error(f"there is no command {given.command!r}; {hint}")
+    if None not in (given.model, given.served_model) and given.model != given.served_model:
+        parser.error(f"two models are given: {given.served_model!r}, and {given.model!r} by --model")
+    model: str | None = given.model or given.served_model
+    return model
+
+
+def _is_model(word: str) -> bool:
+    """Whether it names a model by its form: an id, a directory or a GGUF file."""
+    return ("/" in word and not word.endswith(".py")) or word.endswith(".gguf")
+
+
+def build_parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
     """`kind` decides what becomes of mistakes."""
     parser = kind(
         prog="penstock",
+        usage="%(prog)s [serve [MODEL]] [FLAG ...]",
         description="Serve a language model, or one that embeds, scores or classifies texts, over OpenAI's HTTP interface. Without flags: "
         "a small default model at http://127.0.0.1:8000/v1.",
-        epilog="`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "
+        epilog="vLLM's flags that ask for what is the case here, such as those of automatic tool choice or of parallel sizes of 1, are "
+        "accepted; each of the others is refused with what to use instead. "
+        "`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "
         "a model's output, `penstock grammar` tries schemas and grammars, and `penstock new-plugin` begins a plug-in. Each has a --help.",
         allow_abbrev=False,
     )
-    parser.add_argument("command", nargs="?", choices=COMMANDS, default="serve", help="what to do (default: serve)")
+    parser.near_flags = tuple(flag_of(name) for name in VLLM_ARGUMENTS if "*" not in name)
+    parser.add_argument("command", nargs="?", default="serve", metavar="COMMAND", help=f"{', '.join(COMMANDS)} (default: serve)")
+    parser.add_argument("served_model", nargs="?", metavar="MODEL", help="after `serve`: the same as --model")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     _add_model_flags(parser)
     _add_format_flags(parser)
@@ -146,10 +193,10 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_model_choice(group)
     group.add_argument(
         "--served-model-name",
-        action="append",
+        **SEVERAL,
         default=[],
         metavar="NAME",
-        help="what clients call the model; repeatable, the first is the one in responses (default: --model)",
+        help="what clients call the model; the first is the one in responses (default: --model)",
     )
     group.add_argument(
         "--runner",
@@ -158,7 +205,13 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="refuse a model of another kind: generate is for those that write text, pooling for those that turn it into numbers "
         "(default: auto, whatever the model's files say)",
     )
-    group.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="of weights and activations (default: auto)")
+    group.add_argument(
+        "--dtype",
+        type=lambda text: DTYPES.get(text, text),
+        choices=get_args(Dtype),
+        default="auto",
+        help="of weights and activations; half and float are float16 and float32 (default: auto)",
+    )
     group.add_argument(
         "--quantization",
         choices=get_args(QuantizationMode),
@@ -168,7 +221,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "already (default: auto)",
     )
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, CUDA where there is one)")
-    group.add_argument("--max-model-len", type=integer(1), metavar="TOKENS", help="prompt and answer together (default: the model's)")
+    group.add_argument(
+        "--max-model-len",
+        type=lambda text: None if text in ("auto", "-1") else number_of_tokens(text),
+        metavar="TOKENS",
+        help="prompt and answer together, such as 8192, 8k (8000) or 8K (8192); auto, the default: the model's",
+    )
     group.add_argument("--matryoshka", action="store_true", help="embeddings may be cut short (default: where the model's files say so)")
 
 
@@ -183,9 +241,11 @@ def add_model_choice(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model (default: never)")
 
 
-def add_plugin_choice(group: argparse._ArgumentGroup, help: str) -> None:
-    group.add_argument("--plugin", action="append", default=[], metavar="NAME|MODULE|FILE.py", help=help)
-    group.add_argument("--without", action="append", default=[], metavar="NAME", help="do not load this plug-in; repeatable")
+def add_plugin_choice(group: argparse._ArgumentGroup, help: str, *, is_before_file: bool = True) -> None:
+    """Where the command's file may follow, a flag takes one value."""
+    several: dict[str, Any] = {"action": "append"} if is_before_file else SEVERAL
+    group.add_argument("--plugin", **several, default=[], metavar="NAME|MODULE|FILE.py", help=help)
+    group.add_argument("--without", **several, default=[], metavar="NAME", help="do not load this plug-in; repeatable")
 
 
 def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> None:
@@ -196,7 +256,7 @@ def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> Non
             ". auto, the default: parsers that are not named are those that the model's own chat template and vocabulary show; "
             "none: there are no others"
         )
-    add_plugin_choice(group, meaning)
+    add_plugin_choice(group, meaning, is_before_file=not has_model)
     options = "NAME|auto|none" if has_model else "NAME|none"
     default = "auto" if has_model else None
     default_help = "default: auto" if has_model else "default: the one that --plugin names, or none"
@@ -241,7 +301,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=integer(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
     group.add_argument(
         "--api-key",
-        action="append",
+        **SEVERAL,
         metavar="KEY",
         help=f"ask for it on every route but /health and /ping; repeatable (default: those in {API_KEY_VARIABLE}, separated by commas)",
     )
@@ -249,8 +309,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allowed-origins",
         type=origins,
-        nargs="+",
-        action="extend",
+        **SEVERAL,
         default=[],
         metavar="ORIGIN",
         help="CORS: origins that may call, or *; several, or a JSON list of them (default: none)",
@@ -260,6 +319,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--keep-alive-interval",
+        "--sse-keep-alive-interval",
         type=_seconds,
         default=15.0,
         metavar="SECONDS",
@@ -267,6 +327,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drain-timeout",
+        "--shutdown-timeout",
         type=_seconds,
         default=30.0,
         metavar="SECONDS",
@@ -288,25 +349,30 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-num-batched-tokens",
-        type=integer(1),
+        type=number_of_tokens,
         metavar="TOKENS",
         help="prompt and answer tokens in one step (default: 1024 on CPU, 2048 on CUDA)",
     )
     group.add_argument(
         "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
         type=_size,
         metavar="SIZE",
         help="such as 2GiB (default: on CUDA what the model leaves free, on CPU 512 MiB or what one sequence of the full length takes)",
     )
     group.add_argument(
         "--kv-cache-dtype",
+        type=lambda text: KV_CACHE_DTYPES.get(text, text),
         choices=get_args(KVCacheDtype),
         default="auto",
-        help="of keys and values. auto: as --dtype; fp8: 8 bits (e4m3) without scales, on GPUs of compute capability 8.9 and later: twice "
-        "as many tokens fit, and what attention gives is less exact (default: %(default)s)",
+        help="of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later: "
+        "twice as many tokens fit, and what attention gives is less exact (default: %(default)s)",
     )
     group.add_argument(
-        "--prefix-caching", action=argparse.BooleanOptionalAction, help="reuse what earlier prompts began with (default: on)"
+        "--prefix-caching",
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="reuse what earlier prompts began with (default: on)",
     )
     group.add_argument(
         "--max-waiting-requests", type=integer(1), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"
@@ -375,6 +441,14 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def number_of_tokens(text: str) -> int:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)([{''.join(TOKEN_UNITS)}]?)", text)
+    num_tokens = float(match[1]) * TOKEN_UNITS[match[2]] if match else 0.0
+    if num_tokens < 1 or not num_tokens.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens of 1 or more, such as 8192 or 8K")
+    return int(num_tokens)
 
 
 def _seconds(text: str) -> float:

@@ -2,7 +2,7 @@
 
 PenstockError
 ├── ConfigurationError          the operator's mistake: the server refuses to start
-├── InvalidRequest              the client's mistake: 400, with the field's path
+├── InvalidRequest              the client's mistake: 400, with the field's path; a `ValueError` as well
 │   ├── UnsupportedGrammar      a constraint the backend cannot express exactly
 │   │   ├── UnsupportedKind     one of a kind that the backend does not know at all
 │   │   └── ConstraintTooLarge  one that asks too much of any backend
@@ -21,7 +21,7 @@ class ConfigurationError(PenstockError):
     """The server cannot start as asked. The message says what to change."""
 
 
-class InvalidRequest(PenstockError):
+class InvalidRequest(PenstockError, ValueError):
     """The request cannot be served as written.
 
     `param` is the JSON path of the offending field, such as `messages[0].role`, or None where the body as a whole is at fault.

@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> None:
             entropy = -(probabilities * probabilities.clamp_min(1e-30).log2()).sum()
             print(f"{tokenizer.decode([token_id])!r}: probability {probabilities[token_id]:.3f}, entropy {entropy:.1f} bits")
 
-        # Of the prompts alone: nothing is said. Their first tokens may be in the prefix cache and would be absent: a salt of one's own.
-        wanted = SamplingParams(max_tokens=0, additional_outputs=["hidden_states.last"], additional_context_outputs=True)
+        # Of the prompts. Their first tokens may be in the prefix cache and would be absent: a salt of one's own.
+        wanted = SamplingParams(max_tokens=1, additional_outputs=["hidden_states.last"], additional_context_outputs=True)
         prompts: list[TextPrompt] = [{"prompt": text, "cache_salt": text} for text in arguments.texts]
         states = [output.prompt_outputs["hidden_states.last"] for output in llm.generate(prompts, wanted, use_tqdm=False)]
         means = torch.stack([rows_TH.float().mean(0) for rows_TH in states])

@@ -16,7 +16,7 @@ from penstock.llm.metric_values import Metric, metric_values
 from penstock.llm.output_fold import OutputFold
 from penstock.llm.pooling_llm import PoolingOptions, params_for_each, pool
 from penstock.llm.pooling_output import PoolingRequestOutput
-from penstock.llm.preparing import ChatOptions, Message, Prepared, prepare_chat, prepare_prompt
+from penstock.llm.preparing import ChatOptions, Message, Prepared, prepare_chat, prepare_prompt, refuse_adapter
 from penstock.llm.priorities import read_priority
 from penstock.llm.prompts import Prompt, read_prompt
 from penstock.llm.request_output import RequestOutput
@@ -65,12 +65,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output of one prompt as it grows: `sampling_params.output_kind` says what each one holds.
 
         `request_id` must be no running request's; one is made up where there is none.
         """
+        refuse_adapter(lora_request)
         params = self._sampling_params(sampling_params)
         source, order = read_prompt(prompt, "prompt"), read_priority(priority)
         prepared = await prepare_prompt(self._model.generating, source, params, request_id=request_id, priority=order)
@@ -84,6 +86,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
         priority: int = 0,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -93,6 +96,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answer to one conversation as it grows. Where outputs hold what is new, tool calls come whole, with the last one."""
+        refuse_adapter(lora_request)
         options = ChatOptions(
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
@@ -113,11 +117,13 @@ class AsyncLLM:
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """What a pooling model computes of one prompt: one output, of the task that the parameters name or the model's own first one."""
+        refuse_adapter(lora_request)
         options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name, priority=priority)
         source = read_prompt(prompt, "prompt")
         (output,) = await pool(self._model, [source], params_for_each(pooling_params, 1), options)
@@ -129,8 +135,9 @@ class AsyncLLM:
         """What the model's authors recommend, by its generation_config; what a call without parameters uses."""
         return SamplingParams(**self._model.generating.default_sampling)
 
-    async def get_tokenizer(self) -> Any:
+    async def get_tokenizer(self, lora_request: None = None) -> Any:
         """The model's tokenizer as transformers loads it."""
+        refuse_adapter(lora_request)
         return await asyncio.to_thread(lambda: self._model.hf_tokenizer)
 
     def get_metrics(self) -> list[Metric]:

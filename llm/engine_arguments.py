@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from penstock.arguments import Arguments, CommandParser, build_parser, parse_arguments
+from penstock.arguments import LIKENESS, Arguments, CommandParser, build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
+from penstock.vllm_arguments import ENGINE, SERVER, find, to_our_keywords
 
 UNBOUNDED = 2**31  # who hands over a whole batch wants all of it to wait for its turn
 # Of the command line, and without meaning where there is no server.
@@ -29,67 +30,7 @@ OF_THE_SERVER = frozenset(
         "trust_request_chat_template",
     }
 )
-# Other names for the same, vLLM's among them.
-ALIASES = {
-    "enable_prefix_caching": "prefix_caching",
-    "kv_cache_memory_bytes": "kv_cache_memory",
-    "num_threads": "threads",
-    "plugins": "plugin",
-    "tool_call_parser": "tool_parser",
-}
-# vLLM's arguments that have another answer here: what to do instead, and the values that ask for nothing. None never asks for anything.
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "allowed_local_media_path": ("only text can be read", ("",)),
-    "attention_backend": ("the device decides", ("auto",)),
-    "block_size": ("blocks of the KV cache hold 16 tokens", (16,)),
-    "compilation_config": ("use `compile`", ({},)),
-    "convert": ("the model's own files say what it is for", ("auto", "none")),
-    "cpu_offload_gb": ("weights stay where the model runs", (0,)),
-    "data_parallel_size": ("a model runs on one device", (1,)),
-    "disable_custom_all_reduce": ("a model runs on one device", (True, False)),
-    "disable_log_stats": ("metrics are always counted", (False,)),
-    "distributed_executor_backend": ("a model runs on one device, in this process", ("uni",)),
-    "download_dir": ("models are kept where huggingface_hub keeps them: set HF_HOME", ()),
-    "enable_chunked_prefill": ("long prompts are always computed in chunks", (True,)),
-    "enable_expert_parallel": ("a model runs on one device", (False,)),
-    "enable_lora": ("adapters are not supported", (False,)),
-    "enable_prompt_embeds": ("prompts are texts or token ids", (False,)),
-    "enable_sleep_mode": ("`sleep` is always there", (True, False)),
-    "enforce_eager": ("use `compile='off'`", (False,)),
-    "generation_config": ("the model's own is used: `get_default_sampling_params()` shows it", ("auto",)),
-    "gpu_memory_utilization": ("use `kv_cache_memory`, in bytes or such as '8GiB'", ()),
-    "guided_decoding_backend": ("say `StructuredOutputsParams(backend=...)` in the sampling parameters", ("auto",)),
-    "hf_overrides": ("change the model's config.json", ({},)),
-    "hf_token": ("set HF_TOKEN in the environment", ()),
-    "kv_transfer_config": ("the KV cache stays in this process", ()),
-    "limit_mm_per_prompt": ("only text can be read", ({},)),
-    "load_format": ("models are read from safetensors or GGUF files", ("auto", "safetensors")),
-    "logprobs_mode": ("log probabilities are those of the raw logits", ("raw_logprobs",)),
-    "max_logprobs": ("there are at most 20", (20,)),
-    "max_lora_rank": ("adapters are not supported", ()),
-    "max_loras": ("adapters are not supported", ()),
-    "mm_processor_kwargs": ("only text can be read", ({},)),
-    "model_impl": ("models are those of transformers", ("auto", "transformers")),
-    "num_gpu_blocks_override": ("use `kv_cache_memory`", ()),
-    "override_generation_config": ("give `SamplingParams`", ({},)),
-    "pipeline_parallel_size": ("a model runs on one device", (1,)),
-    "pooler_config": ("the model's own files say how it pools", ({},)),
-    "revision": ("name a local directory that holds it", ("main",)),
-    "scheduling_policy": ("requests of equal priority are served in turn", ("fcfs", "priority")),
-    "skip_tokenizer_init": ("a model is always loaded with its tokenizer", (False,)),
-    "spec_method": ("use `speculation`, 'ngram' or 'none'", ()),
-    "spec_model": ("use `speculation`, 'ngram' or 'none'", ()),
-    "spec_tokens": ("use `speculation`, 'ngram' or 'none'", ()),
-    "speculative_config": ("use `speculation`, 'ngram' or 'none'", ()),
-    "stream_interval": ("each step's tokens are given at once", (1,)),
-    "structured_outputs_config": ("say `StructuredOutputsParams(backend=...)` in the sampling parameters", ({},)),
-    "swap_space": ("what does not fit the KV cache is computed again", (0,)),
-    "task": ("use `runner`, 'generate' or 'pooling'", ("auto",)),
-    "tensor_parallel_size": ("a model runs on one device", (1,)),
-    "tokenizer": ("the tokenizer in the model's directory is used", ()),
-    "tokenizer_mode": ("the tokenizer in the model's directory is used", ("auto",)),
-    "tokenizer_revision": ("the tokenizer in the model's directory is used", ()),
-}
+ALIASES = {"num_threads": "threads", "plugins": "plugin"}
 
 
 class _Reader(CommandParser):
@@ -107,34 +48,38 @@ def engine_arguments(model: str | os.PathLike[str] | None, given: Mapping[str, A
     value that cannot be.
     """
     parser = build_parser(_Reader)
-    flags = {action.dest: action for action in parser._actions if action.option_strings and action.dest not in ("help", "version")}
+    flags = _flags(parser)
     if not isinstance(model, str | os.PathLike | None):
         raise TypeError(f"`model` must be a path or a name, got {model!r:.100}")
     words = [] if model is None else [f"--model={os.fspath(model)}"]
     for name, value in ({"max_waiting_requests": UNBOUNDED} | dict(given)).items():
         dest = ALIASES.get(name, name)
-        if name in REFUSED:
-            check_refused(name, value)
-        elif dest in OF_THE_SERVER:
+        flag = flags.get(dest)
+        if flag is not None and flag.dest not in OF_THE_SERVER:
+            words += () if value is None else spelled(flag, name, value)
+        elif flag is not None or find(name, SERVER) is not None:
             raise ConfigurationError(f"`{name}` is the server's, and there is none here")
-        elif dest not in flags:
-            nearest = difflib.get_close_matches(name, known_arguments(), n=1)
+        elif find(name, ENGINE) is not None:
+            for ours, setting in to_our_keywords(name, value):
+                words += spelled(flags[ours], name, setting)
+        else:
+            nearest = difflib.get_close_matches(name, [*known_arguments(), *ENGINE], n=1, cutoff=LIKENESS)
             raise TypeError(f"there is no argument `{name}`" + (f": did you mean `{nearest[0]}`?" if nearest else ""))
-        elif value is not None:
-            words += spelled(flags[dest], name, value)
     return parse_arguments([*words, "--trust-request-chat-template"], parser)
 
 
 def known_arguments() -> list[str]:
-    """Every name that may be given, without those that are always refused."""
-    flags = [action.dest for action in build_parser()._actions if action.option_strings and action.dest not in ("help", "version")]
-    return sorted({"model", *flags, *ALIASES} - OF_THE_SERVER)
+    """Every name that may be given, without vLLM's that stand for others."""
+    flags = _flags(build_parser())
+    return sorted({"model", *ALIASES, *(name for name, flag in flags.items() if flag.dest not in OF_THE_SERVER)})
 
 
-def check_refused(name: str, value: Any) -> None:
-    hint, neutral = REFUSED[name]
-    if value is not None and value not in neutral:
-        raise ConfigurationError(f"`{name}` is not supported: {hint}")
+def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """By the names of their fields and by all of their spellings in snake case, without those that are negated."""
+    flags = [action for action in parser._actions if action.option_strings and action.dest not in ("help", "version")]
+    options = {option: flag for flag in flags for option in flag.option_strings if not option.startswith("--no-")}
+    spellings = {option.removeprefix("--").replace("-", "_"): flag for option, flag in options.items()}
+    return {**spellings, **{flag.dest: flag for flag in flags}}
 
 
 def spelled(flag: argparse.Action, name: str, value: Any) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from numbers import Integral
 from typing import Any, NoReturn, cast
 
 from penstock.engine.beam_search.beam_params import BeamSearchParams
@@ -17,8 +18,17 @@ from penstock.llm.pooling_output import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from penstock.llm.preparing import ChatOptions, Message, Prepared, check_all, prepare_chat, prepare_each, prepare_prompt
-from penstock.llm.priorities import read_priorities
+from penstock.llm.preparing import (
+    ChatOptions,
+    Message,
+    Prepared,
+    one_for_each,
+    prepare_chat,
+    prepare_each,
+    prepare_prompt,
+    refuse_adapter,
+)
+from penstock.llm.priorities import Priority, read_priorities
 from penstock.llm.progress import Progress, UseTqdm
 from penstock.llm.prompts import Prompt, read_prompts
 from penstock.llm.request_output import BeamSearchOutput, RequestOutput
@@ -52,15 +62,14 @@ class LLM(OfflineModel):
         *,
         use_tqdm: UseTqdm = True,
         lora_request: None = None,
-        priority: int | Sequence[int] | None = None,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continues one prompt or several, and gives the outputs in their order.
 
         `sampling_params` are for all or one for each prompt, and so is `priority`, of which the lower goes first. `use_tqdm` may be what is
         called in tqdm's place.
         """
-        if lora_request is not None:
-            raise InvalidRequest("`lora_request`: adapters are not supported", "lora_request")
+        refuse_adapter(lora_request)
         sources = read_prompts(prompts)
         params = self._for_each(sampling_params, len(sources), "prompts")
         priorities = read_priorities(priority, len(sources), "prompts")
@@ -77,7 +86,8 @@ class LLM(OfflineModel):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        priority: int | Sequence[int] | None = None,
+        lora_request: None = None,
+        priority: Priority = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
@@ -90,6 +100,7 @@ class LLM(OfflineModel):
 
         `chat_template` is Jinja's source, in place of the model's own. `priority` is as in `generate`.
         """
+        refuse_adapter(lora_request)
         conversations, is_batch = _conversations(messages)
         params = self._for_each(sampling_params, len(conversations), "messages")
         priorities = read_priorities(priority, len(conversations), "conversations")
@@ -110,15 +121,28 @@ class LLM(OfflineModel):
         return self._run(self._loop.run(prepare_each(requests)), use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: UseTqdm = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        lora_request: None = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The best answers to each prompt, best first, by the search that `transformers` does."""
-        if not isinstance(params, BeamSearchParams):
-            raise InvalidRequest(f"`params` must be BeamSearchParams, for all prompts, got {type(params).__name__}", "params")
+        """The best answers to each prompt, best first, by the search that `transformers` does.
+
+        `params` are for all prompts or one for each. At most `concurrency_limit` prompts are searched at a time.
+        """
+        refuse_adapter(lora_request)
+        sources = read_prompts(prompts)
+        each = one_for_each(BeamSearchParams() if params is None else params, BeamSearchParams, "params", len(sources), "prompts")
+        if concurrency_limit is not None and (not isinstance(concurrency_limit, Integral) or concurrency_limit < 1):
+            raise InvalidRequest(f"`concurrency_limit` must be a positive integer, got {concurrency_limit!r:.100}", "concurrency_limit")
         context = self._model.generating
-        requests = ((source.path, prepare_beams(context, source, params)) for source in read_prompts(prompts))
+        requests = ((source.path, prepare_beams(context, source, own)) for source, own in zip(sources, each, strict=True))
         batch = self._loop.run(prepare_each(requests))
-        return [beam_output(output, context.tokenizer) for output in self._run(batch, use_tqdm)]
+        size = concurrency_limit or max(len(batch), 1)
+        outputs = [output for start in range(0, len(batch), size) for output in self._run(batch[start : start + size], use_tqdm)]
+        return [beam_output(output, context.tokenizer) for output in outputs]
 
     def encode(
         self,
@@ -127,15 +151,17 @@ class LLM(OfflineModel):
         *,
         pooling_task: PoolingTask | None = None,
         use_tqdm: UseTqdm = True,
+        lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
-        priority: int = 0,
+        priority: Priority = None,
     ) -> list[PoolingRequestOutput]:
         """What a pooling model computes of each prompt, as it is, in their order: `pooling_task`, or else the model's own first one.
 
         `truncate_prompt_tokens` cuts what is longer, and with -1 what does not fit the model. `prompt_name` names one of the instructions
         in the model's sentence-transformers files, to be put before each text.
         """
+        refuse_adapter(lora_request)
         options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name, priority=priority)
         return self._pool(prompts, pooling_params, pooling_task, options, use_tqdm)
 
@@ -145,11 +171,13 @@ class LLM(OfflineModel):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
+        lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
-        priority: int = 0,
+        priority: Priority = None,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, by an embedding model. Options are those of `encode`."""
+        refuse_adapter(lora_request)
         options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name, priority=priority)
         return [as_embedding(output) for output in self._pool(prompts, pooling_params, "embed", options, use_tqdm)]
 
@@ -159,10 +187,12 @@ class LLM(OfflineModel):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
+        lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
-        priority: int = 0,
+        priority: Priority = None,
     ) -> list[ClassificationRequestOutput]:
         """How probable each label is for each prompt, by a classifier. Options are those of `encode`."""
+        refuse_adapter(lora_request)
         options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, priority=priority)
         outputs = self._pool(prompts, pooling_params, "classify", options, use_tqdm)
         return [as_classification(self._model, output) for output in outputs]
@@ -173,13 +203,15 @@ class LLM(OfflineModel):
         text_2: str | Sequence[str],
         *,
         use_tqdm: UseTqdm = True,
+        lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
-        priority: int = 0,
+        priority: int | None = None,
     ) -> list[ScoringRequestOutput]:
         """A score for each pair of texts: one with one, one with many, or as many with as many.
 
         A cross-encoder reads both at once; of an embedding model it is the cosine of the two vectors.
         """
+        refuse_adapter(lora_request)
         options = PoolingOptions(truncate_prompt_tokens=truncate_prompt_tokens, priority=priority)
         with Progress(use_tqdm, None) as progress:
             return self._loop.run(score(self._model, text_1, text_2, options, progress.count_pooled))
@@ -211,12 +243,7 @@ class LLM(OfflineModel):
     def _for_each(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str) -> Sequence[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * count
-        check_all(given, SamplingParams, "sampling_params")
-        if len(given) != count:
-            raise InvalidRequest(f"there are {count} {what} and {len(given)} sampling_params: give one, or one for each", "sampling_params")
-        return given
+        return one_for_each(given, SamplingParams, "sampling_params", count, what)
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:

@@ -12,6 +12,7 @@ from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.llm.local_model import LocalModel
 from penstock.llm.loop_thread import LoopThread
 from penstock.llm.metric_values import Metric, metric_values
+from penstock.llm.preparing import refuse_adapter
 
 
 class OfflineModel:
@@ -45,8 +46,9 @@ class OfflineModel:
             self._loop.run(self._model.close())
             self._loop.close()
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self, lora_request: None = None) -> Any:
         """The model's tokenizer as transformers loads it."""
+        refuse_adapter(lora_request)
         return self._model.hf_tokenizer
 
     def get_metrics(self) -> list[Metric]:

@@ -28,8 +28,8 @@ from penstock.llm.pooling_output import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from penstock.llm.preparing import check_all, located
-from penstock.llm.priorities import read_priority
+from penstock.llm.preparing import located, one_for_each
+from penstock.llm.priorities import Priority, read_priorities, read_priority
 from penstock.llm.prompts import PromptSource
 
 OnOutput = Callable[[Pooled], None]
@@ -39,12 +39,13 @@ OnOutput = Callable[[Pooled], None]
 class PoolingOptions:
     """`truncate_prompt_tokens` cuts each input to so many tokens, and with -1 to what the model takes; without it none is cut.
 
-    `prompt_name` names one of the instructions in the model's sentence-transformers files. Lower `priority` goes first.
+    `prompt_name` names one of the instructions in the model's sentence-transformers files. Lower `priority` goes first; it is for all
+    prompts or one for each.
     """
 
     truncate_prompt_tokens: int | None = None
     prompt_name: str | None = None
-    priority: int = 0
+    priority: Priority = None
 
     def __post_init__(self) -> None:
         limit = self.truncate_prompt_tokens
@@ -52,7 +53,6 @@ class PoolingOptions:
             raise InvalidRequest(f"`truncate_prompt_tokens` must be an integer, got {limit!r:.100}", "truncate_prompt_tokens")
         if not isinstance(self.prompt_name, str | None):
             raise InvalidRequest(f"`prompt_name` must be a string, got {self.prompt_name!r:.100}", "prompt_name")
-        read_priority(self.priority)
 
 
 async def pool(
@@ -64,6 +64,7 @@ async def pool(
 ) -> list[PoolingRequestOutput]:
     """Outputs in the order of the prompts. Raises `InvalidRequest` for whatever is wrong with one of them, before anything runs."""
     context = model.pooling
+    priorities = read_priorities(options.priority, len(sources), "prompts")
     for own in params:
         check_task(model, own.task or context.engine.model.default_task)
     limit = token_limit(context, options.truncate_prompt_tokens)
@@ -74,7 +75,7 @@ async def pool(
     except InvalidRequest as error:
         raise located(error, error.param or "") from None
     timer = PoolingTimer(model.metrics, time.monotonic(), on_output)
-    outputs = await timer.pool(context.engine, inputs, params, priority=options.priority)
+    outputs = await timer.pool(context.engine, inputs, params, priority=priorities)
     return [
         PoolingRequestOutput(request_id=_request_id("pool"), prompt_token_ids=output.prompt_token_ids, outputs=PoolingOutput(output.data))
         for output in outputs
@@ -88,9 +89,10 @@ async def score(
     context = model.pooling
     check_task(model, "score", "embed")
     limits = ScoreLimits(token_limit(context, options.truncate_prompt_tokens))
+    priority = 0 if options.priority is None else read_priority(options.priority)
     timer = PoolingTimer(model.metrics, time.monotonic(), on_output)
     try:
-        scores, _ = await score_pairs(context, timer, _side("text_1", first), _side("text_2", second), limits, options.priority)
+        scores, _ = await score_pairs(context, timer, _side("text_1", first), _side("text_2", second), limits, priority)
     except InvalidRequest as error:
         raise located(error, error.param or "") from None
     return [
@@ -100,10 +102,8 @@ async def score(
 
 
 def as_embedding(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
-    embedding: list[float] = output.outputs.data.tolist()
-    return EmbeddingRequestOutput(
-        request_id=output.request_id, prompt_token_ids=output.prompt_token_ids, outputs=EmbeddingOutput(embedding)
-    )
+    outputs = EmbeddingOutput(output.outputs.embedding)
+    return EmbeddingRequestOutput(request_id=output.request_id, prompt_token_ids=output.prompt_token_ids, outputs=outputs)
 
 
 def as_classification(model: LocalModel, output: PoolingRequestOutput) -> ClassificationRequestOutput:
@@ -126,10 +126,7 @@ def params_for_each(
     given: PoolingParams | Sequence[PoolingParams] | None, count: int, task: PoolingTask | None = None
 ) -> list[PoolingParams]:
     """With the call's own task. Raises `InvalidRequest` where there are not as many as prompts, and for those that name another task."""
-    params = [given or PoolingParams()] * count if given is None or isinstance(given, PoolingParams) else given
-    check_all(params, PoolingParams, "pooling_params")
-    if len(params) != count:
-        raise InvalidRequest(f"there are {count} prompts and {len(params)} pooling_params: give one, or one for each", "pooling_params")
+    params = one_for_each(PoolingParams() if given is None else given, PoolingParams, "pooling_params", count, "prompts")
     for own in params:
         if task is not None and own.task not in (None, task):
             raise InvalidRequest(f"`pooling_params` ask for {own.task}, and this call is for {task}", "pooling_params")

@@ -11,6 +11,14 @@ class PoolingOutput:
 
     data: Tensor
 
+    @property
+    def embedding(self) -> list[float]:
+        """The vector as a list. Raises `ValueError` where there is one for each token."""
+        if self.data.ndim != 1:
+            raise ValueError(f"there is no one vector: `data` has the shape {list(self.data.shape)}")
+        numbers: list[float] = self.data.tolist()
+        return numbers
+
 
 @dataclass(slots=True)
 class EmbeddingOutput:

@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from penstock.engine.request import Request
 from penstock.llm.prompts import PromptSource
 from penstock.llm.sampling_params import SamplingParams
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 PLAIN = ReasoningView()
 
@@ -172,13 +173,24 @@ async def prepare_each(requests: Iterable[tuple[str, Awaitable[Prepared]]]) -> l
     return batch
 
 
-def check_all(given: Any, kind: type, name: str) -> None:
-    """Raises `InvalidRequest` for what is no list of that kind; it names the first one of another."""
+def one_for_each(given: Any, kind: type[T], name: str, count: int, what: str) -> Sequence[T]:
+    """`given` for all of `count`, or one of them for each: `what` they are is said where there are not as many. Raises `InvalidRequest`."""
+    if isinstance(given, kind):
+        return [given] * count
     if not isinstance(given, Sequence):
         raise InvalidRequest(f"`{name}` must be {kind.__name__}, or a list of them, got {type(given).__name__}", name)
     for index, own in enumerate(given):
         if not isinstance(own, kind):
             raise InvalidRequest(f"`{name}[{index}]` must be {kind.__name__}, got {type(own).__name__}", f"{name}[{index}]")
+    if len(given) != count:
+        raise InvalidRequest(f"there are {count} {what} and {len(given)} {name}: give one, or one for each", name)
+    return given
+
+
+def refuse_adapter(lora_request: object) -> None:
+    """Raises `InvalidRequest` for anything but None."""
+    if lora_request is not None:
+        raise InvalidRequest("`lora_request`: adapters are not supported", "lora_request")
 
 
 def located(error: InvalidRequest, path: str) -> InvalidRequest:

@@ -6,6 +6,8 @@ from typing import Any
 
 from penstock.engine.errors import InvalidRequest
 
+Priority = int | Sequence[int] | None
+
 
 def read_priority(given: Any, path: str = "priority") -> int:
     """Raises `InvalidRequest` for what cannot be compared with the priorities of other requests."""

@@ -87,6 +87,7 @@ class SamplingParams(EngineParams):
         self._require(
             allowed is None or isinstance(allowed, tuple) or len(allowed) > 0, "allowed_token_ids", "made of one token id or more"
         )
+        self._require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "a positive integer")
         EngineParams.__post_init__(self)  # without arguments, `super` does not find its way in a dataclass with slots
         named = self.additional_outputs
         chosen = self.logits_processors

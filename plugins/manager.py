@@ -25,6 +25,7 @@ from penstock.plugins.recognition import Evidence
 from penstock.plugins.registry import AUTO, NONE, Registry
 
 GROUP = "penstock"
+MIN_BEGINNING = 4  # letters: names that share fewer have nothing else in common
 FOLDERS = (reasoning, tools)  # each module in them is a plug-in
 BUILT_INS = (
     "penstock.plugins.processors.no_repeat_ngram",
@@ -299,9 +300,12 @@ class Plugins:
         raise ConfigurationError(f"`{option} {name}`: no {kinds} of that name; {hint}")
 
     def _hint(self, name: str, known: Sequence[str]) -> str:
-        """The names that are near, aliases among them; where none is, all that are registered."""
+        """The names that begin with it, else those that are near, aliases among them; where none is, all that are registered."""
+        plain = _plain(name)
         by_spelling = {_plain(spelling): spelling for spelling in known}
-        near = [by_spelling[plain] for plain in difflib.get_close_matches(_plain(name), by_spelling, n=3, cutoff=0.5)]
+        near = sorted({name for registry in self.registries for name in registry if _plain(name).startswith(plain)} & set(known))
+        if len(plain) < MIN_BEGINNING or not near:
+            near = [by_spelling[spelling] for spelling in difflib.get_close_matches(plain, by_spelling, n=3, cutoff=0.5)]
         if near:
             return f"did you mean {' or '.join(map(self._spelled, near))}?"
         return f"the registered names are {', '.join(sorted(name for name in known if name not in self._origins))}"

@@ -49,7 +49,12 @@ class PoolingTimer:
         return f"prompt={self.num_prompt_tokens}"
 
     async def pool(
-        self, engine: PoolingEngine, inputs: Sequence[EncodedText], params: PoolingParams | Sequence[PoolingParams], *, priority: int | None
+        self,
+        engine: PoolingEngine,
+        inputs: Sequence[EncodedText],
+        params: PoolingParams | Sequence[PoolingParams],
+        *,
+        priority: int | Sequence[int] | None,
     ) -> list[PoolingOutput]:
         """As `pool_all`; each output is counted as it comes."""
         return await pool_all(engine, inputs, params, priority=priority or 0, on_output=self._observe)

@@ -24,7 +24,7 @@ class BeamSearchParams:
     `sampling_params` makes. Raises `InvalidRequest` with `param` set to the field's name.
     """
 
-    beam_width: int
+    beam_width: int = 4
     max_tokens: int | None = 16
     ignore_eos: bool = False
     temperature: float = 0.0

@@ -18,28 +18,29 @@ async def pool_all(
     inputs: Sequence[EncodedText],
     params: PoolingParams | Sequence[PoolingParams],
     *,
-    priority: int = 0,
+    priority: int | Sequence[int] = 0,
     on_output: Callable[[PoolingOutput], None] | None = None,
 ) -> list[PoolingOutput]:
-    """Their outputs in order. `params` are for all of them, or one each. At most `MAX_OPEN` are with the engine at a time.
+    """Their outputs in order. `params` and `priority` are for all of them, or one each. At most `MAX_OPEN` are with the engine at a time.
 
     The first exception of any ends the others and is raised. A full queue is waited out while inputs of this call are in it; it is a
     `QueueFull` only where none of them got in. Cancelling aborts those that run.
     """
     each = [params] * len(inputs) if isinstance(params, PoolingParams) else params
+    priorities = [priority] * len(inputs) if isinstance(priority, int) else priority
     outputs: dict[int, PoolingOutput] = {}
-    waiting = deque(zip(range(len(inputs)), inputs, each, strict=True))
+    waiting = deque(zip(range(len(inputs)), inputs, each, priorities, strict=True))
     num_open = min(len(inputs), MAX_OPEN)
 
     async def work() -> None:
         nonlocal num_open
         while waiting:
             item = waiting.popleft()
-            index, text, own = item
+            index, text, own, order = item
             if text.num_instruction_tokens:
                 own = dataclasses.replace(own, num_instruction_tokens=text.num_instruction_tokens)
             try:
-                output = await engine.pool(text.tokens.token_ids, own, token_type_ids=text.tokens.token_type_ids, priority=priority)
+                output = await engine.pool(text.tokens.token_ids, own, token_type_ids=text.tokens.token_type_ids, priority=order)
             except QueueFull:
                 if num_open == 1:
                     raise

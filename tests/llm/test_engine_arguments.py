@@ -7,18 +7,16 @@ import torch
 
 from penstock.arguments import build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.llm.engine_arguments import ALIASES, OF_THE_SERVER, REFUSED, UNBOUNDED, engine_arguments, known_arguments
+from penstock.llm.engine_arguments import ALIASES, OF_THE_SERVER, UNBOUNDED, engine_arguments, known_arguments
 from penstock.llm.local_model import LocalModel
-
-
-def flags() -> set[str]:
-    return {action.dest for action in build_parser()._actions if action.option_strings} - {"help", "version"}
+from penstock.vllm_arguments import ENGINE, SERVER
 
 
 def test_every_flag_is_taken_or_is_the_servers() -> None:
-    assert flags() == (set(known_arguments()) - set(ALIASES)) | OF_THE_SERVER
-    assert set(ALIASES.values()) <= flags()
-    assert not set(REFUSED) & (flags() | set(ALIASES))
+    flags = {action.dest for action in build_parser()._actions if action.option_strings} - {"help", "version"}
+    assert flags <= set(known_arguments()) | OF_THE_SERVER
+    assert set(known_arguments()) >= {*ALIASES, "enable_prefix_caching", "kv_cache_memory_bytes", "tool_call_parser"}
+    assert not set(known_arguments()) & (OF_THE_SERVER | {"shutdown_timeout", "sse_keep_alive_interval"})
 
 
 def test_arguments_mean_what_the_flags_mean() -> None:
@@ -52,10 +50,15 @@ def test_arguments_mean_what_the_flags_mean() -> None:
         ({"threads": [1, 2]}, "`threads`: expected one value"),
         ({"kv_cache_memory": "much"}, "`kv_cache_memory`: 'much' is not a size"),
         ({"port": 8000}, "`port` is the server's"),
-        ({"gpu_memory_utilization": 0.9}, "`gpu_memory_utilization` is not supported: use `kv_cache_memory`"),
+        ({"shutdown_timeout": 3}, "`shutdown_timeout` is the server's"),
+        ({"uvicorn_log_level": "info"}, "`uvicorn_log_level` is the server's"),
+        ({"gpu_memory_utilization": 0.9}, "`gpu_memory_utilization` is not supported: use `kv_cache_memory="),
         ({"tokenizer": "other"}, "`tokenizer` is not supported"),
         ({"pooler_config": {"pooling_type": "CLS"}}, "`pooler_config` is not supported: the model's own files"),
         ({"spec_tokens": 3}, "`spec_tokens` is not supported: use `speculation`"),
+        ({"enable_chunked_prefill": False}, "`enable_chunked_prefill` is not supported: long prompts"),
+        ({"disable_async_output_proc": True}, "not supported: use `async_scheduling=False`"),
+        ({"num_gpu_blocks_override": 7}, "not supported: use `kv_cache_memory='8GiB'`"),
         ({"tensor_parallel_size": 2}, "`tensor_parallel_size` is not supported"),
     ],
 )
@@ -66,15 +69,37 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) 
 
 def test_vllms_arguments_that_ask_for_nothing_are_taken() -> None:
     plain = engine_arguments(None, {})
-    for name, (_, neutral) in REFUSED.items():
-        for value in (None, *neutral):
-            assert engine_arguments(None, {name: value}) == plain
+    for name, argument in ENGINE.items():
+        for value in (None, *argument.neutral):
+            assert engine_arguments(None, {name.replace("*", "x"): value}) == plain
+    with pytest.raises(ConfigurationError):
+        engine_arguments(None, {next(iter(SERVER)): None})
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"task": "embed"}, {"runner": "pooling"}),
+        ({"task": "score"}, {"runner": "pooling"}),
+        ({"task": "classify"}, {"runner": "pooling"}),
+        ({"task": "generate"}, {"runner": "generate"}),
+        ({"enforce_eager": True}, {"compile": "off"}),
+        ({"enable_prefix_caching": False}, {"prefix_caching": False}),
+        ({"dtype": "half", "kv_cache_dtype": "fp8_e4m3"}, {"dtype": "float16", "kv_cache_dtype": "fp8"}),
+        ({"max_model_len": "auto", "max_num_batched_tokens": "8K"}, {"max_num_batched_tokens": 8192}),
+        ({"max_model_len": -1}, {}),
+    ],
+)
+def test_vllms_arguments_and_values_that_are_ours_by_another_name(given: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert engine_arguments(None, given) == engine_arguments(None, ours)
 
 
 def test_an_unknown_argument_names_the_nearest() -> None:
     with pytest.raises(TypeError, match="did you mean `max_num_seqs`"):
         engine_arguments(None, {"max_num_seq": 3})
-    with pytest.raises(TypeError, match="no argument `zzz`"):
+    with pytest.raises(TypeError, match="did you mean `tensor_parallel_size`"):
+        engine_arguments(None, {"tensor_paralel_size": 3})
+    with pytest.raises(TypeError, match=r"no argument `zzz`$"):
         engine_arguments(None, {"zzz": 3})
 
 

@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -370,8 +371,12 @@ def test_a_bound_on_waiting_requests_refuses_the_whole_batch(model_dir: Path) ->
 
 def test_what_is_not_supported_is_refused_by_name(llm: LLM) -> None:
     lora: Any = object()
-    with pytest.raises(InvalidRequest, match="lora_request"):
-        llm.generate("a", lora_request=lora)
+    calls: list[Callable[..., Any]] = [llm.generate, llm.beam_search, llm.encode, llm.embed, llm.classify]
+    for call in (*calls, lambda prompt, **given: llm.chat([{"role": "user", "content": prompt}], **given), llm.get_tokenizer):
+        with pytest.raises(InvalidRequest, match="`lora_request`: adapters are not supported"):
+            call(*([] if call == llm.get_tokenizer else ["a"]), lora_request=lora)
+    assert llm.generate("a", SamplingParams(max_tokens=1), lora_request=None, use_tqdm=False)[0].finished
+    assert llm.get_tokenizer(lora_request=None) is llm.get_tokenizer()
     with pytest.raises(InvalidRequest, match="profile"):
         llm.start_profile()
 
@@ -417,10 +422,26 @@ def test_beams_are_transformers(llm: LLM, reference: Any) -> None:
 
 
 def test_a_search_says_what_kind_of_parameters_it_takes(llm: LLM) -> None:
-    for wrong in (SamplingParams(), [BeamSearchParams(2)], None):
+    for wrong in (SamplingParams(), 3):
         given: Any = wrong
         with pytest.raises(InvalidRequest, match="`params` must be BeamSearchParams"):
             llm.beam_search("a", given)
+    with pytest.raises(InvalidRequest, match="there are 1 prompts and 2 params"):
+        llm.beam_search("a", [BeamSearchParams(2), BeamSearchParams(2)])
+    with pytest.raises(InvalidRequest, match="`concurrency_limit` must be a positive integer"):
+        llm.beam_search("a", concurrency_limit=0)
+
+
+def test_a_search_has_defaults_and_takes_parameters_for_each_prompt(llm: LLM) -> None:
+    assert BeamSearchParams().beam_width == 4
+    each = [BeamSearchParams(2, 3, ignore_eos=True), BeamSearchParams(3, 4, ignore_eos=True, stop=["zz"])]
+    found = llm.beam_search(["hello", {"prompt": "one"}], each, None, False, 1)
+    assert [len(output.sequences) for output in found] == [2, 3]
+    alone = [llm.beam_search(prompt, own)[0] for prompt, own in zip(["hello", "one"], each, strict=True)]
+    assert [[answer.tokens for answer in output.sequences] for output in found] == [
+        [answer.tokens for answer in output.sequences] for output in alone
+    ]
+    assert len(llm.beam_search("hello")[0].sequences) == 4
 
 
 def test_named_outputs_of_prompt_and_answer_are_transformers(llm: LLM, reference: Any) -> None:

@@ -72,11 +72,25 @@ def test_encode_gives_tensors_of_the_task_asked_for(embedding_llm: LLM, referenc
     (own,) = embedding_llm.encode("Hi", **QUIET)
     assert isinstance(own, PoolingRequestOutput)
     torch.testing.assert_close(own.outputs.data, reference.embedding("Hi"), atol=1e-5, rtol=0)
+    assert own.outputs.embedding == own.outputs.data.tolist()
     plain = PoolingParams(normalize=False)
     (tokens,) = embedding_llm.encode("Hi", plain, pooling_task="token_embed", **QUIET)
     torch.testing.assert_close(tokens.outputs.data, reference.vectors(tokens.prompt_token_ids), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="no one vector"):
+        _ = tokens.outputs.embedding
     both = embedding_llm.encode(["Hi", "Hi"], [plain, PoolingParams(task="token_embed")], **QUIET)
     assert [output.outputs.data.shape for output in both] == [(32,), (4, 32)]
+
+
+def test_prompts_may_have_a_priority_each(embedding_llm: LLM) -> None:
+    texts = ["Hi", "there", "you"]
+    alike = embedding_llm.embed(texts, **QUIET)
+    ordered = embedding_llm.embed(texts, priority=[2, 0, 1], lora_request=None, **QUIET)
+    assert [output.prompt_token_ids for output in ordered] == [output.prompt_token_ids for output in alike]
+    with pytest.raises(InvalidRequest, match="there are 3 prompts and 2 priorities"):
+        embedding_llm.encode(texts, priority=[1, 2], **QUIET)
+    with pytest.raises(InvalidRequest, match=r"`priority\[1\]` must be an integer"):
+        embedding_llm.encode(texts, priority=[1, None, 2], **QUIET)  # type: ignore[list-item]
 
 
 def test_pairs_are_scored_by_a_cross_encoder(scoring_llm: LLM, cross_encoder: Path) -> None:
@@ -127,7 +141,7 @@ def test_what_is_wrong_is_named(embedding_llm: LLM) -> None:
     assert path_of(embedding_llm.score, "a", [1]) == "text_2[0]"
     assert path_of(embedding_llm.score, "a", b"b") == "text_2"
     assert path_of(embedding_llm.embed, "a", priority="x") == "priority"
-    assert path_of(embedding_llm.score, "a", "b", priority=None) == "priority"
+    assert path_of(embedding_llm.score, "a", "b", priority=[1]) == "priority"
     assert path_of(embedding_llm.embed, "a", prompt_name=3) == "prompt_name"
     assert path_of(embedding_llm.embed, ["a", "b"], [PoolingParams(), SamplingParams()]) == "pooling_params[1]"
     assert path_of(embedding_llm.embed, "a", SamplingParams()) == "pooling_params"

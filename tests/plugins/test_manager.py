@@ -91,6 +91,11 @@ def test_an_unknown_name_is_answered_with_near_ones() -> None:
         Plugins.start(["deepseek_r2"])
 
 
+def test_the_beginning_of_several_names_offers_all_of_them() -> None:
+    with pytest.raises(ConfigurationError, match=r"did you mean 'deepseek_r1' or 'deepseek_v3' .*or 'deepseek_v4'"):
+        Plugins.start(["deepseek"])
+
+
 def test_a_name_unlike_any_other_is_answered_with_all() -> None:
     with pytest.raises(ConfigurationError, match=r"the registered names are .*hermes"):
         Plugins.start(["zzzz"])

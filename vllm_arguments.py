@@ -1,0 +1,351 @@
+"""vLLM's arguments that are none of ours: what each means here, for the command line and the library alike. Imports nothing heavy."""
+
+import json
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+from penstock.engine.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class VllmArgument:
+    """Values in `neutral` ask for what is the case anyway and change nothing, as does None. `meanings` says which of our arguments a value
+    stands for, with that argument's value. Every other value is refused with `hint`: what to use instead, or the reason.
+
+    In a hint, `{compile=off}` is one of our arguments, shown as the caller writes it. On the command line a switch takes no value and has a
+    form with `--no-`.
+    """
+
+    hint: str
+    neutral: tuple[Any, ...] = ()
+    meanings: Sequence[tuple[Any, str, Any]] = field(default=(), kw_only=True)
+    is_switch: bool = field(default=False, kw_only=True)
+
+    def settings(self, value: Any, refuse: Callable[[str], ConfigurationError], *, is_dotted: bool = False) -> list[tuple[str, Any]]:
+        """Our arguments that stand for this value, by name. Raises what `refuse` makes of the hint."""
+        if value is None or (not is_dotted and value in self.neutral):
+            return []
+        for known, name, ours in self.meanings:
+            if value == known:
+                return [(name, ours)]
+        raise refuse(self.hint)
+
+
+def _switch(hint: str, *neutral: bool, meanings: Sequence[tuple[Any, str, Any]] = ()) -> VllmArgument:
+    return VllmArgument(hint, neutral, meanings=meanings, is_switch=True)
+
+
+WITHOUT_EFFECT = _switch("it is True or False", True, False)
+ONE_DEVICE = VllmArgument("a model runs on one device", (1,))
+ONE_PROCESS = VllmArgument("a model runs on one device, in this process")
+TEXT_ONLY = VllmArgument("only text can be read", ("", {}, False))
+NO_ADAPTERS = VllmArgument("adapters are not supported")
+OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
+OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
+OWN_LOADING = VllmArgument("models are read from safetensors or GGUF files, as they are")
+SPECULATION = VllmArgument("use {speculation}, 'ngram' or 'none'")
+CACHE_STAYS = VllmArgument("the KV cache stays in this process")
+GRAPHS = VllmArgument("CUDA graphs are captured as {compile} says")
+BACKEND = VllmArgument("a request chooses the grammar backend: `backend` in its structured outputs", ("auto", {}))
+OWN_CONFIG = VllmArgument("change the model's config.json", ({},))
+LOCAL_COPY = VllmArgument("name a local directory that holds this revision", ("main",))
+TRACES = VllmArgument("there is no tracing; metrics are always counted", (False,))
+TLS = VllmArgument("put a proxy in front that speaks TLS")
+
+# What `LLM` and the command line both know.
+ENGINE: Mapping[str, VllmArgument] = {
+    "additional_config": VllmArgument("there is nothing that it could configure", ({},)),
+    "all2all_backend": ONE_DEVICE,
+    "allowed_local_media_path": TEXT_ONLY,
+    "allowed_media_domains": TEXT_ONLY,
+    "attention_backend": OWN_KERNELS,
+    "attention_config": OWN_KERNELS,
+    "block_size": VllmArgument("blocks of the KV cache hold 16 tokens", (16,)),
+    "calculate_kv_scales": _switch("the 8-bit KV cache has no scales", False),
+    "code_revision": LOCAL_COPY,
+    "collect_detailed_traces": TRACES,
+    "compilation_config": VllmArgument("use {compile}", ({},)),
+    "config_format": VllmArgument("models are read as transformers saves them", ("auto", "hf")),
+    "convert": VllmArgument("the model's own files say what it is for", ("auto", "none")),
+    "cpu_offload_gb": VllmArgument("weights stay where the model runs", (0,)),
+    "cuda_graph_sizes": GRAPHS,
+    "cudagraph_capture_sizes": GRAPHS,
+    "data_parallel_size": ONE_DEVICE,
+    "data_parallel_size_local": ONE_DEVICE,
+    "data_parallel_*": ONE_PROCESS,
+    "dbo_*": ONE_PROCESS,
+    "dcp_*": ONE_PROCESS,
+    "decode_context_parallel_size": ONE_DEVICE,
+    "disable_async_output_proc": _switch("use {async_scheduling=False}", False),
+    "disable_cascade_attn": WITHOUT_EFFECT,
+    "disable_chunked_mm_input": WITHOUT_EFFECT,
+    "disable_custom_all_reduce": WITHOUT_EFFECT,
+    "disable_hybrid_kv_cache_manager": WITHOUT_EFFECT,
+    "disable_log_requests": _switch("requests are not logged; {access_log} prints a line for each", True),
+    "disable_log_stats": WITHOUT_EFFECT,  # none are logged, and they are always counted
+    "disable_mm_preprocessor_cache": WITHOUT_EFFECT,
+    "disable_sliding_window": _switch("the model's own windows are kept", False),
+    "distributed_executor_backend": VllmArgument("a model runs on one device, in this process", ("uni",)),
+    "download_dir": VllmArgument("models are kept where huggingface_hub keeps them: set HF_HOME"),
+    "ec_*": CACHE_STAYS,
+    "enable_chunked_prefill": _switch("long prompts are always computed in chunks", True),
+    "enable_dbo": _switch("a model runs on one device", False),
+    "enable_eplb": _switch("a model runs on one device", False),
+    "enable_expert_parallel": _switch("a model runs on one device", False),
+    "enable_flashinfer_autotune": WITHOUT_EFFECT,
+    "enable_log_requests": _switch("requests are not logged; {access_log} prints a line for each", False),
+    "enable_lora*": _switch("adapters are not supported", False),
+    "enable_mm_embeds": _switch("only text can be read", False),
+    "enable_prompt_adapter": _switch("adapters are not supported", False),
+    "enable_prompt_embeds": _switch("prompts are texts or token ids", False),
+    "enable_return_routed_experts": _switch("`additional_outputs` of sampling parameters name what can be returned", False),
+    "enable_sleep_mode": WITHOUT_EFFECT,  # `sleep` is always there
+    "enforce_eager": _switch("use {compile=off}", False, meanings=[(True, "compile", "off")]),
+    "expert_placement_strategy": ONE_PROCESS,
+    "eplb_config": ONE_PROCESS,
+    "fully_sharded_loras": NO_ADAPTERS,
+    "gpu_memory_utilization": VllmArgument("use {kv_cache_memory=8GiB}, the size of the KV cache alone"),
+    "guided_decoding_backend": BACKEND,
+    "guided_decoding_*": BACKEND,
+    "hf_config_path": OWN_CONFIG,
+    "hf_overrides": OWN_CONFIG,
+    "hf_token": VllmArgument("set HF_TOKEN in the environment"),
+    "ignore_patterns": OWN_LOADING,
+    "io_processor_plugin": VllmArgument("{plugin} loads parsers, logits processors and grammar backends", ("",)),
+    "kv_cache_dtype_skip_layers": VllmArgument("{kv_cache_dtype} is for all layers"),
+    "kv_cache_metrics": TRACES,
+    "kv_sharing_fast_prefill": _switch("prompts are computed by all layers", False),
+    "kv_*": CACHE_STAYS,
+    "language_model_only": WITHOUT_EFFECT,
+    "limit_mm_per_prompt": TEXT_ONLY,
+    "linear_backend": OWN_KERNELS,
+    "load_format": VllmArgument("models are read from safetensors or GGUF files", ("auto", "safetensors")),
+    "logits_processors": VllmArgument("{plugin=FILE.py} registers them, and requests name them"),
+    "logprobs_mode": VllmArgument("log probabilities are those of the raw logits", ("raw_logprobs",)),
+    "long_prefill_token_threshold": VllmArgument("{max_num_batched_tokens} bounds every step", (0,)),
+    "lora_*": NO_ADAPTERS,
+    "mamba_*": VllmArgument("models with recurrent layers are not supported", ("auto",)),
+    "master_*": ONE_PROCESS,
+    "max_cpu_loras": NO_ADAPTERS,
+    "max_cudagraph_capture_size": GRAPHS,
+    "max_logprobs": VllmArgument("there are at most 20", (20,)),
+    "max_long_partial_prefills": VllmArgument("{max_num_batched_tokens} bounds every step", (1,)),
+    "max_lora*": NO_ADAPTERS,
+    "max_num_partial_prefills": VllmArgument("{max_num_batched_tokens} bounds every step", (1,)),
+    "max_parallel_loading_workers": ONE_DEVICE,
+    "max_seq_len_to_capture": GRAPHS,
+    "media_*": TEXT_ONLY,
+    "mm_*": TEXT_ONLY,
+    "model_impl": VllmArgument("models are those of transformers", ("auto", "transformers")),
+    "model_loader_extra_config": OWN_LOADING,
+    "moe_backend": OWN_KERNELS,
+    "nnodes": ONE_DEVICE,
+    "node_rank": VllmArgument("a model runs on one device", (0,)),
+    "ngram_prompt_lookup_*": SPECULATION,
+    "num_gpu_blocks_override": VllmArgument("use {kv_cache_memory=8GiB}"),
+    "num_lookahead_slots": VllmArgument("use {speculation}, 'ngram' or 'none'", (0,)),
+    "num_scheduler_steps": VllmArgument("use {async_scheduling}", (1,)),
+    "num_speculative_tokens": SPECULATION,
+    "optimization_level": VllmArgument("use {compile}"),
+    "otlp_*": TRACES,
+    "override_pooler_config": VllmArgument("the model's own files say how it pools", ({},)),
+    "performance_mode": VllmArgument("there are no such modes", ("balanced",)),
+    "pipeline_parallel_size": ONE_DEVICE,
+    "pooler_config": VllmArgument("the model's own files say how it pools", ({},)),
+    "pp_*": ONE_PROCESS,
+    "prefill_context_parallel_size": ONE_DEVICE,
+    "prefix_caching_hash_algo": VllmArgument("there is one way to find prefixes", ("builtin", "sha256")),
+    "preemption_mode": VllmArgument("what is preempted is computed again", ("recompute",)),
+    "profiler_config": VllmArgument("run the process under a profiler", ({},)),
+    "pt_load_map_location": OWN_LOADING,
+    "quantization_param_path": VllmArgument("the 8-bit KV cache has no scales"),
+    "ray_*": ONE_PROCESS,
+    "revision": LOCAL_COPY,
+    "rope_*": OWN_CONFIG,
+    "safetensors_load_strategy": OWN_LOADING,
+    "scheduler_cls": VllmArgument("there is one scheduler"),
+    "scheduler_reserve_full_isl": WITHOUT_EFFECT,
+    "scheduling_policy": VllmArgument("lower `priority` goes first, and requests of equal priority in turn", ("fcfs", "priority")),
+    "skip_mm_profiling": WITHOUT_EFFECT,
+    "skip_tokenizer_init": _switch("a model is always loaded with its tokenizer", False),
+    "spec_*": SPECULATION,
+    "speculative_*": SPECULATION,
+    "stream_interval": VllmArgument("each step's tokens are given at once", (1,)),
+    "structured_outputs_config": BACKEND,
+    "swap_space": VllmArgument("what does not fit the KV cache is computed again", (0, 4)),
+    "task": VllmArgument(
+        "use {runner}, 'generate' or 'pooling'",
+        ("auto",),
+        meanings=[
+            ("generate", "runner", "generate"),
+            *((task, "runner", "pooling") for task in ("embed", "embedding", "classify", "score", "reward")),
+        ],
+    ),
+    "tensor_parallel_size": ONE_DEVICE,
+    "tokenizer": OWN_TOKENIZER,
+    "tokenizer_mode": VllmArgument("the tokenizer in the model's directory is used", ("auto",)),
+    "tokenizer_*": OWN_TOKENIZER,
+    "ubatch_size": ONE_PROCESS,
+    "use_tqdm_on_load": WITHOUT_EFFECT,
+    "use_v2_block_manager": WITHOUT_EFFECT,
+    "weight_transfer_config": OWN_LOADING,
+    "worker_*": ONE_PROCESS,
+}
+# What only a server has.
+SERVER: Mapping[str, VllmArgument] = {
+    "allow_credentials": _switch("pages may call without credentials: see {allowed_origins}", False),
+    "allowed_headers": VllmArgument("pages may send any header: see {allowed_origins}", (["*"], "*")),
+    "allowed_methods": VllmArgument("pages may use any method: see {allowed_origins}", (["*"], "*")),
+    "api_server_count": VllmArgument("one process serves", (1,)),
+    "chat_template_content_format": VllmArgument("the template decides", ("auto",)),
+    "config": VllmArgument("give the flags themselves"),
+    "disable_access_log_for_endpoints": VllmArgument("use {access_log=False}"),
+    "disable_fastapi_docs": WITHOUT_EFFECT,
+    "disable_frontend_multiprocessing": _switch("one process serves", True),
+    "disable_uvicorn_access_log": _switch("use {access_log=False}", False, meanings=[(True, "access_log", False)]),
+    "enable_auto_tool_choice": _switch("use {tool_parser=none}", True),
+    "enable_force_include_usage": _switch("a client asks for usage in streams: `stream_options`", False),
+    "enable_log_deltas": WITHOUT_EFFECT,
+    "enable_log_outputs": _switch("answers are not logged", False),
+    "enable_offline_docs": WITHOUT_EFFECT,
+    "enable_prompt_tokens_details": _switch("usage always has them", True),
+    "enable_reasoning": _switch("use {reasoning_parser=none}", True),
+    "enable_request_id_headers": _switch("answers always have x-request-id", True),
+    "enable_server_load_tracking": _switch("/metrics says how many requests run and wait", False),
+    "enable_ssl_refresh": TLS,
+    "enable_tokenizer_info_endpoint": _switch("there is /tokenize, and no /tokenizer_info", False),
+    "exclude_tools_when_tool_choice_none": _switch("a client leaves its tools out", False),
+    "grpc": _switch("there is HTTP alone", False),
+    "h11_*": VllmArgument("use {max_body_size}"),
+    "headless": _switch("a model runs on one device, in this process", False),
+    "log_config_file": VllmArgument("use {log_level}"),
+    "log_error_stack": _switch("use {log_level=debug}", False),
+    "max_log_len": VllmArgument("requests are not logged"),
+    "max_num_queued_*": VllmArgument("use {max_waiting_requests}, which does not count requests that run"),
+    "middleware": VllmArgument("put a proxy in front", ([],)),
+    "prompt_adapters": NO_ADAPTERS,
+    "reasoning_parser_plugin": VllmArgument("{plugin=FILE.py} loads a parser, written as docs/plugins.md says", ("",)),
+    "response_role": VllmArgument("answers are the assistant's", ("assistant",)),
+    "return_tokens_as_token_ids": _switch("a request asks for it", False),
+    "root_path": VllmArgument("let the proxy take the prefix off", ("",)),
+    "ssl_*": TLS,
+    "tokens_only": _switch("all routes are served", False),
+    "tool_parser_plugin": VllmArgument("{plugin=FILE.py} loads a parser, written as docs/plugins.md says", ("",)),
+    "tool_server": VllmArgument("tools are the client's to run"),
+    "uds": VllmArgument("use {host} and {port}"),
+    "uvicorn_log_level": VllmArgument("use {log_level}"),
+}
+ALL = {**ENGINE, **SERVER}
+SHORT_FLAGS = {
+    "-O": "optimization_level",
+    "-ac": "attention_config",
+    "-asc": "api_server_count",
+    "-cc": "compilation_config",
+    "-dcp": "decode_context_parallel_size",
+    "-dp": "data_parallel_size",
+    "-dpa": "data_parallel_address",
+    "-dpl": "data_parallel_size_local",
+    "-ep": "enable_expert_parallel",
+    "-n": "nnodes",
+    "-pcp": "prefill_context_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-q": "quantization",
+    "-r": "node_rank",
+    "-sc": "speculative_config",
+    "-tp": "tensor_parallel_size",
+}
+
+
+def find(name: str, table: Mapping[str, VllmArgument]) -> VllmArgument | None:
+    """The argument of this name in snake case, or of the first pattern that it fits."""
+    if name in table:
+        return table[name]
+    return next((argument for pattern, argument in table.items() if "*" in pattern and fnmatch(name, pattern)), None)
+
+
+def to_our_flags(words: Sequence[str], known: Container[str]) -> list[str]:
+    """The words of a command line with vLLM's flags put as ours, or left out where they change nothing. `known` are our own flags.
+
+    Raises `ConfigurationError` for one that is not supported. Unknown flags stay as they are.
+    """
+    translated: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, text = word.partition("=")
+        name, is_negated, argument = _flag_argument(flag, known)
+        if argument is None:
+            is_own = flag in SHORT_FLAGS and flag not in known and flag_of(name) in known
+            translated.append(f"{flag_of(name)}{equals}{text}" if is_own else word)
+            continue
+        if argument.is_switch and not equals:
+            value: Any = not is_negated
+        elif equals or (rest and not rest[0].startswith("-")):
+            value = _value(text if equals else rest.pop(0))
+        else:
+            raise ConfigurationError(f"{flag} needs a value")
+        for ours, setting in argument.settings(value, _refusal(flag, flag_shown), is_dotted="." in flag):
+            translated += flag_words(ours, setting)
+    return translated
+
+
+def to_our_keywords(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Keyword arguments of ours that stand for one of vLLM's in `ENGINE`. Raises `ConfigurationError` where it is not supported."""
+    argument = find(name, ENGINE)
+    assert argument is not None
+    return argument.settings(value, _refusal(f"`{name}`", keyword_shown))
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """One of our arguments as words of a command line."""
+    if isinstance(value, bool):
+        return [flag_of(name if value else f"no_{name}")]
+    return [flag_of(name), str(value)]
+
+
+def flag_shown(name: str, value: str | None) -> str:
+    if value in ("True", "False"):
+        return flag_words(name, value == "True")[0]
+    return " ".join(filter(None, (flag_of(name), value)))
+
+
+def keyword_shown(name: str, value: str | None) -> str:
+    if value is None:
+        return f"`{name}`"
+    return f"`{name}={value}`" if value in ("True", "False") else f"`{name}={value!r}`"
+
+
+def _flag_argument(flag: str, known: Container[str]) -> tuple[str, bool, VllmArgument | None]:
+    """The name that a flag stands for, whether it is negated, and what it means, None for a word that is no flag of vLLM's."""
+    name = SHORT_FLAGS.get(flag, flag[2:].partition(".")[0].replace("-", "_"))
+    if flag in known or not (flag in SHORT_FLAGS or flag.startswith("--")):
+        return name, False, None
+    argument = find(name, ALL)
+    if argument is None and name.startswith("no_"):
+        positive = find(name.removeprefix("no_"), ALL)
+        if positive is not None and positive.is_switch:
+            return name, True, positive
+    return name, False, argument
+
+
+def _value(text: str) -> Any:
+    """As a Python caller would give it: JSON where it is some, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _refusal(name: str, shown: Callable[[str, str | None], str]) -> Callable[[str], ConfigurationError]:
+    def refuse(hint: str) -> ConfigurationError:
+        told = re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda found: shown(found[1], found[2]), hint)
+        return ConfigurationError(f"{name} is not supported: {told}")
+
+    return refuse
