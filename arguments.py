@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from penstock import __version__
 from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.grammar import AdditionalProperties
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 COMMANDS = ("serve", "plugins", "parse", "grammar", "new-plugin")  # all but the first have flags of their own: see `commands`
@@ -34,6 +35,7 @@ class Arguments:
     chat_template: str | None
     thinking_token_budget: int | None
     trust_request_chat_template: bool
+    additional_properties: AdditionalProperties
     allow_unknown_fields: bool
     host: str
     port: int
@@ -101,6 +103,7 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
         chat_template=given.chat_template,
         thinking_token_budget=given.thinking_token_budget,
         trust_request_chat_template=given.trust_request_chat_template,
+        additional_properties=given.additional_properties,
         allow_unknown_fields=given.allow_unknown_fields,
         host=given.host,
         port=given.port,
@@ -204,6 +207,16 @@ def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> Non
     )
 
 
+def add_reading_choice(group: argparse._ArgumentGroup, when: str, default: AdditionalProperties) -> None:
+    group.add_argument(
+        "--additional-properties",
+        choices=get_args(AdditionalProperties),
+        default=default,
+        help=f"how a JSON Schema is read that names properties and says nothing of others; {when}closed generates none of them, "
+        "open may generate any (default: %(default)s)",
+    )
+
+
 def _add_format_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("formats and plug-ins")
     add_parser_choice(group, has_model=True)
@@ -216,6 +229,7 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         "or 256 on a model that never learned the parser's markers)",
     )
     group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
+    add_reading_choice(group, "where a request does not say: ", "closed")
     group.add_argument(
         "--allow-unknown-fields",
         action="store_true",

@@ -12,7 +12,8 @@ from penstock.api.bodies import read_body, served_model
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.api.constraints.answer_check import AnswerCheck, warning_header
 from penstock.api.constraints.constraint_size import is_large
-from penstock.api.constraints.constraints import grammar_spec, open_schema, whitespace_pattern
+from penstock.api.constraints.constraints import grammar_spec_in, open_schema
+from penstock.api.constraints.json_reading import JsonReading, in_reading, json_reading
 from penstock.api.constraints.tool_grammar import answer_grammar, callable_tool
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.messages import template_kwargs
@@ -121,12 +122,17 @@ async def render(context: ServerContext, body: ChatCompletionRequest, tools: Too
 
 async def constraint(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, turn: Turn) -> GrammarSpec | None:
     """What the answer is held to, tool calls included. Long schemas are written out in a worker."""
-    spec = await run(context, lambda: grammar_spec(body), is_long=is_large(body))
-    if not tools.shown or context.tool_parser is None:
-        return spec
-    tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
-    parser_name, whitespace = context.plugins.tool_parsers.active, whitespace_pattern(body)
-    return await run(context, lambda: answer_grammar(tools, spec, tool_format, parser_name, whitespace), is_long=True)
+    has_calls = bool(tools.shown) and context.tool_parser is not None
+    parser = context.tool_parser(turn) if has_calls and context.tool_parser is not None else None
+    tool_format: ToolFormat | None = getattr(parser, "tool_format", None)
+    parser_name = context.plugins.tool_parsers.active
+
+    def spec(reading: JsonReading) -> GrammarSpec | None:
+        given = grammar_spec_in(reading, body)
+        return answer_grammar(tools, given, tool_format, parser_name, reading) if has_calls else given
+
+    reading = json_reading(body, context.options.additional_properties)
+    return await run(context, lambda: in_reading(reading, spec), is_long=has_calls or is_large(body))
 
 
 async def answer_check(context: ServerContext, body: ChatCompletionRequest, grammar: CompiledGrammar | None) -> AnswerCheck:
