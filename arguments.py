@@ -207,7 +207,7 @@ def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> Non
     )
 
 
-def add_reading_choice(group: argparse._ArgumentGroup, when: str, default: AdditionalProperties) -> None:
+def add_reading_choice(group: argparse._ActionsContainer, when: str, default: AdditionalProperties) -> None:
     group.add_argument(
         "--additional-properties",
         choices=get_args(AdditionalProperties),

@@ -122,17 +122,16 @@ async def render(context: ServerContext, body: ChatCompletionRequest, tools: Too
 
 async def constraint(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, turn: Turn) -> GrammarSpec | None:
     """What the answer is held to, tool calls included. Long schemas are written out in a worker."""
-    has_calls = bool(tools.shown) and context.tool_parser is not None
-    parser = context.tool_parser(turn) if has_calls and context.tool_parser is not None else None
-    tool_format: ToolFormat | None = getattr(parser, "tool_format", None)
+    chosen = json_reading(body, context.options.additional_properties)
+    if not tools.shown or context.tool_parser is None:
+        return await run(context, lambda: in_reading(chosen, lambda reading: grammar_spec_in(reading, body)), is_long=is_large(body))
+    tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
     parser_name = context.plugins.tool_parsers.active
 
     def spec(reading: JsonReading) -> GrammarSpec | None:
-        given = grammar_spec_in(reading, body)
-        return answer_grammar(tools, given, tool_format, parser_name, reading) if has_calls else given
+        return answer_grammar(tools, grammar_spec_in(reading, body), tool_format, parser_name, reading)
 
-    reading = json_reading(body, context.options.additional_properties)
-    return await run(context, lambda: in_reading(reading, spec), is_long=has_calls or is_large(body))
+    return await run(context, lambda: in_reading(chosen, spec), is_long=True)
 
 
 async def answer_check(context: ServerContext, body: ChatCompletionRequest, grammar: CompiledGrammar | None) -> AnswerCheck:

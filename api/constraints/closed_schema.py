@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from penstock.engine.errors import InvalidRequest
 from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS, ASSERTIONS, has_lone_references, unknown_keywords
 from penstock.plugins.grammars.json_schema.schema_overlap import Overlap
 from penstock.plugins.grammars.json_schema.schema_walk import SCHEMA_KEYWORDS, SCHEMAS_BY_NAME, schemas_below, schemas_within
@@ -39,21 +38,19 @@ class Use(IntEnum):
     AS_WRITTEN = 2  # others speak of the same values, or what it does not allow counts too
 
 
-def closed(schema: Any, param: str) -> Any:
+def closed(schema: Any) -> Any:
     """An equal document with what closes its objects added. Members keep their order.
 
     Left open are objects of given values, those with more `minProperties` than names, and those that a dynamic reference or one out of the
-    document speaks of. A document whose parts have identifiers stays as it is, and one that is too large to be read for names. Raises
-    `InvalidRequest` where it nests too deeply.
+    document speaks of. A document whose parts have identifiers stays as it is, and one that nests too deeply or is too large to be read for
+    names.
     """
     try:
         if any(part is not schema and any(isinstance(part.get(name), str) for name in _IDENTIFIERS) for part in schemas_within(schema)):
             return schema
         return _Closing(schema).whole()
-    except _NotClosed:
+    except (_NotClosed, RecursionError):
         return schema
-    except RecursionError:
-        raise InvalidRequest(f"`{param}` is nested too deeply", param) from None
 
 
 class _NotClosed(Exception):

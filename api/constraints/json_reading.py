@@ -76,5 +76,5 @@ def schema_spec(schema: Any, param: str, reading: JsonReading, *, is_lenient: bo
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"`{param}` must be a JSON Schema: an object, or one as a string", param)
     if reading.additional_properties == "closed":
-        schema = closed(schema, param)
+        schema = closed(schema)
     return GrammarSpec(GrammarKind.JSON_SCHEMA, write_json(schema, param), param, reading.whitespace_pattern, is_lenient)
