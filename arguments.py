@@ -14,6 +14,7 @@ from penstock import __version__
 from penstock.api.chat_protocol import ReasoningField
 from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.grammar import AdditionalProperties
 from penstock.vllm_arguments import ALL as VLLM_ARGUMENTS
 from penstock.vllm_arguments import flag_of, to_our_flags
 
@@ -45,6 +46,7 @@ class Arguments:
     thinking_token_budget: int | None
     reasoning_field: ReasoningField
     trust_request_chat_template: bool
+    additional_properties: AdditionalProperties
     allow_unknown_fields: bool
     host: str
     port: int
@@ -126,6 +128,7 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
         thinking_token_budget=given.thinking_token_budget,
         reasoning_field=given.reasoning_field,
         trust_request_chat_template=given.trust_request_chat_template,
+        additional_properties=given.additional_properties,
         allow_unknown_fields=given.allow_unknown_fields,
         host=given.host,
         port=given.port,
@@ -270,6 +273,16 @@ def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> Non
     )
 
 
+def add_reading_choice(group: argparse._ActionsContainer, when: str, default: AdditionalProperties) -> None:
+    group.add_argument(
+        "--additional-properties",
+        choices=get_args(AdditionalProperties),
+        default=default,
+        help=f"how a JSON Schema is read that names properties and says nothing of others; {when}closed generates none of them, "
+        "open may generate any (default: %(default)s)",
+    )
+
+
 def _add_format_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("formats and plug-ins")
     add_parser_choice(group, has_model=True)
@@ -288,6 +301,7 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         help="what answers call the reasoning; reasoning is vLLM's newer name (default: %(default)s)",
     )
     group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
+    add_reading_choice(group, "where a request does not say: ", "closed")
     group.add_argument(
         "--allow-unknown-fields",
         action="store_true",

@@ -170,6 +170,7 @@ def server_options(arguments: Arguments) -> ServerOptions:
     return ServerOptions(
         allow_unknown_fields=arguments.allow_unknown_fields,
         trust_request_chat_template=arguments.trust_request_chat_template,
+        additional_properties=arguments.additional_properties,
         max_body_bytes=arguments.max_body_size,
         keep_alive_seconds=arguments.keep_alive_interval,
         api_keys=arguments.api_keys,

@@ -12,7 +12,8 @@ from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.api.constraints.answer_check import AnswerCheck, warning_header
 from penstock.api.constraints.constraint_size import is_large
-from penstock.api.constraints.constraints import grammar_spec, open_schema, whitespace_pattern
+from penstock.api.constraints.constraints import grammar_spec_in, open_schema
+from penstock.api.constraints.json_reading import JsonReading, in_reading, json_reading
 from penstock.api.constraints.tool_grammar import answer_grammar, callable_tool
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.messages import template_kwargs
@@ -122,12 +123,16 @@ async def render(context: ServerContext, body: ChatCompletionRequest, tools: Too
 
 async def constraint(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, turn: Turn) -> GrammarSpec | None:
     """What the answer is held to, tool calls included. Long schemas are written out in a worker."""
-    spec = await run(context, lambda: grammar_spec(body), is_long=is_large(body))
+    chosen = json_reading(body, context.options.additional_properties)
     if not tools.shown or context.tool_parser is None:
-        return spec
+        return await run(context, lambda: in_reading(chosen, lambda reading: grammar_spec_in(reading, body)), is_long=is_large(body))
     tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
-    parser_name, whitespace = context.plugins.tool_parsers.active, whitespace_pattern(body)
-    return await run(context, lambda: answer_grammar(tools, spec, tool_format, parser_name, whitespace), is_long=True)
+    parser_name = context.plugins.tool_parsers.active
+
+    def spec(reading: JsonReading) -> GrammarSpec | None:
+        return answer_grammar(tools, grammar_spec_in(reading, body), tool_format, parser_name, reading)
+
+    return await run(context, lambda: in_reading(chosen, spec), is_long=True)
 
 
 async def answer_check(context: ServerContext, body: ChatCompletionRequest, grammar: CompiledGrammar | None) -> AnswerCheck:

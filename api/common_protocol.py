@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from penstock.engine.grammar import AdditionalProperties
+
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 # Every sequence looks for these in all it says: far more than anyone needs, and little enough to prepare at once.
@@ -62,6 +64,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
 
+    additional_properties: AdditionalProperties | None = None
     backend: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
@@ -138,6 +141,7 @@ class GenerationFields(RequestFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | GrammarDefinition | None = None
+    guided_additional_properties: AdditionalProperties | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
     json_schema: Any = None

@@ -63,7 +63,7 @@ async def prepare(
     params = await run(context, lambda: checked_params(context, body, encoded), is_long=is_long)
     prompts = await run(context, lambda: readable_prompts(context, body, given, encoded), is_long=is_long)
     processors = logits_processors(context, body.logits_processors)
-    spec = await run(context, lambda: grammar_spec(body), is_long=is_large(body))
+    spec = await run(context, lambda: grammar_spec(body, context.options.additional_properties), is_long=is_large(body))
     grammar = await compiled_grammar(context, body, spec, client)
     requests = [
         Request(

@@ -8,6 +8,7 @@ from aiohttp import web
 from penstock.api.chat_protocol import ReasoningField
 from penstock.api.constraints.conformance_checker import ConformanceChecker
 from penstock.api.workers import Workers
+from penstock.engine.grammar import AdditionalProperties
 
 if TYPE_CHECKING:
     from penstock.api.templates.chat_template import ChatTemplate
@@ -28,6 +29,7 @@ class ServerOptions:
 
     allow_unknown_fields: bool = False
     trust_request_chat_template: bool = False
+    additional_properties: AdditionalProperties = "closed"
     max_body_bytes: int = 16 * 2**20
     keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
     api_keys: tuple[str, ...] = ()

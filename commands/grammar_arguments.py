@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from penstock.arguments import CommandParser, add_model_choice, add_plugin_choice, integer
+from penstock.arguments import CommandParser, add_model_choice, add_plugin_choice, add_reading_choice, integer
+from penstock.engine.grammar import AdditionalProperties
 
 KINDS = {"json": "json_schema", "regex": "regex", "lark": "lark", "gbnf": "gbnf", "choice": "choice"}  # each with its `GrammarKind`
 KINDS_BY_SUFFIX = {".json": "json", ".lark": "lark", ".gbnf": "gbnf", ".ebnf": "gbnf", ".regex": "regex"}
@@ -21,6 +22,7 @@ class GrammarArguments:
     kind: str
     backend: str | None
     is_strict: bool
+    additional_properties: AdditionalProperties
     is_json: bool
     limit: int | None
     model: str | None
@@ -46,6 +48,7 @@ def parse_grammar_arguments(argv: list[str]) -> GrammarArguments:
         kind=kind or "json",
         backend=None if given.backend == "auto" else given.backend,
         is_strict=given.strict,
+        additional_properties=given.additional_properties,
         is_json=given.json,
         limit=getattr(given, "limit", None),
         model=given.model,
@@ -81,7 +84,7 @@ def build_check_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kind", choices=tuple(KINDS), help="what FILE holds (default: by its name: .json is a JSON Schema; .lark, .gbnf, .ebnf, .regex)"
     )
-    _add_common_flags(parser)
+    _add_common_flags(parser, "closed")
     return parser
 
 
@@ -102,17 +105,18 @@ def build_test_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", metavar="FILE.jsonl", help="schemas with instances, one schema a line")
     parser.add_argument("--limit", type=integer(1), metavar="N", help="only the first N schemas (default: all)")
-    _add_common_flags(parser)
+    _add_common_flags(parser, "open")
     return parser
 
 
-def _add_common_flags(parser: argparse.ArgumentParser) -> None:
+def _add_common_flags(parser: argparse.ArgumentParser, reading: AdditionalProperties) -> None:
     parser.add_argument("--backend", default="auto", metavar="NAME", help="one backend (default: auto, as for a request that names none)")
     fallback = parser.add_mutually_exclusive_group()
     fallback.add_argument(
         "--strict", action="store_true", help="as `strict: true`: refused unless all of it is enforced (default: then try leniently)"
     )
     fallback.add_argument("--lenient", dest="strict", action="store_false", help="the default: try leniently what is refused exactly")
+    add_reading_choice(parser, "", reading)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_model_choice(parser.add_argument_group("model"))
     add_plugin_choice(parser.add_argument_group("plug-ins"), "load a plug-in and ask its grammar backends too; repeatable")

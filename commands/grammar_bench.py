@@ -2,13 +2,16 @@
 
 import difflib
 import gc
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.api.constraints.backend_choice import known_backend
+from penstock.api.constraints.closed_schema import closed
 from penstock.engine.errors import ConfigurationError, PenstockError, UnsupportedGrammar
-from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.tokenizer import Tokenizer
 
@@ -26,6 +29,7 @@ class Attempt:
     """One backend's answer to one spec."""
 
     backend: str
+    spec: GrammarSpec
     seconds: float
     outcome: CompiledGrammar | UnsupportedGrammar
 
@@ -35,6 +39,7 @@ class Outcome:
     """What a request with this constraint would get: the grammar and whose it is, the refusal, or the failure of the backend.
 
     `seconds` is what the backend took to compile it, `waited` that and what was tried before; None where the answer was known already.
+    Where it `is_as_written`, no backend took the closed reading.
     """
 
     grammar: CompiledGrammar | None
@@ -43,6 +48,7 @@ class Outcome:
     seconds: float | None
     waited: float | None
     failure: str | None = None
+    is_as_written: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -70,9 +76,9 @@ class _Watched:
         try:
             grammar = self._backend.compile(spec)
         except UnsupportedGrammar as refusal:
-            attempts.append(Attempt(self._name, time.perf_counter() - started, refusal))
+            attempts.append(Attempt(self._name, spec, time.perf_counter() - started, refusal))
             raise
-        attempts.append(Attempt(self._name, time.perf_counter() - started, grammar))
+        attempts.append(Attempt(self._name, spec, time.perf_counter() - started, grammar))
         return grammar
 
 
@@ -89,7 +95,7 @@ class GrammarBench:
         self.vocabulary = tokenizer.vocabulary(vocab_size, stop_token_ids)
         self.backend_names = tuple(factories)
         self._attempts: list[Attempt] = []
-        self._owners: dict[tuple[GrammarSpec, str | None], str] = {}
+        self._taken_before: dict[tuple[GrammarSpec, str | None], Outcome] = {}
         self._watched = {name: _Watched(name, factory, lambda: self._attempts) for name, factory in factories.items()}
         self._compiler = GrammarCompiler(self._watched, tokenizer, vocab_size, stop_token_ids)
 
@@ -126,9 +132,11 @@ class GrammarBench:
         request = replace(spec, param=""), backend
         for attempt in attempts:
             if attempt.outcome is grammar:
-                self._owners[request] = attempt.backend
-                return Outcome(grammar, attempt.backend, None, attempt.seconds, _total(attempts))
-        return Outcome(grammar, self._owners[request], None, None, None)
+                is_as_written = spec.as_written is not None and attempt.spec.text == spec.as_written.text
+                outcome = Outcome(grammar, attempt.backend, None, attempt.seconds, _total(attempts), is_as_written=is_as_written)
+                self._taken_before[request] = replace(outcome, seconds=None, waited=None)
+                return outcome
+        return self._taken_before[request]
 
     def compile_again(self, spec: GrammarSpec, backend: str) -> float | None:
         """Seconds that a backend takes for what it has compiled before, past the cache; None where it fails this time."""
@@ -145,6 +153,19 @@ class GrammarBench:
 
 def _described(error: Exception) -> str:
     return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+
+
+def schema_spec(schema: Any, param: str, additional_properties: AdditionalProperties) -> GrammarSpec:
+    """A schema as a request would bring it, read in this way."""
+    written = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), param)
+    text = json.dumps(closed(schema), ensure_ascii=False) if additional_properties == "closed" else written.text
+    return written if text == written.text else replace(written, text=text, as_written=written)
+
+
+def lenient(spec: GrammarSpec) -> GrammarSpec:
+    """The same constraint, of which something may be left out."""
+    written = spec.as_written
+    return replace(spec, is_lenient=True, as_written=None if written is None else replace(written, is_lenient=True))
 
 
 def _total(attempts: Sequence[Attempt]) -> float | None:

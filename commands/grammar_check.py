@@ -2,12 +2,12 @@
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from penstock.commands.grammar_bench import GrammarBench, Outcome
+from penstock.commands.grammar_bench import GrammarBench, Outcome, lenient
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarSpec
+from penstock.engine.grammar import GrammarKind, GrammarSpec
 
 NUM_COMPILATIONS = 5
 PATIENCE = 1.0  # seconds for all of them
@@ -44,7 +44,7 @@ async def check(bench: GrammarBench, spec: GrammarSpec, backend: str | None, *, 
     await bench.warm_up(backend)
     names = bench.backend_names if backend is None else (backend,)
     answers = tuple([await _answer(bench, spec, name, is_strict) for name in names])
-    chosen = await bench.compile(replace(spec, is_lenient=not is_strict), backend)
+    chosen = await bench.compile(spec if is_strict else lenient(spec), backend)
     return Check(chosen, answers)
 
 
@@ -52,12 +52,13 @@ async def _answer(bench: GrammarBench, spec: GrammarSpec, backend: str, is_stric
     outcome = await bench.compile(spec, backend)
     refusal = outcome.refusal
     if refusal is not None and not is_strict:
-        spec = replace(spec, is_lenient=True)
+        spec = lenient(spec)
         outcome = await bench.compile(spec, backend)
     seconds = outcome.seconds
     if outcome.grammar is not None and seconds is not None:
         num_more = min(NUM_COMPILATIONS, int(PATIENCE / max(seconds, 1e-6)))
-        more = [bench.compile_again(spec, backend) for _ in range(num_more)]
+        compiled = spec.as_written if outcome.is_as_written and spec.as_written is not None else spec
+        more = [bench.compile_again(compiled, backend) for _ in range(num_more)]
         seconds = statistics.median([again for again in more if again is not None] or [seconds])
     return BackendAnswer(backend, outcome, refusal, seconds)
 
@@ -68,6 +69,7 @@ def check_as_json(checked: Check, about: dict[str, Any]) -> dict[str, Any]:
         **about,
         "is_taken": checked.chosen.grammar is not None,
         "is_exact": checked.chosen.is_exact,
+        "is_as_written": checked.chosen.is_as_written,
         "backend": checked.chosen.backend,
         "backends": [_as_json(answer) for answer in checked.answers],
     }
@@ -78,6 +80,7 @@ def _as_json(answer: BackendAnswer) -> dict[str, Any]:
     return {
         "name": answer.backend,
         "verdict": answer.verdict,
+        "is_as_written": answer.outcome.is_as_written,
         "refusal": None if refusal is None else {"message": refusal.message, "path": refusal.param},
         "failure": answer.outcome.failure,
         "not_enforced": [] if grammar is None else list(grammar.warnings),
@@ -88,11 +91,12 @@ def _as_json(answer: BackendAnswer) -> dict[str, Any]:
 
 def check_as_text(checked: Check, about: dict[str, Any]) -> Iterator[str]:
     chosen = checked.chosen
+    reading = f", {about['additional_properties']}" if about["kind"] == GrammarKind.JSON_SCHEMA else ""
     if chosen.grammar is None:
-        yield f"{about['file']} ({about['kind']}): no backend takes it"
+        yield f"{about['file']} ({about['kind']}{reading}): no backend takes it"
     else:
         how = "as a whole" if chosen.is_exact else "leniently: not all of it is enforced"
-        yield f"{about['file']} ({about['kind']}): taken by {chosen.backend}, {how}"
+        yield f"{about['file']} ({about['kind']}{reading}): taken by {chosen.backend}, {how}"
     yield ""
     width = max([len("BACKEND"), *(len(answer.backend) for answer in checked.answers)])
     yield f"{'BACKEND':{width}}  VERDICT  {'COMPILE':>11}  {'SIZE':>11}"
@@ -106,6 +110,8 @@ def check_as_text(checked: Check, about: dict[str, Any]) -> Iterator[str]:
             yield f"  {'refused' if grammar is None else 'not exact'}: {_sentence(answer.refusal)}"
         if answer.outcome.failure is not None:
             yield f"  failed: {answer.outcome.failure}"
+        if answer.outcome.is_as_written:
+            yield "  open: refused as closed"
         yield from (f"  not enforced: {warning}" for warning in (grammar.warnings if grammar is not None else ()))
 
 

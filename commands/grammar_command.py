@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from penstock.commands.files import opened
 from penstock.commands.grammar_arguments import KINDS, GrammarArguments
-from penstock.commands.grammar_bench import GrammarBench
+from penstock.commands.grammar_bench import GrammarBench, schema_spec
 from penstock.commands.grammar_check import check, check_as_json, check_as_text
 from penstock.commands.grammar_report import trial_as_json, trial_as_text
 from penstock.commands.grammar_trial import PARAM, Trial, run_trial
@@ -30,7 +30,12 @@ def check_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) ->
     spec = read_spec(file, arguments)
     with grammar_bench(arguments, plugins) as bench:
         checked = asyncio.run(check(bench, spec, bench.backend_named(arguments.backend), is_strict=arguments.is_strict))
-    about = {"file": arguments.path, "kind": spec.kind.value, "model": model_name(arguments.model)}
+    about = {
+        "file": arguments.path,
+        "kind": spec.kind.value,
+        "model": model_name(arguments.model),
+        "additional_properties": arguments.additional_properties,
+    }
     if arguments.is_json:
         print(json.dumps(check_as_json(checked, about), ensure_ascii=False))
     else:
@@ -43,7 +48,8 @@ def test_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> 
     with grammar_bench(arguments, plugins) as bench:
         backend = bench.backend_named(arguments.backend)
         try:
-            asyncio.run(run_trial(trial, bench, file, backend, is_strict=arguments.is_strict, limit=arguments.limit))
+            reading, is_strict = arguments.additional_properties, arguments.is_strict
+            asyncio.run(run_trial(trial, bench, file, backend, reading, is_strict=is_strict, limit=arguments.limit))
         finally:  # Ctrl-C in the middle of a long file loses none of the results
             print_trial(trial, arguments, backend)
     return 0 if trial.is_passed else 1
@@ -55,6 +61,7 @@ def print_trial(trial: Trial, arguments: GrammarArguments, backend: str | None) 
         "model": model_name(arguments.model),
         "backend": backend or "auto",
         "is_strict": arguments.is_strict,
+        "additional_properties": arguments.additional_properties,
     }
     if arguments.is_json:
         print(json.dumps(trial_as_json(trial, about), ensure_ascii=False))
@@ -75,7 +82,9 @@ def read_spec(file: BinaryIO, arguments: GrammarArguments) -> GrammarSpec:
             raise ConfigurationError(f"{arguments.path} holds no JSON Schema: that is an object, true or false")
         case GrammarKind.CHOICE if not isinstance(content, list) or not all(isinstance(choice, str) for choice in content):
             raise ConfigurationError(f"{arguments.path} holds no choices: they are a JSON array of strings")
-        case GrammarKind.JSON_SCHEMA | GrammarKind.CHOICE:
+        case GrammarKind.JSON_SCHEMA:
+            return schema_spec(content, PARAM, arguments.additional_properties)
+        case GrammarKind.CHOICE:
             return GrammarSpec(kind, json.dumps(content, ensure_ascii=False), PARAM)
         case GrammarKind.REGEX:
             return GrammarSpec(kind, text.removesuffix("\n").removesuffix("\r"), "")

@@ -89,7 +89,8 @@ def _described(result: Result) -> dict[str, Any]:
 def trial_as_text(trial: Trial, about: dict[str, Any]) -> Iterator[str]:
     report = trial_as_json(trial, about)
     total, compiled = report["schemas"], report["compiled"]
-    yield f"{about['file']}: {total} schemas; model {about['model']}, backend {about['backend']}"
+    reading = f"read as {about['additional_properties']}"
+    yield f"{about['file']}: {total} schemas, {reading}; model {about['model']}, backend {about['backend']}"
     yield ""
     for mode, heading in (("exact", "compiled exactly"), ("lenient", "compiled leniently")):
         if compiled[mode]:

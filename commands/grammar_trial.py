@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NoReturn
 
-from penstock.commands.grammar_bench import GrammarBench, Outcome
+from penstock.commands.grammar_bench import GrammarBench, Outcome, lenient, schema_spec
 from penstock.commands.instance_walk import Walk, Walker
 from penstock.commands.schema_order import in_schema_order
 from penstock.engine.errors import PenstockError, UnsupportedGrammar
-from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
+from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarSpec
 
 PARAM = "$"  # paths in messages begin with it
 SHOWN_CHARACTERS = 40
@@ -98,7 +98,14 @@ class Trial:
 
 
 async def run_trial(
-    trial: Trial, bench: GrammarBench, lines: Iterable[bytes], backend: str | None, *, is_strict: bool, limit: int | None = None
+    trial: Trial,
+    bench: GrammarBench,
+    lines: Iterable[bytes],
+    backend: str | None,
+    additional_properties: AdditionalProperties,
+    *,
+    is_strict: bool,
+    limit: int | None = None,
 ) -> None:
     """Compiles each schema exactly, then, unless `is_strict`, leniently where that was refused, and walks its instances.
 
@@ -107,12 +114,13 @@ async def run_trial(
     await bench.warm_up(backend)
     walker = Walker(bench.vocabulary)
     for case in islice(read_cases(lines, trial.malformed), limit):
-        spec = GrammarSpec(GrammarKind.JSON_SCHEMA, case.schema, PARAM)
+        spec = schema_spec(json.loads(case.schema), PARAM, additional_properties)
         outcome = await bench.compile(spec, backend)
         refusal = outcome.refusal
         if refusal is not None and not is_strict:
-            outcome = await bench.compile(replace(spec, is_lenient=True), backend)
-        result = Result(case, await _timed(bench, outcome, replace(spec, is_lenient=refusal is not None), backend), refusal)
+            spec = lenient(spec)
+            outcome = await bench.compile(spec, backend)
+        result = Result(case, await _timed(bench, outcome, spec, backend), refusal)
         if outcome.grammar is not None:
             result.failures = list(_failures(walker, outcome.grammar, case.instances, trial.mask_seconds))
         trial.results.append(result)

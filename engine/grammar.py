@@ -3,12 +3,16 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from penstock.engine.structure import Structure
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# How a JSON Schema is read that names properties of an object and says nothing of others: it has no others, or any.
+AdditionalProperties = Literal["closed", "open"]
 
 
 class GrammarKind(StrEnum):
@@ -29,6 +33,7 @@ class GrammarSpec:
 
     `whitespace_pattern` is a regex for what may stand between the tokens of JSON: None for the default, bounded one, "" for none at all.
     Where `is_lenient`, keywords of a JSON Schema that a backend cannot enforce may be left out; the compiled grammar then names them.
+    `as_written` is the constraint whose closed reading this is: it is compiled instead where no backend takes this one.
     """
 
     kind: GrammarKind
@@ -37,6 +42,7 @@ class GrammarSpec:
     whitespace_pattern: str | None = None
     is_lenient: bool = False
     structure: Structure | None = None
+    as_written: "GrammarSpec | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ async def prepare_prompt(
     token_ids = await token_ids_of(context, source)
     check_params(context, params, len(token_ids), source.path)
     body = params.constraint_fields()
-    spec = await run(context, lambda: grammar_spec(body), is_long=is_large(body))
+    spec = await run(context, lambda: grammar_spec(body, context.options.additional_properties), is_long=is_large(body))
     request = Request(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,

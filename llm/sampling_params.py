@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice, StructuredOutputs
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import AdditionalProperties
 from penstock.engine.sampling.sampling_params import SamplingParams as EngineParams
 
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
@@ -33,7 +34,8 @@ class StructuredOutputsParams:
     """What an answer is held to: one of the first six; the others say how. Names are vLLM's, meanings those of docs/requests.md.
 
     `json` is a JSON Schema as a dict or as its text. `grammar` is one in Lark or GBNF; {"definition": ..., "syntax": ...} says in which.
-    `backend` is the name of a grammar backend.
+    `additional_properties` says how a schema is read that names properties and says nothing of others: "closed" or "open". `backend` is the
+    name of a grammar backend.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -43,6 +45,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None
 
+    additional_properties: AdditionalProperties | None = None
     backend: str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from penstock.api.common_protocol import GenerationFields, ResponseFormat, StructuredOutputs
-from penstock.api.constraints.backend_choice import CLOSED, COMPACT, named_backend
-from penstock.api.constraints.closed_schema import closed
+from penstock.api.common_protocol import GenerationFields, ResponseFormat
 from penstock.api.constraints.constraint_size import check_text
 from penstock.api.constraints.grammar_source import grammar_of
-from penstock.api.constraints.json_source import read_json, write_json
-from penstock.api.constraints.json_whitespace import whitespace_regex
+from penstock.api.constraints.json_reading import JsonReading, in_reading, json_reading, schema_spec
+from penstock.api.constraints.json_source import write_json
 from penstock.api.constraints.structural_tag import TagReader
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
+from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarKind, GrammarSpec
 
 RESPONSE_FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),
@@ -30,12 +28,17 @@ class Form(NamedTuple):
     spec: Callable[[], GrammarSpec]
 
 
-def grammar_spec(body: GenerationFields) -> GrammarSpec | None:
-    """The request's constraint, or None where it has none.
+def grammar_spec(body: GenerationFields, additional_properties: AdditionalProperties) -> GrammarSpec | None:
+    """The request's constraint, or None where it has none. `additional_properties` is how schemas are read where it does not say.
 
     Raises `InvalidRequest` for what cannot be read, and where there is more than one: a constraint is never ignored.
     """
-    forms = list(_Forms(body).all())
+    return in_reading(json_reading(body, additional_properties), lambda reading: grammar_spec_in(reading, body))
+
+
+def grammar_spec_in(reading: JsonReading, body: GenerationFields) -> GrammarSpec | None:
+    """The same with its schemas read in this way alone."""
+    forms = list(_Forms(body, reading).all())
     if len(forms) > 1:
         fields = " and ".join(f"`{form.param}`" for form in forms)
         raise InvalidRequest(f"only one constraint may be given, got {fields}", forms[1].param)
@@ -47,43 +50,16 @@ def grammar_spec(body: GenerationFields) -> GrammarSpec | None:
 
 def open_schema(body: GenerationFields, grammar: CompiledGrammar | None) -> str | None:
     """The JSON Schema that the content is to be checked against: where the request has one, and `grammar` does not enforce all of it."""
-    spec = grammar_spec(body) if grammar is not None and grammar.warnings else None
+    spec = grammar_spec(body, "open") if grammar is not None and grammar.warnings else None
     return spec.text if spec is not None and spec.kind is GrammarKind.JSON_SCHEMA else None
-
-
-def whitespace_pattern(body: GenerationFields) -> str | None:
-    """What may stand between the tokens of JSON: None for the default, "" for nothing. Raises `InvalidRequest` where two fields differ."""
-    outputs, backend = body.structured_outputs or StructuredOutputs(), named_backend(body)
-    given = {
-        "guided_whitespace_pattern": body.guided_whitespace_pattern,
-        "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
-        "structured_outputs.disable_any_whitespace": "" if outputs.disable_any_whitespace else None,
-    }
-    if backend is not None and COMPACT in backend.options:
-        given[backend.param] = ""
-    patterns = {param: pattern for param, pattern in given.items() if pattern is not None}
-    if len(set(patterns.values())) > 1:
-        fields = " and ".join(f"`{param}`" for param in patterns)
-        raise InvalidRequest(f"{fields} say different things of whitespace", list(patterns)[-1])
-    return next((whitespace_regex(pattern, param) for param, pattern in patterns.items()), None)
-
-
-def closing_field(body: GenerationFields) -> str | None:
-    """The path of the field that asks for schemas without additional properties, if any."""
-    outputs, backend = body.structured_outputs, named_backend(body)
-    if outputs is not None and outputs.disable_additional_properties:
-        return "structured_outputs.disable_additional_properties"
-    return backend.param if backend is not None and CLOSED in backend.options else None
 
 
 class _Forms:
     """The constraints of one request, in the order of its fields."""
 
-    def __init__(self, body: GenerationFields) -> None:
+    def __init__(self, body: GenerationFields, reading: JsonReading) -> None:
         self._body = body
-        self._whitespace = whitespace_pattern(body)
-        self._closing = closing_field(body)
-        self._tags = TagReader(self._whitespace)
+        self._reading = reading
 
     def all(self) -> Iterator[Form]:
         yield from self._guided()
@@ -162,28 +138,14 @@ class _Forms:
         return grammar_of(given.grammar, "response_format.grammar")
 
     def _structural_tag(self, tag: str | dict[str, Any], param: str) -> GrammarSpec:
-        if self._closing is not None:
-            raise InvalidRequest("schemas in structural tags stay as they are: say `additionalProperties: false` in them", self._closing)
         check_text(tag, param)
-        return self._tags.read(tag, param)
+        return TagReader(self._reading).read(tag, param)
 
     def _json_object(self, param: str) -> GrammarSpec:
-        return GrammarSpec(GrammarKind.JSON_OBJECT, "", param, self._whitespace)
+        return GrammarSpec(GrammarKind.JSON_OBJECT, "", param, self._reading.whitespace_pattern)
 
     def _json_schema(self, schema: Any, param: str, *, is_lenient: bool = False) -> GrammarSpec:
-        return json_schema_spec(schema, param, self._whitespace, is_lenient=is_lenient, is_closed=self._closing is not None)
-
-
-def json_schema_spec(schema: Any, param: str, whitespace: str | None, *, is_lenient: bool = False, is_closed: bool = False) -> GrammarSpec:
-    """A schema as an object or as its JSON text; its members keep their order, which the answer's follow. Raises `InvalidRequest`."""
-    check_text(schema, param)
-    if isinstance(schema, str):
-        schema = read_json(schema, param)
-    if not isinstance(schema, dict | bool):
-        raise InvalidRequest(f"`{param}` must be a JSON Schema: an object, or one as a string", param)
-    if is_closed:
-        schema = closed(schema, param)
-    return GrammarSpec(GrammarKind.JSON_SCHEMA, write_json(schema, param), param, whitespace, is_lenient)
+        return schema_spec(schema, param, self._reading, is_lenient=is_lenient)
 
 
 def _choice(choices: list[str], param: str) -> GrammarSpec:

@@ -9,7 +9,8 @@ from penstock.api.common_protocol import GrammarDefinition
 from penstock.api.constraints import structural_tag_protocol as wire
 from penstock.api.constraints.free_text import Closing, Rule, dispatch, either, row, text
 from penstock.api.constraints.grammar_source import KINDS
-from penstock.api.constraints.json_source import read_json, write_json
+from penstock.api.constraints.json_reading import AS_WRITTEN, JsonReading, schema_spec
+from penstock.api.constraints.json_source import read_json
 from penstock.api.decoding import mistaken_path
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarKind, GrammarSpec
@@ -21,11 +22,11 @@ MAX_DEPTH = 32
 class TagReader:
     """Reads structural tags. All text that is spelled out in them may have added tokens in it.
 
-    `whitespace_pattern` is for the JSON in them, as in `GrammarSpec`.
+    `reading` is for the schemas in them.
     """
 
-    def __init__(self, whitespace_pattern: str | None = None) -> None:
-        self._whitespace = whitespace_pattern
+    def __init__(self, reading: JsonReading = AS_WRITTEN) -> None:
+        self._reading = reading
 
     def read(self, source: str | dict[str, Any], param: str) -> GrammarSpec:
         """The constraint of a tag as an object or as its JSON text, in the old form or the new one.
@@ -39,7 +40,7 @@ class TagReader:
         if (tag.format is not None) == is_legacy:
             raise InvalidRequest(f"`{param}` needs either `format`, or `structures` and `triggers`", param)
         structure = self._legacy(tag, param) if tag.format is None else self._format(tag.format, f"{param}.format", Closing(), 0)
-        return GrammarSpec(GrammarKind.STRUCTURE, "", param, self._whitespace, structure=structure)
+        return GrammarSpec(GrammarKind.STRUCTURE, "", param, self._reading.whitespace_pattern, structure=structure)
 
     def _legacy(self, tag: wire.StructuralTag, param: str) -> Structure:
         missing = next((name for name in ("structures", "triggers") if getattr(tag, name) is None), None)
@@ -117,11 +118,7 @@ class TagReader:
         return self._schema(node.json_schema, f"{path}.json_schema")
 
     def _schema(self, schema: Any, path: str) -> Structure:
-        if isinstance(schema, str):
-            schema = read_json(schema, path)
-        if not isinstance(schema, dict | bool):
-            raise InvalidRequest(f"`{path}` must be a JSON Schema: an object, or one as a string", path)
-        return Value(GrammarSpec(GrammarKind.JSON_SCHEMA, write_json(schema, path), path, self._whitespace))
+        return Value(schema_spec(schema, path, self._reading))
 
     def _any_text(self, node: wire.AnyText, path: str, closing: Closing | None) -> Structure:
         for name in ("max_tokens", "max_chars"):

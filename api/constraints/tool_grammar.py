@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from penstock.api.constraints.constraint_size import check_text
-from penstock.api.constraints.json_source import write_json
+from penstock.api.constraints.json_reading import AS_WRITTEN, JsonReading, schema_spec
 from penstock.api.tools import Tool, ToolUse
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarKind, GrammarSpec
@@ -18,9 +17,9 @@ def answer_grammar(
     constraint: GrammarSpec | None,
     tool_format: ToolFormat | None,
     parser_name: str | None,
-    whitespace_pattern: str | None = None,
+    reading: JsonReading = AS_WRITTEN,
 ) -> GrammarSpec | None:
-    """What the answer is held to once its reasoning is over; None where it is free. `whitespace_pattern` is that of the arguments' JSON.
+    """What the answer is held to once its reasoning is over; None where it is free. `reading` is of the schemas of arguments.
 
     - Without tools: the constraint alone.
     - Where a call is forced: calls, and nothing else.
@@ -41,7 +40,7 @@ def answer_grammar(
         parser = "the tool parser" if parser_name is None else f"the tool parser `{parser_name}`"
         raise InvalidRequest(f"{what} cannot be guaranteed here: {parser} has no `tool_format`, which says how calls are written", param)
     opening = tool_format.opening
-    calls = tool_format.calls([callable_tool(tool, whitespace_pattern) for tool in use.callable], is_single=use.is_single)
+    calls = tool_format.calls([callable_tool(tool, reading) for tool in use.callable], is_single=use.is_single)
     only_calls = Sequence((Marker(opening), calls))
     if use.is_forced:
         if constraint is not None and not is_about_content(constraint):
@@ -85,12 +84,10 @@ def grammar_of(structure: Structure) -> GrammarSpec:
     return GrammarSpec(GrammarKind.STRUCTURE, "", "tools", structure=structure)
 
 
-def callable_tool(tool: Tool, whitespace_pattern: str | None = None) -> CallableTool:
+def callable_tool(tool: Tool, reading: JsonReading = AS_WRITTEN) -> CallableTool:
     """Equal definitions give equal texts, which is what compiled grammars are kept by; the properties keep the client's order."""
     param = f"{tool.path}.function.parameters"
-    check_text(tool.parameters, param)
-    text = write_json(arguments_schema(tool.parameters), param)
-    return CallableTool(tool.name, GrammarSpec(GrammarKind.JSON_SCHEMA, text, param, whitespace_pattern, is_lenient=not tool.is_strict))
+    return CallableTool(tool.name, schema_spec(arguments_schema(tool.parameters), param, reading, is_lenient=not tool.is_strict))
 
 
 def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -178,15 +178,28 @@ class GrammarCompiler:
 
 
 def _outcome(choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None) -> Outcome:
-    """Runs in a thread. Every backend is asked to be exact before any may be lenient."""
+    """Runs in a thread. Every backend is asked to be exact before any may be lenient, and for the closed reading before the constraint
+    as written.
+
+    Of several refusals the last counts, which is about the constraint as the client wrote it.
+    """
+    readings = [spec] if spec.as_written is None else [spec, spec.as_written]
+    attempts = [exact(reading) for reading in readings] + [reading for reading in readings if is_lenient(reading)]
+    outcome: Outcome | None = None
+    for attempt in attempts:
+        outcome = _attempted(choice, attempt, backend_name)
+        if not isinstance(outcome, Refusal):
+            break
+    assert outcome is not None
+    return outcome
+
+
+def _attempted(choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None) -> Outcome:
     try:
         check_limits(spec)
     except UnsupportedGrammar as error:
         return Refusal.of(error, spec.param)
-    outcome = choice.compile(exact(spec), backend_name)
-    if isinstance(outcome, Refusal) and is_lenient(spec):
-        return choice.compile(spec, backend_name)
-    return outcome
+    return choice.compile(spec, backend_name)
 
 
 def _key(spec: GrammarSpec, backend_name: str | None) -> str:

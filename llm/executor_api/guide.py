@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.api.constraints.constraint_size import check_text
-from penstock.api.constraints.json_source import read_json, write_json
+from penstock.api.constraints.json_reading import JsonReading, in_reading, schema_spec
 from penstock.api.constraints.structural_tag import TagReader
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.llm.executor_api.checks import check_type, wrong
 
 PARAM = "guided_decoding_params.guide"
@@ -38,9 +38,11 @@ class GuidedDecodingParams:
             wrong("guide_type", "a GuideType", self.guide_type)
         check_type(self.guide, "guide", str, "a string")
 
-    @property
-    def spec(self) -> GrammarSpec:
+    def spec(self, additional_properties: AdditionalProperties) -> GrammarSpec:
         """Raises `InvalidRequest` for a guide that is missing, superfluous or not to be read."""
+        return in_reading(JsonReading(additional_properties=additional_properties), self._spec_in)
+
+    def _spec_in(self, reading: JsonReading) -> GrammarSpec:
         if self.guide_type is GuideType.JSON:
             if self.guide is not None:
                 raise InvalidRequest("a guide of type JSON has no text: for a schema there is JSON_SCHEMA", PARAM)
@@ -50,12 +52,9 @@ class GuidedDecodingParams:
         check_text(self.guide, PARAM)
         match self.guide_type:
             case GuideType.JSON_SCHEMA:
-                schema = read_json(self.guide, PARAM)
-                if not isinstance(schema, dict | bool):
-                    raise InvalidRequest("a JSON Schema is an object, or true or false", PARAM)
-                return GrammarSpec(GrammarKind.JSON_SCHEMA, write_json(schema, PARAM), PARAM)
+                return schema_spec(self.guide, PARAM, reading)
             case GuideType.REGEX:
                 return GrammarSpec(GrammarKind.REGEX, self.guide, PARAM)
             case GuideType.EBNF_GRAMMAR:
                 return GrammarSpec(GrammarKind.GBNF, self.guide, PARAM)
-        return TagReader().read(self.guide, PARAM)
+        return TagReader(reading).read(self.guide, PARAM)

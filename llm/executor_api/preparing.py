@@ -60,7 +60,7 @@ async def prepare(
     if request.guided_decoding_params is not None:
         guide = request.guided_decoding_params
         async with turns:
-            spec = await run(context, lambda: guide.spec, is_long=len(guide.guide or "") > LONG)
+            spec = await run(context, lambda: guide.spec(context.options.additional_properties), is_long=len(guide.guide or "") > LONG)
             grammar = await context.compile_grammar.compile(spec)
     prompt = list(request.input_token_ids)
     return EngineRequest(

@@ -170,7 +170,7 @@ def test_beside_a_constraint_the_answer_is_that_or_calls(tokenizer: Tokenizer, o
 def test_a_call_that_is_cut_has_length() -> None:
     async def scenario(server: Improvised) -> None:
         [whole] = choices(await server.ask(tools=LOOSE, tool_choice="required"))
-        for fields in ({"max_tokens": 30}, {"max_tokens": 60, "tool_choice": choice_of("Trip")}):
+        for fields in ({"max_tokens": 15}, {"max_tokens": 30, "tool_choice": choice_of("Trip")}):
             cut = await server.ask(**({"tools": LOOSE, "tool_choice": "required"} | fields))
             stream = await server.stream(**({"tools": LOOSE, "tool_choice": "required"} | fields))
             assert choices(cut) == choices(stream)

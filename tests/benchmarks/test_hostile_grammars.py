@@ -45,7 +45,7 @@ def grammars() -> Iterator[GrammarCompiler]:
 
 async def outcome(grammars: GrammarCompiler, hostile: HostileInput, salt: int) -> CompiledGrammar:
     body = msgspec.convert(hostile.fields(salt), GenerationFields)
-    spec = grammar_spec(body)
+    spec = grammar_spec(body, "closed")
     assert spec is not None
     return await grammars.compile(spec, body.guided_decoding_backend, client="hostile")
 

@@ -22,13 +22,16 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_every_flag_reaches_its_field() -> None:
-    flags = shlex.split("--backend b --strict --json --model m --trust-remote-code --plugin p --plugin q --without w")
+    flags = shlex.split(
+        "--backend b --strict --additional-properties open --json --model m --trust-remote-code --plugin p --plugin q --without w"
+    )
     expected = GrammarArguments(
         action="check",
         path="f",
         kind="lark",
         backend="b",
         is_strict=True,
+        additional_properties="open",
         is_json=True,
         limit=None,
         model="m",
@@ -45,6 +48,11 @@ def test_auto_is_no_backend_and_lenient_is_the_default() -> None:
     bare = parse_grammar_arguments(["test", "f"])
     assert parse_grammar_arguments(["test", "f", "--backend", "auto", "--lenient"]) == bare
     assert (bare.backend, bare.is_strict, bare.limit) == (None, False, None)
+
+
+def test_a_check_reads_a_schema_as_a_server_does_and_a_test_as_it_is_written() -> None:
+    assert parse_grammar_arguments(["check", "f.json"]).additional_properties == parse_arguments([]).additional_properties == "closed"
+    assert parse_grammar_arguments(["test", "f"]).additional_properties == "open"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.commands.grammar_bench import GrammarBench, Outcome
+from penstock.commands.grammar_bench import GrammarBench, Outcome, schema_spec
 from penstock.commands.grammar_check import Check, check, check_as_json, check_as_text
 from penstock.commands.grammar_report import percentile, trial_as_json, trial_as_text
 from penstock.commands.grammar_trial import NUM_COMPILATIONS, Case, Malformed, Trial, read_cases, run_trial
@@ -28,7 +28,7 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.server import main
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 
-ABOUT = {"file": "f", "model": "m", "backend": "auto", "is_strict": False, "kind": "json_schema"}
+ABOUT = {"file": "f", "model": "m", "backend": "auto", "is_strict": False, "kind": "json_schema", "additional_properties": "closed"}
 VOCABULARY = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
 
 
@@ -114,7 +114,7 @@ def line(schema: Any, **tests: Sequence[Any]) -> bytes:
 
 def tried(*lines: bytes, backend: str | None = None, is_strict: bool = False, limit: int | None = None, **factories: Any) -> Trial:
     trial = Trial()
-    asyncio.run(run_trial(trial, bench(**factories), lines, backend, is_strict=is_strict, limit=limit))
+    asyncio.run(run_trial(trial, bench(**factories), lines, backend, "open", is_strict=is_strict, limit=limit))
     return trial
 
 
@@ -293,6 +293,28 @@ def test_a_check_says_of_every_backend_why_and_what() -> None:
     assert "refused: too easy, at $" in text
 
 
+class OpenBackend(ListBackend):
+    """Takes no schema with `additionalProperties`."""
+
+    def compile(self, spec: GrammarSpec) -> ListGrammar:
+        if "additionalProperties" in spec.text:
+            raise UnsupportedGrammar("closed", spec.param)
+        return ListGrammar([b"1"])
+
+
+def test_a_check_says_how_additional_properties_are_read() -> None:
+    spec = schema_spec({"properties": {"a": {}}}, "$", "closed")
+    assert json.loads(spec.text) == {"properties": {"a": {}}, "additionalProperties": False}
+    found = asyncio.run(check(bench(open=OpenBackend, lists=ListBackend), spec, None, is_strict=True))
+    assert [(answer.backend, answer.outcome.is_as_written) for answer in found.answers] == [("open", True), ("lists", False)]
+    assert (found.chosen.backend, found.chosen.is_as_written) == ("lists", False)
+    text = "\n".join(check_as_text(found, ABOUT))
+    assert "f (json_schema, closed): taken by lists, as a whole" in text
+    assert text.count("open: refused as closed") == 1
+    named = asyncio.run(check(bench(open=OpenBackend), spec, None, is_strict=True))
+    assert named.chosen.is_as_written
+
+
 def test_a_strict_check_takes_nothing_leniently() -> None:
     assert checked({"soft": 0}, is_strict=True).chosen.grammar is None
     assert "no backend takes it" in next(iter(check_as_text(checked({"hard": 0}), ABOUT)))
@@ -420,6 +442,12 @@ def test_test_runs_over_the_default_models_tokenizer(default_model_dir: Path, tm
     file.write_bytes(line(schema, invalid=[{"a": 1}]) + b"\n")
     assert main(["grammar", "test", str(file), "--backend", "outlines_core"]) == 1
     assert capsys.readouterr().out.endswith("NOT passed\n")
+    del schema["additionalProperties"]
+    file.write_bytes(line(schema, valid=[{"a": 1, "b": 2}]) + b"\n")
+    assert main(["grammar", "test", str(file), "--backend", "llguidance"]) == 0
+    assert "read as open" in capsys.readouterr().out
+    assert main(["grammar", "test", str(file), "--backend", "llguidance", "--additional-properties", "closed"]) == 1
+    assert "read as closed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

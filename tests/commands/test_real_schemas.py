@@ -6,20 +6,25 @@ from pathlib import Path
 
 from penstock.commands.grammar_bench import GrammarBench
 from penstock.commands.grammar_trial import Trial, run_trial
+from penstock.engine.grammar import AdditionalProperties
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 
 CASES = Path(__file__).with_name("real_schemas.jsonl").read_bytes().splitlines()
 
 
-def test_instances_are_told_apart() -> None:
-    """None wrongly where a schema is enforced exactly, which most are; the keywords that are not are told in docs/grammars.md."""
+def tried(additional_properties: AdditionalProperties) -> Trial:
     bench = GrammarBench({"llguidance": LlguidanceBackend}, TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     trial = Trial()
     try:
-        asyncio.run(run_trial(trial, bench, CASES, None, is_strict=False))
+        asyncio.run(run_trial(trial, bench, CASES, None, additional_properties, is_strict=False))
     finally:
         bench.close()
+
+
+def test_instances_are_told_apart() -> None:
+    """None wrongly where a schema is enforced exactly, which most are; the keywords that are not are told in docs/grammars.md."""
+    trial = tried("open")
     assert not trial.malformed
     assert {json.loads(line)["name"] for line in CASES} == {result.case.name for result in trial.results}
     assert [(result.case.name, failure) for result in trial.of_mode("exact") for failure in result.failures] == []
@@ -27,3 +32,11 @@ def test_instances_are_told_apart() -> None:
     assert [result.case.name for result in trial.of_mode("lenient") for failure in result.failures if failure.is_valid] == []
     assert len(trial.of_mode("exact")) > 0.86 * len(CASES)
     assert sum(result.is_right for result in trial.results) > 0.91 * len(CASES)
+
+
+def test_in_the_closed_reading_they_all_compile_and_nothing_invalid_is_accepted() -> None:
+    trial = tried("closed")
+    assert [(result.case.name, failure) for result in trial.of_mode("exact") for failure in result.failures if not failure.is_valid] == []
+    assert [result.case.name for result in trial.of_mode("refused")] == []
+    assert [result.case.name for result in trial.results if result.outcome.is_as_written] == []
+    assert len(trial.of_mode("exact")) > 0.86 * len(CASES)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock import GuidedDecodingParams, InvalidRequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from penstock.api.constraints.constraints import grammar_spec
 
 
 def test_lists_and_single_strings_are_taken() -> None:
@@ -70,3 +71,11 @@ def test_fields_that_there_are_not_are_refused() -> None:
 
 def test_kinds_of_outputs_have_vllms_names() -> None:
     assert [kind.name for kind in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
+
+
+def test_a_schema_may_be_read_as_open() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"properties": {"a": {}}}, additional_properties="open"))
+    spec = grammar_spec(params.constraint_fields(), "closed")
+    assert spec == grammar_spec(params.constraint_fields(), "open")
+    assert spec is not None
+    assert spec.text == '{"properties": {"a": {}}}'

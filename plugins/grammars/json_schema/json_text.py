@@ -79,14 +79,14 @@ class Whitespace:
     pattern: Node | None = None
 
     def line(self, depth: int) -> Node:
-        """At the start and the end of a container and after a comma: nothing, one blank, or a line break with indentation."""
+        """At the start and the end of a container and after a comma: nothing, a blank, or a line break and blanks."""
         if self.pattern is not None:
             return self.pattern
-        indent = Repeat(chars(" \t"), 0, min(MAX_INDENT, _INDENT_PER_LEVEL * (depth + 1)))
-        return optional(Either((chars(" \t"), Sequence((optional(Literal("\r")), Literal("\n"), indent)))))
+        indent = Repeat(Literal(" "), 0, min(MAX_INDENT, _INDENT_PER_LEVEL * (depth + 1)))
+        return optional(Either((Literal(" "), Sequence((Literal("\n"), indent)))))
 
     def after_colon(self) -> Node:
-        return self.pattern if self.pattern is not None else optional(chars(" \t"))
+        return self.pattern if self.pattern is not None else optional(Literal(" "))
 
     def before_separator(self) -> Node:
         return self.pattern if self.pattern is not None else EMPTY

@@ -10,15 +10,15 @@ from penstock.plugins.grammars.regex.llguidance_regex import to_pattern
 from penstock.plugins.grammars.regex.regex_syntax import RegexError, parse, python_dialect
 from penstock.plugins.grammars.regex.regular import MisplacedAnchor, full_match
 
-DEFAULT_WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
+# The engine's own white space may stand between any two tokens, before commas and colons too; separators have theirs for themselves.
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_COMPACT = {"whitespace_flexible": False}
 
 
 def schema_source(schema: Any, whitespace_pattern: str | None, param: str) -> str:
-    """JSON for `%json`: the schema's instances with white space as asked for between tokens, and raw UTF-8 in strings."""
-    options: dict[str, Any] = {"whitespace_pattern": DEFAULT_WHITESPACE}
-    if whitespace_pattern == "":
-        options = {"whitespace_flexible": False}
-    elif whitespace_pattern is not None:
+    """JSON for `%json`: the schema's instances with white space as asked for, and raw UTF-8 in strings."""
+    options: dict[str, Any] = _ONE_LINE if whitespace_pattern is None else _COMPACT
+    if whitespace_pattern:
         options = {"whitespace_pattern": _whitespace(whitespace_pattern, param)}
     if schema is True:
         schema = {}

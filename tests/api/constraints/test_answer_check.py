@@ -76,6 +76,16 @@ def test_a_lenient_grammar_is_announced_and_each_choice_is_checked(path: str, st
     serve(scenario, [GOOD, BAD, '{"a": 2'])
 
 
+def test_an_answer_is_checked_against_the_schema_as_it_is_written_unless_the_request_asks_for_the_closed_one() -> None:
+    async def scenario(scripted: Scripted) -> None:
+        answered = await ask(scripted, "/chat/completions", stream=False, **LENIENT)
+        assert answered.found[0] == VALID
+        answered = await ask(scripted, "/chat/completions", stream=False, guided_additional_properties="closed", **LENIENT)
+        assert answered.found[0]["valid"] is False
+
+    serve(scenario, ['{"a": 2, "unnamed": 1}'])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_are_checked_choice_by_choice_and_without_their_echo(stream: bool) -> None:
     async def scenario(scripted: Scripted) -> None:

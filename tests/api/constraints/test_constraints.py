@@ -7,7 +7,7 @@ from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.api.constraints.constraints import grammar_spec
 from penstock.api.decoding import decode
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.grammars.grammar_limits import MAX_GRAMMAR
 
 SCHEMA = {"type": "object", "properties": {"z": {}, "a": {"const": "ü"}}}
@@ -18,11 +18,12 @@ CLOSED = "guidance:no-additional-properties"
 WHITESPACE = "structured_outputs.whitespace_pattern"
 NO_TEXT = GrammarKind.STRUCTURE, ""
 TEXT = '{"type": "object", "properties": {"z": {}, "a": {"const": "ü"}}}'
+CLOSED_TEXT = TEXT[:-1] + ', "additionalProperties": false}'
 
 
-def spec_of(**fields: Any) -> GrammarSpec | None:
+def spec_of(additional_properties: AdditionalProperties = "open", **fields: Any) -> GrammarSpec | None:
     body, _ = decode(json.dumps({"messages": []} | fields).encode(), ChatCompletionRequest)
-    return grammar_spec(body)
+    return grammar_spec(body, additional_properties)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +115,49 @@ def test_every_way_to_forbid_whitespace_is_an_empty_pattern(fields: dict[str, An
         {"guided_json": json.dumps(SCHEMA), "structured_outputs": {"disable_additional_properties": True}},
         {"guided_json": SCHEMA, "guided_decoding_backend": CLOSED},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "structured_outputs": {"backend": CLOSED}},
+        {"guided_json": SCHEMA, "guided_additional_properties": "closed"},
+        {"structured_outputs": {"json": SCHEMA, "additional_properties": "closed"}},
     ],
 )
 def test_objects_are_closed_where_that_is_asked_for(fields: dict[str, Any]) -> None:
     spec = spec_of(**fields)
     assert spec is not None
-    assert spec.text == TEXT[:-1] + ', "additionalProperties": false}'
+    assert spec.text == CLOSED_TEXT
+    assert spec.as_written is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": SCHEMA},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"json_schema": json.dumps(SCHEMA)},
+    ],
+)
+def test_by_default_objects_are_closed_and_a_request_may_have_them_open(fields: dict[str, Any]) -> None:
+    spec = spec_of("closed", **fields)
+    assert spec is not None
+    assert spec.text == CLOSED_TEXT
+    written = spec_of("open", **fields)
+    assert spec.as_written == written == spec_of("closed", **fields, guided_additional_properties="open")
+    assert written is not None
+    assert written.text == TEXT
+
+
+def test_schemas_in_structural_tags_are_closed_too() -> None:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}}
+    spec = spec_of("closed", structural_tag=tag)
+    assert spec is not None
+    assert spec.structure is not None
+    assert CLOSED_TEXT in repr(spec.structure)
+    assert spec.as_written == spec_of("open", structural_tag=tag)
+
+
+def test_what_has_nothing_to_close_has_one_reading() -> None:
+    for fields in ({"guided_json": {"type": "object"}}, {"guided_regex": "a"}, {"guided_json": json.loads(CLOSED_TEXT)}):
+        assert spec_of("closed", **fields) == spec_of("open", **fields)
 
 
 OFF: list[dict[str, Any]] = [
@@ -146,14 +184,11 @@ def test_no_constraint_is_none(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"grammar": {"syntax": "bnf", "definition": "x"}}}, "structured_outputs.grammar.syntax"),
         ({"structured_outputs": {"disable_additional_properties": True}}, "structured_outputs"),
         (
-            {"structured_outputs": {"structural_tag": TAG, "disable_additional_properties": True}},
+            {"guided_json": {}, "guided_additional_properties": "open", "structured_outputs": {"disable_additional_properties": True}},
             "structured_outputs.disable_additional_properties",
         ),
-        ({"structural_tag": TAG, "guided_decoding_backend": "auto:no-additional-properties"}, "guided_decoding_backend"),
-        (
-            {"guided_json": {"properties": {"a": {"allOf": [{}, {}]}}, "type": "object"}, "guided_decoding_backend": CLOSED},
-            "guided_json.properties.a.allOf",
-        ),
+        ({"guided_json": {}, "guided_additional_properties": "open", "guided_decoding_backend": CLOSED}, "guided_decoding_backend"),
+        ({"guided_json": {}, "guided_additional_properties": "none"}, "guided_additional_properties"),
         ({"structured_outputs": {"json": {}, "jsn": {}}}, "structured_outputs.jsn"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": None, "json_object": False, "whitespace_pattern": ""}}, "structured_outputs"),

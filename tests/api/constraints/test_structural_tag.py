@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.api.constraints.json_reading import JsonReading
 from penstock.api.constraints.structural_tag import TagReader
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
@@ -140,7 +141,7 @@ def test_the_older_form_means_triggered_tags_with_json() -> None:
 
 def test_what_is_constrained_knows_its_path_and_whitespace() -> None:
     written = {"type": "sequence", "elements": [X, tag("<a>", ONE, ";"), {"type": "grammar", "grammar": 'root ::= "a"'}]}
-    structure = TagReader("").read({"format": written}, "response_format").structure
+    structure = TagReader(JsonReading("")).read({"format": written}, "response_format").structure
     assert isinstance(structure, Sequence)
     specs = [part.spec for part in structure.parts if isinstance(part, Value)]
     at = "response_format.format.elements"

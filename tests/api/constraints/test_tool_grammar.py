@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from penstock.api.constraints.json_reading import JsonReading
 from penstock.api.constraints.tool_grammar import answer_grammar
 from penstock.api.tools import ToolUse
 from penstock.engine.errors import InvalidRequest
@@ -95,7 +96,7 @@ def test_arguments_are_exact_where_the_tool_is_strict_and_always_an_object() -> 
     assert answer_grammar(use_of(tools=json.loads(json.dumps(tools))), None, Recording(), None) == spec
     assert {tool.arguments.whitespace_pattern for tool in given} == {None}
     given.clear()
-    answer_grammar(use_of(tools=tools), None, Recording(), None, "")
+    answer_grammar(use_of(tools=tools), None, Recording(), None, JsonReading(""))
     assert {tool.arguments.whitespace_pattern for tool in given} == {""}
 
 

@@ -190,6 +190,13 @@ def test_answers_keep_to_their_guide(kind: GuideType, guide: str | None, matches
         assert result.finish_reasons == [FinishReason.END_ID]
 
 
+def test_a_schema_is_read_as_the_executor_was_told() -> None:
+    guide = GuidedDecodingParams(GuideType.JSON_SCHEMA, '{"properties": {"a": {}}}')
+    spec = guide.spec("closed")
+    assert spec.text == '{"properties": {"a": {}}, "additionalProperties": false}'
+    assert spec.as_written == guide.spec("open")
+
+
 def test_a_batch_may_bring_more_guides_than_the_compiler_lets_wait() -> None:
     with make_executor() as executor:
         guides = [GuidedDecodingParams(GuideType.REGEX, f"{number:03d}") for number in range(260)]

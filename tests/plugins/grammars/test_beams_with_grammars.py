@@ -34,7 +34,7 @@ def test_backends_that_copy_their_place_and_those_that_do_not_find_the_same_answ
 
 
 def test_every_answer_is_an_instance_of_the_schema() -> None:
-    properties = {"a": {"enum": ["x", "yes", "no"]}, "b": {"type": "integer"}}
+    properties = {"a": {"enum": ["x", "yes", "no"]}, "b": {"type": "integer", "minimum": 0, "maximum": 999}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
     answers = found(BACKENDS[0], GrammarKind.JSON_SCHEMA, json.dumps(schema), BeamSearchParams(4, 60))
     assert len(answers) == len(set(answers)) == 4

@@ -103,7 +103,7 @@ def test_what_pydantic_generates_validates_as_its_model() -> None:
         Book.model_validate_json(random_answer(grammar, random.Random(seed)))
 
 
-@pytest.mark.parametrize("layout", [{"separators": (",", ":")}, {}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}])
+@pytest.mark.parametrize("layout", [{"separators": (",", ":")}, {}, {"indent": 2}, {"indent": 4}])
 def test_compact_plain_and_indented_json_are_all_accepted(layout: dict[str, Any]) -> None:
     person = {
         "name": "Ann é字\n",
@@ -121,7 +121,8 @@ def test_white_space_is_bounded_and_follows_the_clients_own_pattern() -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     rng = random.Random(0)
     free = schema_grammar(schema)
-    assert not any(accepts(free, text, rng) for text in ('{\n\n"a":1}', '{   "a":1}', '{"a":1} ', ' {"a":1}', "{\n" + " " * 41 + '"a":1}'))
+    unwritten = ('{\n\n"a":1}', '{   "a":1}', '{"a":1} ', ' {"a":1}', "{\n" + " " * 41 + '"a":1}', '{"a" :1}', '{"a":\n1}', '{\n \t"a":1}')
+    assert not any(accepts(free, text, rng) for text in unwritten)
     compact = schema_grammar(schema, whitespace_pattern="")
     assert accepts(compact, '{"a":1}', rng)
     assert not accepts(compact, '{"a": 1}', rng)

@@ -169,7 +169,7 @@ def test_lark_is_refused_with_its_place(text: str, message: str) -> None:
 def test_a_schema_in_lark_is_compiled_as_others_are() -> None:
     grammar = lark_grammar('start: "x" %json {\n"type": "array", "items":\n {"type": "integer"}} "y"')
     assert accepts(grammar, "x[1, 2]y")
-    assert accepts(grammar, "x[1,\n 2]y")
+    assert accepts(grammar, "x[1,2]y")
     assert not accepts(grammar, "x[1,  2]y")
     message = refusal(GrammarKind.LARK, 'start: a b\na: %json {\n"type": "null"\n}\nb: c').message
     assert 'unknown name: "c", at line 5, column 4' in message

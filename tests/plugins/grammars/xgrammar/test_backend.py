@@ -127,7 +127,7 @@ def test_white_space_is_bounded_by_default_and_the_clients_own_is_honoured(backe
     grammar = schema_grammar(backend, schema)
     for text in ('{"a":[1,2]}', '{"a": [1, 2]}', json.dumps({"a": [1, 2]}, indent=4)):
         assert takes(grammar, text)
-    for text in ('{"a":  [1,2]}', '{\n\n"a":[1]}', "{\n" + " " * 41 + '"a":[1]}'):
+    for text in ('{"a":  [1,2]}', '{\n\n"a":[1]}', "{\n" + " " * 41 + '"a":[1]}', '{"a" :[1]}', '{"a":[1\n,2]}', '{\n \t"a":[1]}'):
         assert not takes(grammar, text)
     compact = schema_grammar(backend, schema, whitespace_pattern="")
     assert takes(compact, '{"a":[1,2]}')
