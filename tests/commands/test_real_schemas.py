@@ -20,6 +20,7 @@ def tried(additional_properties: AdditionalProperties) -> Trial:
         asyncio.run(run_trial(trial, bench, CASES, None, additional_properties, is_strict=False))
     finally:
         bench.close()
+    return trial
 
 
 def test_instances_are_told_apart() -> None:
