@@ -83,7 +83,7 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; added tokens written out in it become those tokens. Raises `InvalidRequest` for lone surrogates."""
         try:
             # Unlike `encode`, the batched form gives the interpreter lock up, and it skips the offsets, which takes most of the time.

@@ -10,13 +10,23 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from datetime import timedelta
 from numbers import Integral, Real
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 from penstock.api.context import ServerContext
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.tokenizer import Tokenizer
 from penstock.llm.executor_api.checks import check_type, wrong
+from penstock.llm.executor_api.config import (
+    BatchingType,
+    CapacitySchedulerPolicy,
+    ExecutorConfig,
+    KvCacheConfig,
+    LogitsPostProcessorConfig,
+    ModelType,
+    SchedulerConfig,
+    check_model_type,
+)
 from penstock.llm.executor_api.guide import GuidedDecodingParams, GuideType
 from penstock.llm.executor_api.jobs import Jobs
 from penstock.llm.executor_api.mailbox import Mailbox
@@ -42,16 +52,22 @@ from penstock.llm.offline_model import threads_as_they_were
 __all__ = [
     "AdditionalModelOutput",
     "AdditionalOutput",
+    "BatchingType",
+    "CapacitySchedulerPolicy",
     "Executor",
+    "ExecutorConfig",
     "FinishReason",
     "GuideType",
     "GuidedDecodingParams",
     "InflightBatchingStats",
     "IterationStats",
+    "KvCacheConfig",
     "KvCacheMetrics",
     "KvCacheRetentionConfig",
     "KvCacheStats",
+    "LogitsPostProcessorConfig",
     "LogitsProcessorConfig",
+    "ModelType",
     "OutputConfig",
     "Request",
     "RequestPerfMetrics",
@@ -62,11 +78,13 @@ __all__ = [
     "Response",
     "Result",
     "SamplingConfig",
+    "SchedulerConfig",
     "TimingMetrics",
     "TokenRangeRetentionConfig",
 ]
 
 MAX_ITERATIONS = 1000
+T = TypeVar("T")
 Timeout = float | timedelta | None
 Ids = int | Iterable[int] | None
 
@@ -74,15 +92,16 @@ Ids = int | Iterable[int] | None
 class Executor:
     """Serves requests of all kinds in one batch, beam widths mixed.
 
-        with Executor("HuggingFaceTB/SmolLM2-135M-Instruct") as executor:
-            prompt = executor.tokenizer.encode("The capital of France is", add_special_tokens=True)
+        with Executor() as executor:
+            prompt = executor.tokenizer.encode("The capital of France is")
             executor.enqueue_request(Request(prompt, max_tokens=8))
             for response in executor.await_responses():
                 print(executor.tokenizer.decode(response.result.output_token_ids[0]))
 
-    `model` and the other keyword arguments are those of `LLM`; `context` is a server's context in their place, whose engine has not been
-    started. `logits_processors` are registered under their names, in any of the forms that a plug-in may register; requests name them.
-    Statistics are kept of the last `iter_stats_max_iterations` and `request_stats_max_iterations` steps; 0 keeps none.
+    `model` and the other keyword arguments are those of `LLM`; `model_type` and `executor_config` are the original's. `context` is a
+    server's context in their place, whose engine has not been started. `logits_processors` are registered under their names, in any of the
+    forms that a plug-in may register; requests name them. Statistics are kept of the last `iter_stats_max_iterations` and
+    `request_stats_max_iterations` steps, by default those of the config, or 1000 without one; 0 keeps none.
 
     Every method may be called in any thread, by several at once, and each response is given out once. A request that cannot be served
     has a response that says why. `shutdown`, or leaving a `with` or `async with` block, ends it.
@@ -91,25 +110,30 @@ class Executor:
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
+        model_type: ModelType | None = None,
+        executor_config: ExecutorConfig | None = None,
         *,
         logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
         context: ServerContext | None = None,
-        iter_stats_max_iterations: int = MAX_ITERATIONS,
-        request_stats_max_iterations: int = MAX_ITERATIONS,
+        iter_stats_max_iterations: int | None = None,
+        request_stats_max_iterations: int | None = None,
         **engine_arguments: Any,
     ) -> None:
-        if context is not None and (model is not None or logits_processors or engine_arguments):
+        if context is not None and (model is not None or executor_config is not None or logits_processors or engine_arguments):
             raise TypeError("a context brings its own model, logits processors and engine")
         check_type(context, "context", ServerContext, "what penstock.assembly.assemble made")
-        bounds = {"iter_stats_max_iterations": iter_stats_max_iterations, "request_stats_max_iterations": request_stats_max_iterations}
-        for name, bound in bounds.items():
-            if not isinstance(bound, Integral) or bound < 0:
-                wrong(name, "0 or a positive integer", bound)
-        self._context = context or load_context(model, engine_arguments, logits_processors)
-        core = self._context.engine.core
-        core.observer = self._recorder = StepRecorder(
-            core.scheduler, max_iterations=iter_stats_max_iterations, max_request_iterations=request_stats_max_iterations
-        )
+        check_type(executor_config, "executor_config", ExecutorConfig, "an ExecutorConfig")
+        check_model_type(model_type)
+        config = executor_config or ExecutorConfig(request_stats_max_iterations=MAX_ITERATIONS)
+        max_iterations = _bound("iter_stats_max_iterations", iter_stats_max_iterations, config.iter_stats_max_iterations)
+        max_requests = _bound("request_stats_max_iterations", request_stats_max_iterations, config.request_stats_max_iterations)
+        if context is None:
+            post_processors = config.logits_post_processor_config or LogitsPostProcessorConfig()
+            arguments = merged(config.engine_arguments(), engine_arguments)
+            context = load_context(model, arguments, merged(post_processors.processors(), logits_processors))
+        self._context = context
+        core = context.engine.core
+        core.observer = self._recorder = StepRecorder(core.scheduler, max_iterations=max_iterations, max_request_iterations=max_requests)
         self._mailbox = Mailbox()
         self._jobs = Jobs(self._context, self._mailbox, lambda: self._recorder.num_iterations)
         self._is_accepting = True
@@ -127,11 +151,12 @@ class Executor:
 
     def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
         """The same for several: all of them, or none where one is no `Request`."""
-        requests = [copy.copy(request) for request in requests]  # the caller may change its own, and use it again
+        requests = list(requests)
         for index, request in enumerate(requests):
             if not isinstance(request, Request):
                 where = f" as requests[{index}]" if len(requests) > 1 else ""
                 raise TypeError(f"expected a Request of penstock.llm.executor{where}, got {request!r:.100}")
+        requests = [own_copy(request) for request in requests]  # the caller may change its own, and use it again
         arrival_time = time.monotonic()
         with self._jobs.lock:  # a shutdown either sees them or refuses them
             if not self._is_accepting:
@@ -141,16 +166,22 @@ class Executor:
         return ids
 
     @overload
-    def await_responses(self, ids: int | None = None, timeout: Timeout = None) -> list[Response]: ...
+    def await_responses(self, ids: int | timedelta | None = None, timeout: Timeout = None) -> list[Response]: ...
     @overload
     def await_responses(self, ids: Iterable[int], timeout: Timeout = None) -> list[list[Response]]: ...
-    def await_responses(self, ids: Ids = None, timeout: Timeout = None) -> list[Response] | list[list[Response]]:
+    def await_responses(self, ids: Ids | timedelta = None, timeout: Timeout = None) -> list[Response] | list[list[Response]]:
         """All responses that are ready, of one request or of any; waits until there are some. For several ids, a list for each of them.
+
+        A timedelta alone is the timeout of waiting for any.
 
         Empty once `timeout`, in seconds or as a timedelta, has passed, and where nothing will ever come: after a request's final response,
         and after `shutdown`. Raises `InvalidRequest` for an id that no request has had.
         """
+        if isinstance(ids, timedelta) and timeout is None:
+            ids, timeout = None, ids
         deadline = _deadline(timeout)
+        if isinstance(ids, timedelta):
+            wrong("ids", "an id or several", ids)
         if ids is None or isinstance(ids, int):
             self._mailbox.check_known([] if ids is None else [ids])
             return self._mailbox.take(ids, _left(deadline))
@@ -204,6 +235,10 @@ class Executor:
         """The same for the requests in each step."""
         return self._recorder.take_requests()
 
+    get_num_responses_ready = num_responses_ready  # the original's names
+    get_latest_iteration_stats = latest_iteration_stats
+    get_latest_request_stats = latest_request_stats
+
     def can_enqueue_requests(self) -> bool:
         """False after `shutdown`, and where the engine has failed for good."""
         return self._is_accepting and self._context.engine.is_healthy
@@ -240,6 +275,16 @@ class Executor:
         await asyncio.to_thread(self.shutdown, None if kind is None else 0)
 
 
+def merged(configured: Mapping[str, T], given: Any) -> Any:
+    """What a config says with what was given beside it. Raises `TypeError` for a name that both have; what is no mapping stays."""
+    if not isinstance(given, Mapping):
+        return given or configured
+    twice = configured.keys() & given.keys()
+    if twice:
+        raise TypeError(f"`{min(twice)}` is given twice, once by `executor_config`")
+    return {**configured, **given}
+
+
 def load_context(
     model: str | os.PathLike[str] | None, given: Mapping[str, Any], processors: Mapping[str, RegisteredLogitsProcessor] | None
 ) -> ServerContext:
@@ -252,6 +297,20 @@ def load_context(
     except InvalidRequest:
         local.context.close()
         raise
+
+
+def own_copy(request: Request) -> Request:
+    """With configs of its own."""
+    own = copy.copy(request)
+    own.sampling_config, own.output_config = copy.copy(request.sampling_config), copy.copy(request.output_config)
+    return own
+
+
+def _bound(name: str, given: Any, configured: int) -> int:
+    bound = configured if given is None else given
+    if not isinstance(bound, Integral) or bound < 0:
+        wrong(name, "0 or a positive integer", bound)
+    return int(bound)
 
 
 def _deadline(timeout: Timeout) -> float | None:

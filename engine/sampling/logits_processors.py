@@ -22,11 +22,12 @@ class Form(enum.Enum):
     BATCH = "batch"
 
 
+NUM_OF_CALLBACK = 5
 NUM_POSITIONAL = {2: Form.PLAIN, 4: Form.ROW}
 
 
 def registered_form(registered: object) -> Form:
-    """What was registered. A processor's second parameter is called `logits`; no factory has one of that name.
+    """What was registered. A processor's second parameter is called `logits`; no factory has one whose name begins so.
 
     Raises `TypeError` for what is none of the forms.
     """
@@ -35,11 +36,11 @@ def registered_form(registered: object) -> Form:
     if not callable(registered):
         raise TypeError(f"a logits processor is {FORMS}, not {registered!r}")
     parameters = _parameters(registered)
-    if not any(parameter.name == "logits" for parameter in parameters):
+    if not any(parameter.name.startswith("logits") for parameter in parameters):
         return Form.FACTORY
     form = _processor_form(parameters)
     if form is None:
-        raise TypeError(f"a logits processor is {FORMS}; this one takes ({', '.join(map(str, parameters))})")
+        raise TypeError(f"a logits processor is {FORMS}; this one takes ({', '.join(map(str, parameters))}){_hint(parameters)}")
     return form
 
 
@@ -109,6 +110,12 @@ def _processor_form(parameters: list[inspect.Parameter]) -> Form | None:
     positional = [parameter for parameter in parameters if _is_required(parameter)]
     has_logits = len(positional) > 1 and positional[1].name == "logits"
     return NUM_POSITIONAL.get(len(positional)) if has_logits else None
+
+
+def _hint(parameters: list[inspect.Parameter]) -> str:
+    if len(parameters) != NUM_OF_CALLBACK:
+        return ""
+    return ": callbacks of TensorRT-LLM's form are given to an `Executor` in a `LogitsPostProcessorConfig`"
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

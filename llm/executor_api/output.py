@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from penstock.llm.executor_api.checks import check_flags, wrong
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdditionalModelOutput:
     """A named output of the model, such as `hidden_states.last`: of the generated tokens and, with `gather_context`, of the prompt's."""
 
@@ -13,11 +13,12 @@ class AdditionalModelOutput:
     gather_context: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutputConfig:
     """`exclude_input_from_output` leaves the prompt out of `output_token_ids`, where it stands before an answer that is not streamed.
 
-    `return_encoder_output` is answered with an error: there are no encoders. Raises `TypeError` for values of the wrong type.
+    `return_encoder_output` is answered with an error: there are no encoders. Raises `TypeError` for values of the wrong type; attributes
+    that are set later are checked when a request with them is enqueued.
     """
 
     return_log_probs: bool = False
@@ -29,6 +30,10 @@ class OutputConfig:
     additional_model_outputs: list[AdditionalModelOutput] | None = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises `TypeError`."""
         check_flags(self, "return_log_probs", "return_context_logits", "return_generation_logits", "exclude_input_from_output")
         check_flags(self, "return_encoder_output", "return_perf_metrics")
         for place, output in enumerate(self.additional_model_outputs or ()):

@@ -15,6 +15,7 @@ from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling.logits_processors import bind
 from penstock.engine.sampling.sampling_params import SamplingParams
 from penstock.llm.executor_api.fold import FoldSettings
+from penstock.llm.executor_api.post_processors import row_processor
 from penstock.llm.executor_api.refusals import check_supported
 from penstock.llm.executor_api.request import DEFAULT_PRIORITY, Request
 from penstock.llm.executor_api.sampling import SamplingConfig
@@ -140,7 +141,7 @@ def processors(context: ServerContext, request: Request) -> list[Callable[[], An
     made = chosen_processors(context.plugins.logits_processors, choices)
     if request.logits_post_processor is not None:
         try:
-            made.append(bind(request.logits_post_processor, {}))
+            made.append(bind(row_processor(request.logits_post_processor, "logits_post_processor"), {}))
         except (TypeError, ValueError, LookupError) as error:
             raise InvalidRequest(f"`logits_post_processor`: {error}", "logits_post_processor") from error
     if request.embedding_bias is not None:

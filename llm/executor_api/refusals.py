@@ -41,7 +41,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_supported(request: Request) -> None:
-    """Raises `InvalidRequest` that names the first field which cannot be honoured. A value that asks for nothing is as good as none."""
+    """Raises `InvalidRequest` that names the first field which cannot be honoured. A value that asks for nothing is as good as none.
+
+    Raises `TypeError` for one of the wrong type: configs may have been changed since they were made.
+    """
+    request.output_config.check()
+    request.sampling_config.check()
     if request.type is not RequestType.CONTEXT_AND_GENERATION:
         raise InvalidRequest("`type` is not supported: prompts and answers are computed in one place", "type")
     if request.output_config.return_encoder_output:

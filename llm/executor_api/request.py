@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.llm.executor_api.checks import check_flags, check_integers, check_numbers, check_type, token_ids, words, wrong
 from penstock.llm.executor_api.guide import GuidedDecodingParams
 from penstock.llm.executor_api.output import OutputConfig
+from penstock.llm.executor_api.post_processors import BATCHED
 from penstock.llm.executor_api.retention import KvCacheRetentionConfig
 from penstock.llm.executor_api.sampling import SamplingConfig
 
@@ -41,14 +42,16 @@ class Request:
     in it: each is a list of token ids, or text, which for `stop_words` is looked for in the text and may end within a token.
     `embedding_bias` is a float tensor [V] that is added to the logits. `client_id` comes back with the responses. `priority` is from 0
     to 1; higher goes first. `logits_processors` are names, one or several, or `LogitsProcessorConfig`s; `logits_post_processor_name` is
-    one more name, and `logits_post_processor` a processor itself, for this request alone. After `allotted_time`, in seconds or as a
-    timedelta, the request ends with what there is. With `streaming`, every response has the tokens since the one before, or with
-    `return_all_generated_tokens` all so far; beams are always given whole.
+    one more name, and `logits_post_processor` a processor itself, or a callback of five parameters, for this request alone. After
+    `allotted_time`, in seconds or as a timedelta, the request ends with what there is. With `streaming`, every response has the tokens
+    since the one before, or with `return_all_generated_tokens` all so far; beams are always given whole.
     `pad_id` changes nothing: no output is padded.
 
     The other fields, from `position_ids` on, are not supported: a request with one of them is answered with an error that names it.
     Raises `TypeError` for values of the wrong type; whatever else is wrong becomes an error in the response.
     """
+
+    BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = BATCHED
 
     input_token_ids: Sequence[int]
     max_tokens: int

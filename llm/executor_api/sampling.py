@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from penstock.llm.executor_api.checks import check_integers, check_numbers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingConfig:
     """None is a field that was not given.
 
@@ -15,7 +15,8 @@ class SamplingConfig:
     "never"; it and `length_penalty` concern beams alone. `no_repeat_ngram_size` counts the output, not the prompt.
 
     `beam_search_diversity_rate`, `beam_width_array` and the three fields of top-p decay are not supported: a request with one of them is
-    answered with an error that names it. Raises `TypeError` for values of the wrong type.
+    answered with an error that names it. Raises `TypeError` for values of the wrong type; attributes that are set later are checked when a
+    request with them is enqueued.
     """
 
     beam_width: int = 1
@@ -40,6 +41,10 @@ class SamplingConfig:
     beam_width_array: list[int] | None = None
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises `TypeError`."""
         check_integers(self, "beam_width", "top_k", "seed", "min_tokens", "early_stopping", "no_repeat_ngram_size", "num_return_sequences")
         check_numbers(
             self, "top_p", "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty", "min_p"

@@ -1,7 +1,33 @@
 """What an executor counts, step by step. Names are those of TensorRT-LLM's statistics; times are in milliseconds."""
 
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from typing import Any
+
+
+class JsonStats:
+    """Statistics that can be written as JSON."""
+
+    __slots__ = ()
+
+    def to_json_str(self) -> str:
+        """An object with the original's names: `iter_latency_ms` is `iterLatencyMS`, and a stage is its name."""
+        return json.dumps(_plain(self))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {_camel_case(field.name): _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
+
+
+def _camel_case(name: str) -> str:
+    joined = re.sub(r"_([a-z])", lambda found: found[1].upper(), name)
+    return f"{joined[:-2]}MS" if name.endswith("_ms") else joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +57,7 @@ class InflightBatchingStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterationStats:
+class IterationStats(JsonStats):
     """One step. `timestamp` is when it ended, in local time; requests are queued until their first token is computed."""
 
     timestamp: str
@@ -55,7 +81,7 @@ class RequestStage(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStats:
+class RequestStats(JsonStats):
     """One request at the end of a step. With several sequences it is as far as the first of them, and its generated tokens are theirs."""
 
     id: int
@@ -67,7 +93,7 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStatsPerIteration:
+class RequestStatsPerIteration(JsonStats):
     """Requests that run, were paused or ended in this step, and of those that are queued the ones that may come next."""
 
     iter: int

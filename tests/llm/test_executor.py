@@ -257,7 +257,7 @@ def test_an_executor_has_either_a_context_or_a_model() -> None:
             Executor(context=context, **arguments)
     with pytest.raises(TypeError, match="did you mean `max_model_len`"):
         Executor(max_model_length=10)
-    bounds: list[Any] = [-1, "x", None]
+    bounds: list[Any] = [-1, "x", 1.5]
     for bound in bounds:
         for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
             arguments = {name: bound}

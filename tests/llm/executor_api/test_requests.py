@@ -382,6 +382,25 @@ def test_what_is_of_the_wrong_type_is_refused_where_it_is_written(fields: dict[s
         Request(**given)
 
 
+def test_attributes_of_configs_may_be_set_and_are_those_of_the_moment() -> None:
+    sampling, output = SamplingConfig(), OutputConfig()
+    output.exclude_input_from_output, output.return_log_probs = True, True
+    sampling.beam_width = 2
+    with make_executor() as executor:
+        request = ask(max_tokens=3, output_config=output, sampling_config=sampling)
+        request_id = executor.enqueue_request(request)
+        output.exclude_input_from_output, sampling.beam_width = False, 1  # of the next one
+        assert len(result_of(executor, request_id).output_token_ids) == 2
+        result = result_of(executor, request)
+        assert result.output_token_ids == [[*ids("?"), *_said("?", 3)]]
+        assert result.log_probs is not None
+        output.return_log_probs = "yes"  # type: ignore[assignment]
+        assert "`return_log_probs` must be True or False" in error_of(executor, request)
+        output.return_log_probs = False
+        sampling.top_k = 1.5  # type: ignore[assignment]
+        assert "`top_k` must be an integer" in error_of(executor, request)
+
+
 def test_configs_refuse_what_is_of_the_wrong_type() -> None:
     wrong: list[Any] = [
         lambda: SamplingConfig(top_k="3"),  # type: ignore[arg-type]

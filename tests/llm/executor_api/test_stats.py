@@ -1,7 +1,9 @@
 """What an executor counts, step by step."""
 
+import json
 import threading
 from collections import Counter
+from datetime import timedelta
 
 from penstock.llm.executor_api.output import OutputConfig
 from penstock.llm.executor_api.sampling import SamplingConfig
@@ -33,6 +35,25 @@ def test_every_step_is_counted_once() -> None:
         assert stats.iter_latency_ms > 0
         assert stats.inflight_batching_stats.avg_num_decoded_tokens_per_iter == 1
     assert first[-1].kv_cache_stats.used_num_blocks == 0
+
+
+def test_statistics_have_the_originals_names_and_json() -> None:
+    with make_executor() as executor:
+        request_id = executor.enqueue_request(ask("hello", 2))
+        assert [response.request_id for response in executor.await_responses(timedelta(seconds=60))] == [request_id]
+        assert executor.get_num_responses_ready() == 0
+        stats, requests = executor.get_latest_iteration_stats()[0], executor.get_latest_request_stats()[0]
+    written = json.loads(stats.to_json_str())
+    assert written["iter"] == 1
+    assert written["iterLatencyMS"] == stats.iter_latency_ms
+    assert written["newActiveRequestsQueueLatencyMS"] == stats.new_active_requests_queue_latency_ms
+    assert written["kvCacheStats"]["tokensPerBlock"] == 4
+    assert written["inflightBatchingStats"]["numCtxTokens"] == 5
+    of_request = json.loads(requests.to_json_str())
+    assert of_request["iter"] == 1
+    assert of_request["requestStats"] == [json.loads(requests.request_stats[0].to_json_str())]
+    assert of_request["requestStats"][0]["stage"] == "GENERATION_IN_PROGRESS"
+    assert of_request["requestStats"][0]["numGeneratedTokens"] == 1
 
 
 def test_steps_beyond_the_bound_are_forgotten_and_a_bound_of_none_keeps_none() -> None:
