@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser
+from penstock.engine.parsing import Parser, is_in_call
 
 
 class ParsersInTurn:
@@ -14,6 +14,11 @@ class ParsersInTurn:
         self._new_second = new_second
         self._second = new_second()
         self._num_calls = 0
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether either is inside a call."""
+        return is_in_call(self._first) or is_in_call(self._second)
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""

@@ -48,6 +48,11 @@ class Harmony:
             self._open_message(Reasoning if start is Phase.REASONING else Text)
             self.phase = start
 
+    @property
+    def is_in_call(self) -> bool:
+        """From the brace that opens the arguments to the one that closes them."""
+        return self._step == self._read_arguments
+
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
         return read_steps(self._buffer, text, lambda events: self._step(events))
