@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from penstock.engine.events import Event, SpecialText, Text
 from penstock.engine.parsing import Parser, is_in_call
 
-_PARTS = re.compile(r"\w+|\W")  # calls begin and end anywhere but within a word
+_PARTS = re.compile(r"\w+|\W")  # calls begin and end at no character of a word
 
 
 class ParserChain:
@@ -31,8 +31,8 @@ class ParserChain:
         if self._reasoning is None:
             return self._read_content([Text(piece)] if piece else [])
         events: list[Event] = []
-        for part in self._parts(piece):
-            events += self._read_content([Text(part)] if self._has_calls and self.is_in_call else self._reasoning.feed(part))
+        for part in split_at_calls(piece) if self._has_calls else (piece,):
+            events += self._read_content([Text(part)] if self.is_in_call else self._reasoning.feed(part))
         return events
 
     def finish(self) -> list[Event]:
@@ -42,16 +42,15 @@ class ParserChain:
             events = [*_through(parser, events), *parser.finish()]
         return events
 
-    def _parts(self, piece: str) -> Sequence[str]:
-        """Where a call may begin or end within the piece, all that comes before is read first."""
-        if not self._has_calls or len(piece) < 2 or isinstance(piece, SpecialText):
-            return (piece,)
-        return _PARTS.findall(piece)
-
     def _read_content(self, events: Iterable[Event]) -> list[Event]:
         for parser in self._parsers:
             events = _through(parser, events)
         return list(events)
+
+
+def split_at_calls(piece: str) -> Sequence[str]:
+    """The piece in parts, in none of which a call begins or ends but at its end."""
+    return (piece,) if len(piece) < 2 or isinstance(piece, SpecialText) else _PARTS.findall(piece)
 
 
 def _through(parser: Parser, events: Iterable[Event]) -> list[Event]:
