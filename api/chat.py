@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
 import uuid
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -70,6 +71,8 @@ async def conversation_request(
 ) -> Request:
     """The engine's request for a conversation that has been rendered. Raises `InvalidRequest`."""
     processors = logits_processors(context, body.logits_processors)
+    spec = await constraint(context, body, tools, turn)
+    turn = replace(turn, is_constrained=spec is not None)
     return Request(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompt_token_ids=prompt_token_ids,
@@ -82,7 +85,7 @@ async def conversation_request(
             tools=context.tool_parser if turn.tools else None,
             turn=turn,
         ),
-        grammar=await compiled_grammar(context, body, await constraint(context, body, tools, turn), client),
+        grammar=await compiled_grammar(context, body, spec, client),
         logits_processors=processors,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",

@@ -10,7 +10,6 @@ from penstock.api.chat_protocol import AssistantMessage
 from penstock.engine.events import SpecialText
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.outputs import FinishReason, SequenceDelta
-from penstock.engine.parsing import Parser
 from penstock.engine.text.blank_text import BlankText
 from penstock.engine.text.parser_chain import ParserChain
 from penstock.engine.text.visible_events import visible_events
@@ -59,8 +58,8 @@ class WrittenAnswer:
 
     def message(self, reasoning_parser: ReasoningParserFactory | None, tool_parser: ToolParserFactory | None) -> AssistantMessage:
         """What a whole answer would hold: the same fold over the same chain of parsers."""
-        parsers: list[Parser] = [make(self.turn) for make in (reasoning_parser, tool_parser) if make is not None]
-        chain = ParserChain(parsers)
+        tools = [] if tool_parser is None else [tool_parser(self.turn)]
+        chain = ParserChain(tools, reasoning=None if reasoning_parser is None else reasoning_parser(self.turn))
         blank, choice, message = BlankText(), ChoiceFold(0, ReasoningView()), MessageFold(0)
         for piece in self.pieces():
             events = blank.feed(visible_events(chain.feed(piece), skip_special_tokens=True))

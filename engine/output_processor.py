@@ -168,7 +168,8 @@ class OutputProcessor:
                 if delta.finish_reason is None:
                     certain = TokenLogprobs(forced, 0.0, 1)  # nothing else could have come here
                     self._append(sequence, forced, delta, None if sequence.request.params.logprobs is None else certain)
-            sequence.sampling.block_stop = True
+            sequence.sampling.block_stop = not sequence.thinking.has_closed
+            sequence.thinking.has_closed = True
             return
         if sequence.gate is not None and not is_stopping and not sequence.gate.advance(sequence.answer, token_id):
             return self.fail(sequence, delta, "the grammar does not allow the token that was sampled")

@@ -51,7 +51,18 @@ class ToolParser(Parser, Protocol):
 
     A parser without `tool_format` reads calls all the same, but nothing can be promised of them: `tool_choice` `required` and the like
     are refused by name.
+
+    `is_in_call` says that what comes next belongs to a call that has begun: its arguments, strings in them included. There, markers of
+    reasoning are no markers. A parser without `is_in_call` is never inside a call.
     """
 
     @property
     def tool_format(self) -> ToolFormat | None: ...
+
+    @property
+    def is_in_call(self) -> bool: ...
+
+
+def is_in_call(parser: Parser) -> bool:
+    """Whether a parser says that what comes next belongs to a call."""
+    return bool(getattr(parser, "is_in_call", False))

@@ -15,7 +15,8 @@ class Turn:
     `continue_final_message` the text that is being continued. That text is `continued`, as the client wrote it: a template may leave out
     of the prompt what its reasoning ended with. `added_tokens` are the texts that the vocabulary holds as single tokens.
     `tools` are the request's tools as JSON; `tool_choice` is `"auto"`, `"none"`, `"required"` or a tool's name. `response_template` is what
-    the checkpoint's tokenizer config says of reading its answers, where it says anything.
+    the checkpoint's tokenizer config says of reading its answers, where it says anything. Where the answer `is_constrained`, a grammar
+    holds all that follows the reasoning: once that has ended, nothing may be read as reasoning again.
     """
 
     prompt_tail: str = ""
@@ -25,6 +26,7 @@ class Turn:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     response_template: Mapping[str, Any] | None = None
     continued: str = ""
+    is_constrained: bool = False
 
     def phase(self, starts: str | Sequence[str], ends: str | Sequence[str], boundaries: Sequence[str] = ()) -> Phase:
         """REASONING where the last marker in the tail is one of `starts`, CONTENT where it is one of `ends`, UNDECIDED with neither.

@@ -29,6 +29,11 @@ class FencedCalls:
         self._block: list[str] = []  # the open block, its first marker included
         self._num_calls = 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """While a block is open, what looks like a marker of reasoning is part of it."""
+        return bool(self._block)
+
     def feed(self, text: str) -> list[Event]:
         """Gives out text as it comes, and a call when its block ends."""
         if self._is_off:

@@ -27,6 +27,9 @@ class MarkerAutomaton:
         firsts = "".join(map(re.escape, self._texts[0]))
         self.first = re.compile(f"[{firsts}]" if firsts else r"(?!)")
 
+    def __deepcopy__(self, memo: object) -> "MarkerAutomaton":
+        return self  # it never changes
+
     def _add(self, marker: str, symbols: list[str]) -> None:
         state = 0
         for symbol in symbols:

@@ -3,11 +3,15 @@
 from collections.abc import Callable, Iterable
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser
+from penstock.engine.parsing import Parser, is_in_call
+from penstock.engine.text.parser_chain import split_at_calls
 
 
 class ParsersInTurn:
-    """A tool parser made of two, whose calls are numbered as one row. A call that the first finds ends whatever the second was reading."""
+    """A tool parser made of two, whose calls are numbered as one row. A call that the first finds ends whatever the second was reading.
+
+    While the second is inside a call, text goes around the first.
+    """
 
     def __init__(self, first: Parser, new_second: Callable[[], Parser]) -> None:
         self._first = first
@@ -15,9 +19,17 @@ class ParsersInTurn:
         self._second = new_second()
         self._num_calls = 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether either is inside a call."""
+        return is_in_call(self._first) or is_in_call(self._second)
+
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
-        return self._numbered(self._through(self._first.feed(text)))
+        events: list[Event] = []
+        for part in split_at_calls(text):
+            events += self._through([Text(part)] if is_in_call(self._second) else self._first.feed(part))
+        return self._numbered(events)
 
     def finish(self) -> list[Event]:
         """What both give back."""

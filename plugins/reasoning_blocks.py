@@ -11,9 +11,10 @@ from penstock.plugins.markers import MarkerBuffer, read_steps
 class ReasoningBlocks:
     """A reasoning parser for formats that `ThinkTags` is too simple for: a block may begin in the middle of the content too.
 
-    `label` is what a block may begin with and is no part of it. `wrappers` stand around content and are taken out, as are end markers
-    that end nothing. An implicit end stays in the content; so does an aside, from its key to its value, after which the block goes on.
-    Where `trims_space`, white space at both ends of a block, and between a block and what wraps content, belongs to the markers.
+    `label` is what the first line of a block may be and is no part of it. `wrappers` stand around content and are taken out, as are end
+    markers that end nothing. An implicit end stays in the content; so does an aside, from its key to its value, after which the block goes
+    on. Where `trims_space`, white space at both ends of a block, and between a block and what wraps content, belongs to the markers. In
+    content that `is_constrained`, no block begins and no end marker is taken out.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class ReasoningBlocks:
         wrappers: Sequence[str] = (),
         asides: Mapping[str, str] | None = None,
         trims_space: bool = False,
+        is_constrained: bool = False,
         added_tokens: frozenset[str] = frozenset(),
     ) -> None:
         self.start_marker = starts[0]
@@ -35,9 +37,10 @@ class ReasoningBlocks:
         self._starts = tuple(starts)
         self._first_starts = (*starts, *first_starts)  # also those that may only be the first of all
         self._ends = tuple(ends)
-        self._label = label
+        self._labels = (f"{label}\n", *(f"{label}{end}" for end in ends)) if label else ()
         self._implicit_ends = tuple(implicit_ends)
         self._wrappers = tuple(wrappers)
+        self._content_markers = self._wrappers if is_constrained else (*starts, *ends, *wrappers)
         self._asides = asides or {}
         self._aside_end = ""
         self._space = EdgeSpace() if trims_space else None
@@ -75,14 +78,17 @@ class ReasoningBlocks:
 
     def _open(self, *, has_label: bool = True) -> None:
         self._phase = Phase.REASONING
-        self._step = self._read_label if has_label and self._label else self._read_reasoning
+        self._step = self._read_label if has_label and self._labels else self._read_reasoning
 
     def _read_label(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(self._label)
+        start = self._buffer.take_start(*self._labels)
         if start is None:
             return False
-        self._give_out(start[0], events)
+        space, label = start
+        self._give_out(space, events)
         self._step = self._read_reasoning
+        if label is not None and not label.endswith("\n"):
+            self._end_block(events)
         return True
 
     def _read_reasoning(self, events: list[Event]) -> bool:
@@ -90,15 +96,18 @@ class ReasoningBlocks:
         self._give_out(pieces, events)
         if marker is None:
             return False
-        self._end_stretch(events)
-        self._phase = Phase.CONTENT
-        self._step = self._read_content
+        self._end_block(events)
         if marker not in self._ends:
             events.append(Text(marker))
         if marker in self._asides:
             self._aside_end = self._asides[marker]
             self._step = self._read_aside
         return True
+
+    def _end_block(self, events: list[Event]) -> None:
+        self._end_stretch(events)
+        self._phase = Phase.CONTENT
+        self._step = self._read_content
 
     def _read_aside(self, events: list[Event]) -> bool:
         pieces, marker = self._buffer.take_until(self._aside_end)
@@ -110,7 +119,7 @@ class ReasoningBlocks:
 
     def _read_content(self, events: list[Event]) -> bool:
         watched = self._implicit_ends if self._space is not None else ()
-        pieces, marker = self._buffer.take_until(*self._starts, *self._ends, *self._wrappers, *watched)
+        pieces, marker = self._buffer.take_until(*self._content_markers, *watched)
         self._give_out(pieces, events)
         if marker is None:
             return False

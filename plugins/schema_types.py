@@ -36,6 +36,9 @@ class ToolSchemas:
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
                 self._schemas[function["name"]] = function.get("parameters")
 
+    def __deepcopy__(self, memo: object) -> "ToolSchemas":
+        return self  # it never changes
+
     def __contains__(self, tool: str) -> bool:
         return tool in self._schemas
 

@@ -15,6 +15,10 @@ class ThinkTags:
     next parser to read. `num_stray_ends` end markers are taken out of the content; any more stay visible. Where `drops_leading_end`, so is
     one that the answer begins with. `newlines_after_start` and `newlines_after_end` say how many line breaks right after a marker are part
     of it. `content_blocks` are content that stands within the reasoning, from each key to its value; both stay visible.
+
+    Another block begins at a start marker that is an added token, and at one that only white space separates from the block before it.
+    Any other start marker in the content is text, and so is the end marker that closes it. No block begins in an answer that starts in
+    CONTENT. Content that `is_constrained` stays as it is.
     """
 
     def __init__(
@@ -29,13 +33,18 @@ class ThinkTags:
         newlines_after_start: int = 0,
         newlines_after_end: int = 0,
         content_blocks: Mapping[str, str] | None = None,
+        is_constrained: bool = False,
         added_tokens: frozenset[str] = frozenset(),
     ) -> None:
         self.start_marker = starts[0]
         self.end_marker = ends[0]
         self._starts = tuple(starts)
         self._ends = tuple(ends)
-        self._num_stray_ends = num_stray_ends
+        self._may_reopen = phase is not Phase.CONTENT and not is_constrained
+        self._token_starts = tuple(start for start in starts if self._may_reopen and start in added_tokens)
+        self._num_stray_ends = 0 if is_constrained else num_stray_ends
+        self._num_quoted_starts = 0  # in the content, whose end markers have not come yet
+        self._is_after_block = False  # with nothing but white space since
         self._drops_leading_end = drops_leading_end
         self._newlines_after_start = newlines_after_start
         self._newlines_after_end = newlines_after_end
@@ -67,11 +76,7 @@ class ThinkTags:
             return self._read_reasoning(events)
         if self._block_end is not None:
             return self._read_block(events, self._block_end)
-        pieces, marker = self._buffer.take_until(*(self._ends if self._num_stray_ends else ()))
-        events += self._events(pieces)
-        if marker is not None:
-            self._num_stray_ends -= 1
-        return marker is not None
+        return self._read_next_start(events) if self._is_after_block else self._read_content(events)
 
     def _open(self, events: list[Event]) -> bool:
         starts = () if self._phase is Phase.CONTENT else self._starts
@@ -82,7 +87,7 @@ class ThinkTags:
         self._is_at_start = False
         if marker is not None and marker in self._ends:
             events += self._events(space)
-            self._enter(Phase.CONTENT, self._newlines_after_end)
+            self._end_block()
             return True
         if self._phase is Phase.UNDECIDED:
             self._phase = Phase.CONTENT if marker is None else Phase.REASONING
@@ -96,11 +101,46 @@ class ThinkTags:
         if marker is None:
             return False
         if marker in self._ends:
-            self._enter(Phase.CONTENT, self._newlines_after_end)
+            self._end_block()
         else:
             self._enter(Phase.CONTENT)
             self._block_end = self._blocks.get(marker)
             events += map(Text, self._buffer.marker_pieces)
+        return True
+
+    def _end_block(self) -> None:
+        self._enter(Phase.CONTENT, self._newlines_after_end)
+        self._is_after_block = self._may_reopen
+
+    def _read_next_start(self, events: list[Event]) -> bool:
+        """After a block, where another one may follow. White space between two belongs to the reasoning."""
+        start = self._buffer.take_start(*self._starts)
+        if start is None:
+            return False
+        space, marker = start
+        self._is_after_block = False
+        if marker is not None:
+            self._phase = Phase.REASONING
+        events += self._events(space)
+        if marker is not None:
+            self._num_newlines = self._newlines_after_start
+        return True
+
+    def _read_content(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(*((*self._starts, *self._ends) if self._num_stray_ends else self._token_starts))
+        events += self._events(pieces)
+        if marker is None:
+            return False
+        if marker in self._token_starts:
+            self._enter(Phase.REASONING, self._newlines_after_start)
+        elif marker in self._starts:
+            self._num_quoted_starts += 1
+            events += map(Text, self._buffer.marker_pieces)
+        elif self._num_quoted_starts:
+            self._num_quoted_starts -= 1
+            events += map(Text, self._buffer.marker_pieces)
+        else:
+            self._num_stray_ends -= 1
         return True
 
     def _read_block(self, events: list[Event], end: str) -> bool:

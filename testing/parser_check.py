@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser, Phase
+from penstock.engine.parsing import Parser, Phase, is_in_call
 from penstock.engine.turn import Turn
 from penstock.plugins.json_scanner import JsonScanner, State
 from penstock.testing.answers import join_atoms, read, split_atoms
@@ -32,7 +32,8 @@ def check_parser(
     - Any cut, same answer: whole, one character at a time, every split in two, and every added token as a piece of its own.
     - Any stop, same answer: after every prefix, `finish` gives back what is held, and no text is lost. What a parser may take out are
       `markers` and whatever stands next to a tool call; all else comes out as `Text` or `Reasoning`, in order, added tokens as pieces.
-    - Calls are numbered from 0, and the arguments of each are the beginning of one JSON document wherever the answer stops.
+    - Calls are numbered from 0, and the arguments of each are the beginning of one JSON document wherever the answer stops. While they
+      come, `is_in_call` is true: markers of reasoning are part of them.
     - The cost of a piece does not grow with what came before.
 
     Checked on `samples` and on text generated from them and the markers, both with a vocabulary as `turn` has it and with one that holds
@@ -47,6 +48,7 @@ def check_parser(
         for sample in samples:
             atoms = split_atoms(sample, vocabulary)
             _check_every_split(factory, this_turn, atoms)
+            _check_inside_calls(factory(this_turn), atoms)
             for end in range(len(atoms) + 1):
                 _check_answer(factory, this_turn, atoms[:end], markers)
         _check_generated(factory, this_turn, samples, markers, max_examples)
@@ -88,6 +90,20 @@ def _check_calls(whole: Sequence[str], events: Iterable[Event]) -> None:
                 position = scanner.take(fragment, position)
             is_json = scanner.state is not State.MALFORMED and not fragment[position:].strip()
             assert is_json, f"{whole}: the arguments cannot be JSON: {fragment!r}, from {fragment[position:]!r}"
+
+
+def _check_inside_calls(parser: Parser, atoms: Sequence[str]) -> None:
+    """Between two pieces of a call's arguments, the parser says that it is inside a call."""
+    last = ToolCallArguments(-1, "")  # the last piece of arguments, and where the parser has denied being inside a call since
+    denied_at: int | None = None
+    for position, atom in enumerate(atoms, start=1):
+        for event in parser.feed(atom):
+            if isinstance(event, ToolCallArguments):
+                is_denied = denied_at is not None and event.index == last.index
+                assert not is_denied, f"call {event.index} goes on after {join_atoms(atoms[:denied_at])}, where `is_in_call` is not true"
+                last, denied_at = event, None
+        if denied_at is None and not is_in_call(parser):
+            denied_at = position
 
 
 def _check_same(whole: Sequence[str], expected: list[Event], cut: Sequence[str], events: list[Event]) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallStart
+from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.markers import MarkerBuffer
 from penstock.testing import check_cost, check_logits_processor, check_parser, join_atoms, merged, read, split_atoms
@@ -78,6 +78,25 @@ class MisnumbersCalls(Sound):
         return [ToolCallStart(1, "f", "id"), *super().feed(text)] if text == "no end" else super().feed(text)
 
 
+class DeniesItsCalls:
+    """Gives out arguments as they come, and does not say that it is inside a call."""
+
+    is_in_call = False
+
+    def __init__(self, turn: Turn) -> None:
+        self.is_started = False
+
+    def feed(self, text: str) -> list[Event]:
+        arguments: list[Event] = [ToolCallArguments(0, character) for character in text]
+        if not self.is_started and arguments:
+            self.is_started = True
+            arguments.insert(0, ToolCallStart(0, "f", "id"))
+        return arguments
+
+    def finish(self) -> list[Event]:
+        return []
+
+
 class RescansWithMethods:
     """Right, and quadratic: it looks at the whole text again with every piece."""
 
@@ -115,6 +134,11 @@ def test_a_broken_promise_is_found(parser: type[Sound]) -> None:
     turn = Turn(tool_choice="auto", added_tokens=frozenset({"<other>"}))
     with pytest.raises(AssertionError):
         check_parser(parser, [*SAMPLES, "a<other>b"], markers=["<end>"], turn=turn)
+
+
+def test_arguments_outside_of_calls_are_found() -> None:
+    with pytest.raises(AssertionError, match="`is_in_call` is not true"):
+        check_parser(DeniesItsCalls, ['{"x": 1}'])
 
 
 @pytest.mark.parametrize("parser", [RescansWithMethods, RescansWithALoop])

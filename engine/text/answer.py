@@ -52,9 +52,14 @@ class Answer:
         self._skip_special_tokens = skip_special_tokens
         self._tap = None if reasoning is None else _Tap()
         self._blank = None if tool_parser is None else BlankText()
-        self._chain = ParserChain([parser for parser in (reasoning, self._tap, self._stop_strings, tool_parser) if parser is not None])
+        self._tool_parser = tool_parser
+        self._chain = self._new_chain()
         self.num_reasoning_tokens = 0
         """Tokens at whose start or end the model was reasoning: those of both markers count, as far as a marker is told from text."""
+
+    def _new_chain(self) -> ParserChain:
+        content_parsers = (self._tap, self._stop_strings, self._tool_parser)
+        return ParserChain([parser for parser in content_parsers if parser is not None], reasoning=self._reasoning)
 
     @property
     def phase(self) -> Phase:
@@ -95,20 +100,21 @@ class Answer:
         return self._visible(events)
 
     def branch(self) -> "Answer | None":
-        """One that goes on by itself and says where it ends. It reads no tool calls, which come after that.
+        """One that goes on by itself and says where it ends. It reads tool calls only where reasoning is told from them.
 
-        None where the reasoning's parser is one that cannot be copied.
+        None where a parser cannot be copied.
         """
         other = copy.copy(self)
         try:
             other._reasoning = copy.deepcopy(self._reasoning)
+            other._tool_parser = None if self._reasoning is None else copy.deepcopy(self._tool_parser)
         except (TypeError, copy.Error):
             return None
         other._detokenizer = self._detokenizer.copy()
         other._stop_strings = None if self._stop_strings is None else self._stop_strings.copy()
         other._tap = copy.copy(self._tap)
         other._blank = None
-        other._chain = ParserChain([parser for parser in (other._reasoning, other._tap, other._stop_strings) if parser is not None])
+        other._chain = other._new_chain()
         return other
 
     def finish(self) -> list[Event]:

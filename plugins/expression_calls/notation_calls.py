@@ -50,6 +50,11 @@ class NotationCalls:
     def _new_call(self, name: str) -> NotationCall:
         return NotationCall(self._schemas.of(name).node, self._delimiter, self._types_of_strings)
 
+    @property
+    def is_in_call(self) -> bool:
+        """From the brace that opens the arguments to their end."""
+        return self._step == self._read_arguments
+
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
         if self._is_off:

@@ -49,6 +49,11 @@ class PythonCalls:
         self._quote = ""
         self._step = self._read_start if envelope.is_bare else self._read_text
 
+    @property
+    def is_in_call(self) -> bool:
+        """Between the brackets of a call, and of what turned out to be none."""
+        return self._step == self._read_malformed or (self._step == self._read_call and self._call.name is not None)
+
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
         if self._is_off:

@@ -20,8 +20,9 @@ FILLER = "commentary"
 class Harmony:
     """Reads messages: `analysis` is reasoning, `final` and `commentary` are content, `to=functions.NAME` is a call.
 
-    Where `calls` are read, they come out as such. Elsewhere they pass as text from ` to=functions.` to their end, for the parser after
-    this one, whatever stands in front of it in their header. What goes to other recipients is reasoning.
+    Where `calls` are read, they come out as such, and one without arguments in JSON is text with its whole header. Elsewhere they pass as
+    text, for the parser after this one: with their header, or, as a grammar has it that holds the answer, from ` to=functions.` on. What
+    goes to other recipients is reasoning.
 
     The phase is REASONING until the header of the final message, or ` to=functions.`, has come: short texts to the user in between are
     content all the same. Where the request forces a call, it is over with the first message: the next one is left to the grammar.
@@ -32,6 +33,7 @@ class Harmony:
     def __init__(self, turn: Turn, *, reads_calls: bool, new_id: Callable[[], str] = new_call_id) -> None:
         self._reads_calls = reads_calls
         self._new_id = new_id
+        self._keeps_header = reads_calls or not turn.is_constrained
         self._is_forced = not reads_calls and turn.tool_choice not in ("auto", "none")
         self.end_marker = f"{ENDS[0]}{ROLE}" if self._is_forced else f"{ENDS[0]}{ROLE}{FINAL}"
         self._buffer = MarkerBuffer(turn.added_tokens)
@@ -47,6 +49,11 @@ class Harmony:
         if start is not Phase.UNDECIDED:
             self._open_message(Reasoning if start is Phase.REASONING else Text)
             self.phase = start
+
+    @property
+    def is_in_call(self) -> bool:
+        """From the brace that opens the arguments to the one that closes them."""
+        return self._step == self._read_arguments
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
@@ -155,7 +162,7 @@ class Harmony:
     def _end_at_recipient(self, events: list[Event]) -> None:
         self._header.close()
         if self._header.is_valid:
-            self._open_call([TO], events)
+            self._open_call([*self._header.pieces, TO] if self._keeps_header else [TO], events)
         else:
             self._give_back(events, self._header.pieces)
             self._read_on(TO, events)

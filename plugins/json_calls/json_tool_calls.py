@@ -56,6 +56,11 @@ class JsonToolCalls:
         self._field = ""
         self._fields: dict[str, str] = {}
 
+    @property
+    def is_in_call(self) -> bool:
+        """From the first character of a call's JSON to its last."""
+        return self._step == self._read_call
+
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
         if self._is_off:

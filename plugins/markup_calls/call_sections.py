@@ -70,6 +70,11 @@ class CallSections:
         self._tail = ""  # the end of the text so far
         self._num_calls = 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """From the name of a call to its end."""
+        return self._reader is not None and self._reader.name is not None
+
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
         if self._is_off:

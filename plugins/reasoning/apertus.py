@@ -22,7 +22,14 @@ INFO = FormatInfo(
 def apertus(turn: Turn) -> ReasoningBlocks:
     """The model decides, unless the prompt has opened or closed a block."""
     phase = turn.phase(START, END, ("<|assistant_start|>", "<|assistant_end|>"))
-    return ReasoningBlocks(phase, starts=[START], ends=[END], asides={TOOLS_START: TOOLS_END}, added_tokens=turn.added_tokens)
+    return ReasoningBlocks(
+        phase,
+        starts=[START],
+        ends=[END],
+        asides={TOOLS_START: TOOLS_END},
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
 
 
 @hookimpl

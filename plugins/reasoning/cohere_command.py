@@ -29,6 +29,7 @@ def cohere_command(turn: Turn) -> ReasoningBlocks:
         implicit_ends=[ACTION],
         wrappers=WRAPPERS,
         trims_space=True,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
 

@@ -10,7 +10,7 @@ from penstock.plugins.think_tags import ThinkTags
 
 def deepseek_r1(turn: Turn) -> ThinkTags:
     """Always on: reasons from the start, unless the prompt itself has closed the reasoning."""
-    return ThinkTags(start_phase(turn, Phase.REASONING), added_tokens=turn.added_tokens)
+    return ThinkTags(start_phase(turn, Phase.REASONING), is_constrained=turn.is_constrained, added_tokens=turn.added_tokens)
 
 
 @hookimpl

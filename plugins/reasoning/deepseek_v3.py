@@ -11,7 +11,9 @@ from penstock.plugins.think_tags import ThinkTags
 def deepseek_v3(turn: Turn) -> ThinkTags:
     """Where the prompt does not tell, as after a tool's result, the model may reason only with `thinking` or `enable_thinking`."""
     is_on = any(turn.chat_template_kwargs.get(name) for name in ("thinking", "enable_thinking"))
-    return ThinkTags(start_phase(turn, Phase.UNDECIDED if is_on else Phase.CONTENT), added_tokens=turn.added_tokens)
+    return ThinkTags(
+        start_phase(turn, Phase.UNDECIDED if is_on else Phase.CONTENT), is_constrained=turn.is_constrained, added_tokens=turn.added_tokens
+    )
 
 
 @hookimpl

@@ -7,7 +7,7 @@ from penstock.engine.turn import Turn
 from penstock.plugins.start_phase import is_switched_off, start_phase
 from penstock.plugins.think_tags import ThinkTags
 
-TOOL_CALLS = ("<｜DSML｜tool_calls>", "<｜DSML｜ calls>")
+TOOL_CALLS = ("<｜DSML｜tool_calls>", "<｜DSML｜ calls>", "<｜DSML｜function_calls>")  # V4, V4.1, and V3.2's at times
 
 
 def deepseek_v4(turn: Turn) -> ThinkTags:
@@ -17,6 +17,7 @@ def deepseek_v4(turn: Turn) -> ThinkTags:
         start_phase(turn, Phase.CONTENT if is_off else Phase.UNDECIDED),
         implicit_ends=TOOL_CALLS,
         num_stray_ends=1,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
 

@@ -13,7 +13,12 @@ from penstock.plugins.think_tags import ThinkTags
 
 def ernie45(turn: Turn) -> ContentWrapper:
     """Always on: reasons from the start, unless the prompt itself has closed the reasoning."""
-    parser = ThinkTags(start_phase(turn, Phase.REASONING), newlines_after_end=sys.maxsize, added_tokens=turn.added_tokens)
+    parser = ThinkTags(
+        start_phase(turn, Phase.REASONING),
+        newlines_after_end=sys.maxsize,
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
     return ContentWrapper(parser, "<response>", "</response>", turn.added_tokens)
 
 

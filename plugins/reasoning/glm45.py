@@ -18,6 +18,7 @@ def glm45(turn: Turn) -> ThinkTags:
         start_phase(turn, Phase.CONTENT if is_off else Phase.UNDECIDED),
         implicit_ends=("<tool_call>",),
         num_stray_ends=1,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
 

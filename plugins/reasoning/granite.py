@@ -14,7 +14,13 @@ ENDS = ("Here is my response:", "Here's my response:")
 def granite(turn: Turn) -> ThinkTags:
     """The model decides: an answer that does not announce its reasoning is content throughout, as it is with `thinking: false`."""
     untold = Phase.CONTENT if is_switched_off(turn, "thinking") else Phase.UNDECIDED
-    return ThinkTags(start_phase(turn, untold, STARTS, ENDS), starts=STARTS, ends=ENDS, added_tokens=turn.added_tokens)
+    return ThinkTags(
+        start_phase(turn, untold, STARTS, ENDS),
+        starts=STARTS,
+        ends=ENDS,
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
 
 
 @hookimpl

@@ -18,6 +18,7 @@ def granite_thinking(turn: Turn) -> ReasoningParser:
         implicit_ends=("<tool_call>",),
         num_stray_ends=1,
         newlines_after_end=sys.maxsize,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
     return with_content(turn, parser)

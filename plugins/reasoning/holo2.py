@@ -11,7 +11,9 @@ from penstock.plugins.think_tags import ThinkTags
 def holo2(turn: Turn) -> ThinkTags:
     """Starts as the prompt ends; switched off, all is content, markers too."""
     is_off = is_switched_off(turn, "thinking", "enable_thinking")
-    return ThinkTags(start_phase(turn, Phase.CONTENT if is_off else Phase.UNDECIDED), added_tokens=turn.added_tokens)
+    return ThinkTags(
+        start_phase(turn, Phase.CONTENT if is_off else Phase.UNDECIDED), is_constrained=turn.is_constrained, added_tokens=turn.added_tokens
+    )
 
 
 @hookimpl

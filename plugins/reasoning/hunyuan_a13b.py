@@ -15,6 +15,7 @@ def hunyuan_a13b(turn: Turn) -> ContentWrapper:
         ends=("</think>", "\n</think>"),
         newlines_after_start=1,
         newlines_after_end=1,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
     return ContentWrapper(parser, "<answer>", "</answer>", turn.added_tokens)

@@ -15,7 +15,13 @@ def hy_v3(turn: Turn) -> ThinkTags:
     """Starts as the prompt ends. The suffix is that of the prompt's own marker, or of the vocabulary's."""
     suffix = _suffix(turn)
     start, end = f"<think{suffix}>", f"</think{suffix}>"
-    return ThinkTags(start_phase(turn, starts=start, ends=end), starts=(start,), ends=(end,), added_tokens=turn.added_tokens)
+    return ThinkTags(
+        start_phase(turn, starts=start, ends=end),
+        starts=(start,),
+        ends=(end,),
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
 
 
 def _suffix(turn: Turn) -> str:

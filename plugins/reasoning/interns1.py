@@ -13,7 +13,13 @@ ACTION = {"<|action_start|>": "<|action_end|>"}
 def interns1(turn: Turn) -> ThinkTags:
     """Starts as the prompt ends; where the prompt does not tell, `enable_thinking: false` starts in content."""
     untold = Phase.CONTENT if is_switched_off(turn, "enable_thinking") else Phase.UNDECIDED
-    return ThinkTags(start_phase(turn, untold), content_blocks=ACTION, num_stray_ends=1, added_tokens=turn.added_tokens)
+    return ThinkTags(
+        start_phase(turn, untold),
+        content_blocks=ACTION,
+        num_stray_ends=1,
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
 
 
 @hookimpl

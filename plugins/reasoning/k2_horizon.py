@@ -16,7 +16,9 @@ def k2_horizon(turn: Turn) -> ThinkTags:
     starts = [f"<ifm|{NAMES[effort]}>" for effort in efforts]
     ends = [f"</ifm|{NAMES[effort]}>" for effort in efforts]
     phase = start_phase(turn, starts=starts, ends=ends)
-    return ThinkTags(phase, starts=starts, ends=ends, implicit_ends=(TOOL_CALLS,), added_tokens=turn.added_tokens)
+    return ThinkTags(
+        phase, starts=starts, ends=ends, implicit_ends=(TOOL_CALLS,), is_constrained=turn.is_constrained, added_tokens=turn.added_tokens
+    )
 
 
 def _is_used(turn: Turn, effort: str) -> bool:

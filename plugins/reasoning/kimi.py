@@ -12,7 +12,13 @@ END = "◁/think▷"
 
 def kimi(turn: Turn) -> ThinkTags:
     """The model opens its reasoning itself."""
-    return ThinkTags(start_phase(turn, starts=START, ends=END), starts=(START,), ends=(END,), added_tokens=turn.added_tokens)
+    return ThinkTags(
+        start_phase(turn, starts=START, ends=END),
+        starts=(START,),
+        ends=(END,),
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
 
 
 @hookimpl

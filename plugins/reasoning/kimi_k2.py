@@ -17,6 +17,7 @@ def kimi_k2(turn: Turn) -> ThinkTags:
         start_phase(turn, Phase.CONTENT if is_off else Phase.UNDECIDED),
         implicit_ends=(TOOL_CALLS,),
         num_stray_ends=1,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
 

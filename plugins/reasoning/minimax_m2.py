@@ -12,7 +12,13 @@ TOOL_CALL = "<minimax:tool_call>"
 
 def minimax_m2(turn: Turn) -> ThinkTags:
     """Always on. One end marker too many is taken out: the model repeats it at times."""
-    return ThinkTags(start_phase(turn, Phase.REASONING), implicit_ends=(TOOL_CALL,), num_stray_ends=1, added_tokens=turn.added_tokens)
+    return ThinkTags(
+        start_phase(turn, Phase.REASONING),
+        implicit_ends=(TOOL_CALL,),
+        num_stray_ends=1,
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
 
 
 @hookimpl

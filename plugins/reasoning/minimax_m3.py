@@ -13,7 +13,9 @@ END = "</mm:think>"
 def minimax_m3(turn: Turn) -> ThinkTags:
     """Starts as the prompt ends. An answer may begin with an end marker, as earlier turns without reasoning do in the prompt."""
     phase = start_phase(turn, starts=START, ends=END)
-    return ThinkTags(phase, starts=(START,), ends=(END,), drops_leading_end=True, added_tokens=turn.added_tokens)
+    return ThinkTags(
+        phase, starts=(START,), ends=(END,), drops_leading_end=True, is_constrained=turn.is_constrained, added_tokens=turn.added_tokens
+    )
 
 
 @hookimpl

@@ -11,7 +11,13 @@ from penstock.plugins.think_tags import ThinkTags
 
 def nemotron_v3(turn: Turn) -> ReasoningParser:
     """Reasoning that no content follows becomes content, where thinking is off or the request wants content in any case."""
-    parser = ThinkTags(start_phase(turn), implicit_ends=("<tool_call>",), num_stray_ends=1, added_tokens=turn.added_tokens)
+    parser = ThinkTags(
+        start_phase(turn),
+        implicit_ends=("<tool_call>",),
+        num_stray_ends=1,
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
     return with_content(turn, parser)
 
 

@@ -9,7 +9,7 @@ from penstock.plugins.think_tags import ThinkTags
 
 def olmo3(turn: Turn) -> ThinkTags:
     """Starts as the prompt ends; where the prompt does not tell, an answer without markers is content."""
-    return ThinkTags(start_phase(turn), added_tokens=turn.added_tokens)
+    return ThinkTags(start_phase(turn), is_constrained=turn.is_constrained, added_tokens=turn.added_tokens)
 
 
 @hookimpl

@@ -9,10 +9,16 @@ from penstock.plugins.think_tags import ThinkTags
 
 
 def poolside_v1(turn: Turn) -> ThinkTags:
-    """As DeepSeek-V3.1; what an earlier turn has closed does not count."""
+    """As DeepSeek-V3.1; what an earlier turn has closed does not count. The model may write an end marker first, as the prompt does."""
     is_on = any(turn.chat_template_kwargs.get(name) for name in ("thinking", "enable_thinking"))
     untold = Phase.UNDECIDED if is_on else Phase.CONTENT
-    return ThinkTags(start_phase(turn, untold, boundaries=("<assistant>",)), implicit_ends=("<tool_call>",), added_tokens=turn.added_tokens)
+    return ThinkTags(
+        start_phase(turn, untold, boundaries=("<assistant>",)),
+        implicit_ends=("<tool_call>",),
+        drops_leading_end=True,
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
 
 
 @hookimpl
@@ -23,7 +29,9 @@ def register_reasoning_parsers(register: Register) -> None:
         FormatInfo(
             models="Laguna",
             markers=("<think>", "</think>"),
-            quirks="Off unless `thinking` or `enable_thinking` is true. `<tool_call>` ends the reasoning.",
+            quirks=(
+                "Off unless `thinking` or `enable_thinking` is true. `<tool_call>` ends the reasoning. A leading end marker is taken out."
+            ),
             signs=("<think>", "</think>", "<tool_call>", "<assistant>", "</assistant>", "<arg_key>"),
             prompt_tail="<think>",
             example="Capitals.</think>Oslo.",

@@ -20,6 +20,7 @@ def qwen3(turn: Turn) -> ThinkTags:
         start_phase(turn, untold, boundaries=TURN_BOUNDARIES),
         implicit_ends=("<tool_call>", *TURN_BOUNDARIES),
         num_stray_ends=1,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
 

@@ -20,6 +20,7 @@ def seed_oss(turn: Turn) -> ThinkTags:
         ends=(END,),
         implicit_ends=(TOOL_CALL,),
         num_stray_ends=1,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
 

@@ -16,6 +16,7 @@ def step3p5(turn: Turn) -> ThinkTags:
         implicit_ends=("<tool_call>",),
         num_stray_ends=1,
         newlines_after_end=1,
+        is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
 

@@ -1,6 +1,7 @@
 """DeepSeek-V3.2 and V4: DSML, in which each parameter says itself whether it is a string."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
@@ -9,6 +10,7 @@ from penstock.plugins.markup_calls.call_sections import CallSections
 from penstock.plugins.markup_calls.parameter_calls import parameter_calls
 from penstock.plugins.markup_calls.parameter_markup import ParameterMarkup, read_attribute_tag
 from penstock.plugins.markup_calls.parameter_tool_format import ParameterToolFormat
+from penstock.plugins.parsers_in_turn import ParsersInTurn
 
 TOKEN = "｜DSML｜"
 
@@ -64,15 +66,27 @@ def _info(markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs:
 
 
 V32 = _markup("function_calls")
+V32_SECTION = replace(V32, may_lack_section=False)
 V4 = _markup("tool_calls")
 V41 = _markup(" calls", space=" ")
 deepseek_v32 = _parser(V32)
-deepseek_v4 = _parser(V4)
 deepseek_v41 = _parser(V41)
+
+
+class DeepSeekV4(ParsersInTurn):
+    """Reads V3.2's section too, which the model writes now and then. A grammar allows its own alone."""
+
+    tool_format = _tool_format(V4)
+
+    def __init__(self, turn: Turn) -> None:
+        in_v32_section = parameter_calls(replace(turn, tool_choice="none") if turn.is_constrained else turn, V32_SECTION, None)
+        super().__init__(in_v32_section, lambda: parameter_calls(turn, V4, self.tool_format))
 
 
 @hookimpl
 def register_tool_parsers(register: Register) -> None:
     register("deepseek_v32", deepseek_v32, _info(V32, "DeepSeek-V3.2", ("deepseekv32", "deepseek-v32"), (TOKEN,)))
-    register("deepseek_v4", deepseek_v4, _info(V4, "DeepSeek-V4", ("deepseekv4", "deepseek-v4"), (TOKEN, "<｜latest_reminder｜>")))
+    v4 = _info(V4, "DeepSeek-V4", ("deepseekv4", "deepseek-v4"), (TOKEN, "<｜latest_reminder｜>"))
+    v4 = replace(v4, markers=(*v4.markers, V32.section, V32.section_end), quirks=f"{v4.quirks} V3.2's section is read as well.")
+    register("deepseek_v4", DeepSeekV4, v4)
     register("deepseek_v41", deepseek_v41, _info(V41, "DeepSeek-V4.1", ("deepseekv41", "deepseek-v41"), (TOKEN, V41.section, V41.call)))

@@ -40,6 +40,10 @@ class HarmonyCalls:
     def __init__(self, turn: Turn) -> None:
         self._harmony = None if turn.tool_choice == "none" else Harmony(turn, reads_calls=True)
 
+    @property
+    def is_in_call(self) -> bool:
+        return self._harmony is not None and self._harmony.is_in_call
+
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
         if self._harmony is None:

@@ -253,6 +253,27 @@ def test_a_parser_is_told_of_the_choice_and_without_a_format_it_is_promised_noth
     asyncio.run(run())
 
 
+class Told(hermes.Hermes):
+    turns: ClassVar[list[Turn]] = []
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__(turn)
+        self.turns.append(turn)
+
+
+def test_a_parser_is_told_whether_a_grammar_holds_the_answer() -> None:
+    async def run() -> None:
+        async with scripted_server(tool_parser=Told) as scripted, AsyncOpenAI(base_url=scripted.base_url, api_key="none") as client:
+            for tools in (LOOSE, STRICT):
+                await client.chat.completions.create(model=MODEL, messages=HELLO, tools=tools)
+            for request, is_constrained in zip(scripted.engine.requests, (False, True), strict=True):
+                request.make_answer()
+                assert Told.turns[-1].is_constrained is is_constrained
+
+    Told.turns.clear()
+    asyncio.run(run())
+
+
 REASONING = [
     # parser, what the template opens the answer with, how the model begins, fields, the reasoning
     ("qwen3", "<think>\n", "Hm. ", {}, True),

@@ -16,7 +16,7 @@ HARMONY = ("assistant", "analysis", "commentary", "final", " json")
 TAKEN = {  # beyond what a format is known by: white space and words that belong to markers
     "cohere_command": tuple(" \t\r\n"),
     "ernie45": ("\n", " "),
-    "gemma4": ("<|channel>", "thought\n"),
+    "gemma4": ("<|channel>", "thought\n", "thought"),
     "granite_thinking": ("\n", " "),
     "hunyuan_a13b": ("\n", " "),
     "openai": HARMONY,

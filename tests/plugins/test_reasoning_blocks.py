@@ -16,7 +16,7 @@ FAMILIES: dict[str, tuple[ReasoningParserFactory, list[str], list[str]]] = {
     "gemma4": (
         gemma4,
         ["<|channel>thought\nwhy<channel|>a<|channel>thousand<channel|>b<channel|>", "<|channel>why<|tool_call>call:f{}"],
-        ["<|channel>", "thought\n", "<channel|>", "<|tool_call>"],
+        ["<|channel>", "thought\n", "thought", "<channel|>", "<|tool_call>"],
     ),
     "mistral": (mistral, ["[THINK]why[/THINK]\na[THINK]b[/THINK]", "<think>why</think>a"], ["[THINK]", "[/THINK]", "<think>", "</think>"]),
     "cohere": (
@@ -80,6 +80,15 @@ def test_a_quoted_marker_is_text_where_it_is_a_token(family: str) -> None:
     assert read(factory(Turn(added_tokens=frozenset(markers) - {" ", "\n", "thought\n"})), [text]) == [Text(text)]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_content_that_a_grammar_holds_stays_as_it_is(family: str) -> None:
+    factory = FAMILIES[family][0]
+    parser = factory(Turn(prompt_tail=OFF[family], is_constrained=True))
+    content = f'{{"say": "{parser.start_marker}a{parser.end_marker}"}}'
+    assert read(parser, [content]) == [Text(content)]
+    assert parser.phase is Phase.CONTENT
+
+
 @pytest.mark.parametrize(
     ("text", "reasoning", "content"),
     [
@@ -89,6 +98,8 @@ def test_a_quoted_marker_is_text_where_it_is_a_token(family: str) -> None:
         ("Before\n<|channel>why<channel|>\nThis is the rest", "why", "Before\n\nThis is the rest"),
         ("<|channel>thought\nwhy<channel|>because", "why", "because"),
         ("<|channel>thought\n<channel|>", "", ""),
+        ("<|channel>thought<channel|>Hi", "", "Hi"),
+        ("<|channel>thoughtful<channel|>Hi", "thoughtful", "Hi"),
         ("<|channel>thousand reasons<channel|>Done", "thousand reasons", "Done"),
         ("text<channel|>This is the rest", "", "textThis is the rest"),
         ("<|channel>thought\nwhy<|tool_call>call:f{}", "why", "<|tool_call>call:f{}"),
@@ -109,7 +120,7 @@ def test_gemma4(text: str, reasoning: str, content: str) -> None:
         ("Before\n[THINK]why[/THINK]\nThis is the rest", "why", "Before\n\nThis is the rest"),
         ("<think>\nwhy\n</think>\nbecause", "\nwhy\n", "\nbecause"),
         ("a <think>b", "", "a <think>b"),
-        ('[THINK]why[TOOL_CALLS]f{"x": 1}', "why", '[TOOL_CALLS]f{"x": 1}'),
+        ('[THINK]why[TOOL_CALLS]f{"x": 1}[/THINK]b', 'why[TOOL_CALLS]f{"x": 1}', "b"),
     ],
 )
 def test_mistral(text: str, reasoning: str, content: str) -> None:

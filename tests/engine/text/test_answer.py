@@ -16,6 +16,7 @@ from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.mistral import mistral
 from penstock.plugins.tools.hermes import Hermes
 
 WORDS = ["think", "STOP", "hello", "TOP", "ingS", "</"]  # tokens that text can be cut into other than byte by byte
@@ -244,3 +245,18 @@ def test_without_a_reasoning_parser_everything_is_content() -> None:
     assert (answer.phase, answer.end_marker, answer.num_reasoning_tokens) == (Phase.CONTENT, None, 0)
     reasoner = make_answer(reasons=True)
     assert (reasoner.start_marker, reasoner.end_marker) == ("<think>", "</think>")
+
+
+def test_a_branch_knows_that_markers_in_arguments_are_none() -> None:
+    turn = Turn(added_tokens=ADDED, tools=TOOLS, tool_choice="auto")
+    answer = Answer(Detokenizer(TOKENIZER, ids("user")), mistral(turn), Hermes(turn), ["STOP"], False, True)
+    for token_id in ids('<tool_call>{"name": "f", "arguments": {"x": "'):
+        answer.feed(token_id)
+    branch = answer.branch()
+    assert branch is not None
+    for token_id in ids("[THINK] STO"):
+        branch.feed(token_id)
+    assert branch.phase is Phase.CONTENT
+    branch.feed(ids("P")[0])
+    assert branch.stop_match == "STOP"
+    assert answer.stop_match is None

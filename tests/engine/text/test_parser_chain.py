@@ -3,19 +3,21 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallStart
+from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.text.parser_chain import ParserChain
 from penstock.engine.turn import Turn
+from penstock.plugins.reasoning.mistral import mistral
 from penstock.plugins.reasoning.qwen3 import qwen3
 from penstock.plugins.tools.hermes import Hermes
-from penstock.testing import check_parser, merged
+from penstock.plugins.tools.mistral import mistral as mistral_calls
+from penstock.testing import check_parser, merged, read
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>")
 ANSWER = '<think>Use f.</think>\n\nWait.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 def reasoning_then_tools(turn: Turn) -> ParserChain:
-    return ParserChain([qwen3(turn), Hermes(turn)])
+    return ParserChain([Hermes(turn)], reasoning=qwen3(turn))
 
 
 def test_without_parsers_everything_is_text() -> None:
@@ -33,7 +35,13 @@ def test_an_added_token_stays_one() -> None:
 
 
 def test_a_chain_keeps_the_promises_of_its_parsers() -> None:
-    samples = [ANSWER, "why<tool_call>{}</tool_call>", "a", '<think><tool_call>{"name": "f"}']
+    samples = [
+        ANSWER,
+        "why<tool_call>{}</tool_call>",
+        "a",
+        '<think><tool_call>{"name": "f"}',
+        '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call></think>a',
+    ]
     check_parser(reasoning_then_tools, samples, markers=MARKERS, max_examples=40)
 
 
@@ -42,6 +50,22 @@ def test_each_parser_reads_only_the_content_of_the_one_before() -> None:
     events = merged([*chain.feed('<think>not a <tool_cal</think>l>, but this is: <tool_call>{"name": "f"}'), *chain.finish()])
     assert events[:2] == [Reasoning("not a <tool_cal"), Text("l>, but this is: ")]
     assert isinstance(events[2], ToolCallStart)
+
+
+def test_markers_in_arguments_change_nothing_however_the_text_is_cut() -> None:
+    turn = Turn(tool_choice="auto")
+    text = '[THINK]why[/THINK][TOOL_CALLS]f{"x": "[THINK] and [/THINK]"}[THINK]b[/THINK]c[TOOL_CALLS]g{"x": "[THINK]'
+    cuts = [[text], list(text), *([text[:position], text[position:]] for position in range(1, len(text)))]
+    for pieces in cuts:
+        assert read(ParserChain([mistral_calls(turn)], reasoning=mistral(turn)), pieces) == [
+            Reasoning("why"),
+            ToolCallStart(0, "f", ""),
+            ToolCallArguments(0, '{"x": "[THINK] and [/THINK]"}'),
+            Reasoning("b"),
+            Text("c"),
+            ToolCallStart(1, "g", ""),
+            ToolCallArguments(1, '{"x": "[THINK]'),
+        ]
 
 
 class Letters:

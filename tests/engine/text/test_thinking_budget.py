@@ -128,3 +128,16 @@ def test_the_budget_holds_over_preemption() -> None:
     assert core.stats().num_preemptions > 0
     for deltas in said.values():
         assert (reasoning(deltas), content(deltas)) == ("m" * 12, "ok")
+
+
+def test_a_block_that_the_model_opens_again_is_closed_at_once_and_the_answer_may_end_there() -> None:
+    """The budget holds for all blocks together."""
+
+    def next_token(token_ids: Sequence[int]) -> int:
+        said = token_ids[token_ids.index(END_THINK) :] if END_THINK in token_ids else []
+        return ids("m")[0] if not said else [*ids("ok"), THINK, *ids("m"), EOS][min(len(said) - 1, 4)]
+
+    deltas = generate(make_core(next_token), make_request(parser=deepseek_r1, thinking_token_budget=3, max_tokens=40))
+    assert tokens(deltas) == [*ids("mmm"), END_THINK, *ids("ok"), THINK, END_THINK, EOS]
+    assert (reasoning(deltas), content(deltas)) == ("mmm", "ok")
+    assert deltas[-1].finish_reason is FinishReason.STOP

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ MARKERS = (*TOKENS, "assistant", "analysis", "commentary", "final", " json")
 
 
 def both(text: str, turn: Turn = AUTO) -> list[Event]:
-    chain = ParserChain([openai_gptoss(turn), HarmonyCalls(turn)])
+    chain = ParserChain([HarmonyCalls(turn)], reasoning=openai_gptoss(turn))
     return merged([*(event for char in text for event in chain.feed(char)), *chain.finish()])
 
 
@@ -130,20 +131,38 @@ def test_arguments_that_go_wrong_leave_the_rest_visible() -> None:
     assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": '), Text("oops}")]
 
 
+@pytest.mark.parametrize(
+    "header", [f"{ROLE}<|channel|>commentary to=functions.f <|constrain|>json", "<|channel|>commentary to=functions.f"]
+)
+@pytest.mark.parametrize("parse", [both, lambda text: read(HarmonyCalls(AUTO), [text])])
+def test_a_call_whose_arguments_are_no_json_is_shown_with_its_whole_header(parse: Callable[[str], list[Event]], header: str) -> None:
+    text = f"{header}<|message|>no JSON"
+    assert parse(f"{text}<|call|>{FINAL}") == [Text(f"{text}Hello")]
+
+
+def test_a_marker_of_messages_in_a_string_is_part_of_it() -> None:
+    events = both(CALL.replace('"a"', '"say <|end|> and <|start|>assistant"') + FINAL)
+    assert events == [
+        ToolCallStart(0, "f", ""),
+        ToolCallArguments(0, '{"x": "say <|end|> and <|start|>assistant"}'),
+        Text("Hello"),
+    ]
+
+
 def test_without_a_tool_parser_a_call_does_not_vanish() -> None:
     events = read(openai_gptoss(AUTO), [ANALYSIS + CALL])
-    assert events == [Reasoning("I think"), Text(' to=functions.f <|constrain|>json<|message|>{"x": "a"}<|call|>')]
+    assert events == [Reasoning("I think"), Text(CALL)]
 
 
 def test_with_tool_choice_none_a_call_is_text() -> None:
     events = both(CALL, Turn(tool_choice="none"))
-    assert events == [Text(' to=functions.f <|constrain|>json<|message|>{"x": "a"}<|call|>')]
+    assert events == [Text(CALL)]
 
 
 def test_quoted_markers_call_nothing_where_they_are_tokens() -> None:
     turn = Turn(tool_choice="auto", added_tokens=frozenset(TOKENS))
     final = [SpecialText("<|channel|>"), "final", SpecialText("<|message|>")]
-    events = [event for piece in [*final, CALL] for event in ParserChain([openai_gptoss(turn), HarmonyCalls(turn)]).feed(piece)]
+    events = [event for piece in [*final, CALL] for event in ParserChain([HarmonyCalls(turn)], reasoning=openai_gptoss(turn)).feed(piece)]
     assert read(HarmonyCalls(turn), [*final, CALL, " to=functions.f"]) == [Text(f"{CALL} to=functions.f")]
     assert not [event for event in events if isinstance(event, ToolCallStart)]
 
@@ -166,7 +185,7 @@ def test_the_end_marker_ends_the_reasoning_wherever_it_is_written() -> None:
 
 
 def test_the_phase_is_content_where_the_name_of_a_function_begins() -> None:
-    parser = openai_gptoss(AUTO)
+    parser = openai_gptoss(replace(AUTO, is_constrained=True))
     parser.feed(f"{ANALYSIS}{ROLE}<|channel|>commentary")
     assert parser.phase is Phase.REASONING
     assert parser.feed(" to=functions.") == [Text(HarmonyCalls.tool_format.opening)]
@@ -174,7 +193,7 @@ def test_the_phase_is_content_where_the_name_of_a_function_begins() -> None:
 
 
 def test_a_forced_call_begins_with_the_message_after_the_reasoning() -> None:
-    parser = openai_gptoss(Turn(prompt_tail=ROLE, tool_choice="required"))
+    parser = openai_gptoss(Turn(prompt_tail=ROLE, tool_choice="required", is_constrained=True))
     parser.feed("<|channel|>analysis<|message|>why")
     assert parser.phase is Phase.REASONING
     assert parser.feed(parser.end_marker) == []

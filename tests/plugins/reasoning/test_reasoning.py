@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -8,8 +9,9 @@ from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.granite import granite
+from penstock.plugins.reasoning.granite_thinking import granite_thinking
 from penstock.plugins.reasoning.qwen3 import qwen3
-from penstock.testing import check_parser, read
+from penstock.testing import check_parser, join_atoms, read, split_atoms
 
 THINK = ("<think>", "</think>")
 QWEN = (*THINK, "<tool_call>", "<|im_start|>", "<|im_end|>")
@@ -22,6 +24,7 @@ SAMPLES = [
     "<think>\nwhy\n</think>\n\nbecause",
     "why</think>because</think>still",
     " \n<think>a<think>b",
+    "a</think>\n<think>b</think>c<think>d</think>e</think>f",
     "no markers, 1 < 2",
     "a<tool_call>{}</tool_call></think>b",
     "a<|im_end|>\n<|im_start|>b",
@@ -75,6 +78,46 @@ def test_a_start_marker_is_taken_out_whether_or_not_the_prompt_opened_it(factory
 def test_a_prompt_that_closed_the_reasoning_makes_all_of_it_content(factory: ReasoningParserFactory) -> None:
     assert factory(CLOSED).phase is Phase.CONTENT
     assert split(factory, CLOSED, "because <think>") == ("", "because <think>")
+
+
+AGAIN = "<think>r1</think>c1<think>r2</think>c2"
+
+
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3])
+def test_a_later_block_is_reasoning_where_its_start_marker_is_a_token(factory: ReasoningParserFactory) -> None:
+    turn = Turn(added_tokens=frozenset(THINK))
+    for pieces in (join_atoms(split_atoms(AGAIN, turn.added_tokens)), split_atoms(AGAIN, turn.added_tokens)):
+        assert split(factory, turn, *pieces) == ("r1r2", "c1c2")
+
+
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3])
+def test_a_later_block_in_text_keeps_both_markers_unless_it_follows_at_once(factory: ReasoningParserFactory) -> None:
+    assert split(factory, Turn(), AGAIN) == ("r1", "c1<think>r2</think>c2")
+    assert split(factory, OPEN, "r1</think>\n\n<think>r2</think>\n\nc") == ("r1\n\nr2", "\n\nc")
+    assert split(factory, OPEN, "r1</think>\n\n<think></think>\n\nc") == ("r1\n\n", "\n\nc")
+
+
+def test_an_end_marker_too_many_is_taken_out_beside_a_quoted_pair() -> None:
+    assert split(qwen3, OPEN, "r</think>say <think>a</think> b</think> c</think>") == ("r", "say <think>a</think> b c</think>")
+
+
+@pytest.mark.parametrize("turn", [OPEN, CLOSED, UNTOLD], ids=["open", "closed", "untold"])
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3, granite_thinking])
+def test_content_that_a_grammar_holds_stays_as_it_is(factory: ReasoningParserFactory, turn: Turn) -> None:
+    turn = replace(turn, added_tokens=frozenset(THINK), is_constrained=True)
+    before = "" if turn.prompt_tail.endswith("</think>\n\n") else "<think>why</think>"
+    content = '{"say": "</think> and <think>a</think>"}'
+    parser = factory(turn)
+    events = read(parser, split_atoms(before + content, turn.added_tokens))
+    assert "".join(event.text for event in events if isinstance(event, Text)) == content
+    assert parser.phase is Phase.CONTENT
+
+
+@pytest.mark.parametrize("factory", [deepseek_r1, qwen3])
+def test_a_prompt_that_closed_the_reasoning_keeps_both_markers_of_a_later_block(factory: ReasoningParserFactory) -> None:
+    turn = replace(CLOSED, added_tokens=frozenset(THINK))
+    text = "<think>why</think>because"
+    assert split(factory, turn, *split_atoms(text, turn.added_tokens)) == ("", text)
 
 
 @pytest.mark.parametrize("factory", [deepseek_r1, qwen3])

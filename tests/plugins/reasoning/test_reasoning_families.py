@@ -182,6 +182,7 @@ def test_always_on_whatever_the_request_says(factory: ReasoningParserFactory) ->
     ("factory", "opening", "call"),
     [
         (deepseek_v4, "<think>", "<｜DSML｜tool_calls>"),
+        (deepseek_v4, "<think>", "<｜DSML｜function_calls>"),
         (glm45, "<think>", "<tool_call>"),
         (kimi_k2, "<think>", "<|tool_calls_section_begin|>"),
         (seed_oss, "<seed:think>", "<seed:tool_call>"),
@@ -199,6 +200,11 @@ def test_a_tool_call_ends_the_reasoning_and_stays_readable(factory: ReasoningPar
     assert events == [Reasoning("why"), Text(call), Text("{}")]
     assert isinstance(events[1], Text)
     assert isinstance(events[1].text, SpecialText)
+
+
+@pytest.mark.parametrize("turn", [UNTOLD, given(thinking=True), given("<think>"), given("</think>")])
+def test_poolside_drops_an_end_marker_that_comes_first(turn: Turn) -> None:
+    assert split(poolside_v1, turn, "</think>Hi") == ("", "Hi")
 
 
 def test_poolside_does_not_look_at_earlier_turns() -> None:
