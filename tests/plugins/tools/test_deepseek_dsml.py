@@ -54,8 +54,8 @@ def test_the_arguments_may_be_one_json_object_in_the_place_of_parameters() -> No
     assert calls(deepseek_v4, block('{"city": "a</｜DSML｜invoke>b", "x": [1]}')) == [
         ("weather", {"city": "a</｜DSML｜invoke>b", "x": [1]})
     ]
-    broken = '\n{"city": Oslo}\n</｜DSML｜invoke>\n'
-    assert content(deepseek_v4, block('{"city": Oslo}')) == broken
+    assert calls(deepseek_v4, block('{"city": Oslo,}')) == [("weather", {"city": "Oslo"})]
+    assert content(deepseek_v4, block("{city}")) == block("{city}")
     check_parser(deepseek_v4, [block('{"city": "a"}'), block('{"city": a}')], markers=V4.markers, turn=AUTO, max_examples=20)
 
 
