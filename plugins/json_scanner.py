@@ -5,6 +5,7 @@ import re
 
 _SPACE = re.compile(r"[ \t\n\r]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_PLAIN_OR_CONTROL = re.compile(r'[^"\\]+')
 _DIGITS = frozenset("0123456789")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _CLOSERS = {"{": "}", "[": "]"}
@@ -54,11 +55,15 @@ _IN_SCALAR = frozenset({State.STRING, State.ESCAPE, State.NUMBER, State.LITERAL}
 
 
 class JsonScanner:
-    """A pushdown automaton that is given text and passes it chunk by chunk."""
+    """A pushdown automaton that is given text and passes it chunk by chunk.
 
-    def __init__(self) -> None:
+    Where `allows_control`, strings may hold line breaks and other control characters as they are, as models write them.
+    """
+
+    def __init__(self, *, allows_control: bool = False) -> None:
         self.state = State.VALUE
         self.chunk = Chunk.SPACE
+        self._plain = _PLAIN_OR_CONTROL if allows_control else _PLAIN
         self._open: list[str] = []  # the closers that are still owed, the innermost last
         self._is_key = False
         self._number = "-"
@@ -93,6 +98,12 @@ class JsonScanner:
             self.chunk = Chunk.SPACE
             return space.end()
         return position + self._start(text[position])
+
+    def pass_value(self) -> None:
+        """Where a value has to come: it has been read by other means."""
+        assert self.state is State.VALUE
+        self._is_key = False
+        self.state = self._after_scalar()
 
     def _start(self, char: str) -> bool:
         """Takes the first character of a token; False where it is malformed."""
@@ -162,7 +173,7 @@ class JsonScanner:
         return position + 1
 
     def _take_string(self, text: str, position: int) -> int:
-        plain = _PLAIN.match(text, position)
+        plain = self._plain.match(text, position)
         if plain is not None:
             return plain.end()
         if text[position] == '"':

@@ -39,8 +39,8 @@ def to_json(text: str, types: Types | None, *, is_json: bool = False) -> str:
     if types is None or (types == STRING and not is_json):
         return quoted(text)
     bare = text.strip()
-    found = _as_json(bare, types, is_json=is_json) or _as_word(bare, types) or _as_number(bare, types) or _as_python(bare, types)
-    return found or _as_escaped(bare, types) or quoted(text)
+    found = _as_json(bare, types, is_json=is_json) or _as_word(bare, types, is_json=is_json)
+    return found or _as_number(bare, types) or _as_python(bare, types) or _as_escaped(bare, types) or quoted(text)
 
 
 def _as_json(text: str, types: Types, *, is_json: bool) -> str | None:
@@ -77,9 +77,9 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _as_word(text: str, types: Types) -> str | None:
+def _as_word(text: str, types: Types, *, is_json: bool) -> str | None:
     if "string" in types:
-        if "null" in types and text in _STRICT_NULLS:
+        if "null" in types and text in _nulls(is_json=is_json):
             return "null"
     elif text.lower() in _NULLS or (not text and "null" in types):
         return "null"
@@ -87,6 +87,11 @@ def _as_word(text: str, types: Types) -> str | None:
         return None
     word = _BOOLEANS.get(text.lower())
     return _DIGITS.get(text) if word is None and not types & (STRING | _NUMERIC) else word
+
+
+def _nulls(*, is_json: bool) -> frozenset[str]:
+    """The spellings of null where a string may stand. Where JSON is expected, Python's is one too: a string would have quotation marks."""
+    return _STRICT_NULLS | {"None"} if is_json else _STRICT_NULLS
 
 
 def _as_number(text: str, types: Types) -> str | None:
@@ -224,5 +229,5 @@ def _is_string(text: str, types: Types, *, is_json: bool) -> bool | None:
     bare = text.rstrip()
     if types & _NUMERIC and _NUMBER_SO_FAR.fullmatch(bare):
         return None
-    words = [*(_STRICT_NULLS if "null" in types else ()), *(_BOOLEANS if "boolean" in types else ())]
+    words = [*(_nulls(is_json=is_json) if "null" in types else ()), *(_BOOLEANS if "boolean" in types else ())]
     return None if any(word.startswith((bare, bare.lower())) for word in words) else True

@@ -1,12 +1,16 @@
 """The arguments of one call in Gemma's notation, `{k:<|"|>v<|"|>,n:42,l:[true]}`, given out as JSON."""
 
+import json
+import re
 from dataclasses import dataclass, field
 
 from penstock.plugins.expression_calls.json_writer import JsonWriter
 from penstock.plugins.schema_types import SchemaNode, Types
-from penstock.plugins.schema_values import TextValue, to_json
+from penstock.plugins.schema_values import TextValue, quoted, to_json
 
 SCALARS: Types = frozenset({"string", "number", "integer", "boolean", "null"})
+_QUOTE = '"'
+_KEY = re.compile(r"\s*[\w.\-/$]+\s*")
 
 
 @dataclass(slots=True)
@@ -17,20 +21,35 @@ class _Frame:
     schema: SchemaNode
     key: str | None = None
     text: list[str] = field(default_factory=list)  # of a key, or of a value without delimiters
+    bare: str | None = None  # a member's value without delimiters, which goes on after its comma where no key follows
 
     @property
     def is_key_next(self) -> bool:
-        return self.closer == "}" and self.key is None
+        return self.closer == "}" and (self.key is None or self.bare is not None)
+
+    @property
+    def has_text(self) -> bool:
+        return any(part.strip() for part in self.text)
+
+    def value_types(self) -> Types | None:
+        return self.value_schema().types
 
     def value_schema(self) -> SchemaNode:
         return self.schema.item if self.key is None else self.schema.member(self.key)
+
+    def may_be_key(self, text: str) -> bool:
+        """Whether this is a key and not part of the value before it."""
+        name = text.strip()
+        is_quoted = len(name) > 1 and name.startswith(_QUOTE) and name.endswith(_QUOTE)
+        return is_quoted or _KEY.fullmatch(text) is not None or name in self.schema.names
 
 
 class NotationCall:
     """Takes the text between marks, and the marks: the delimiter of strings, brackets, commas and colons.
 
     `marks` are those that mean something at the place. Values between delimiters are strings, where the schema does not want another type;
-    where it tells nothing, `types_of_strings` do. Values without are what JSON reads them as, or else strings too.
+    where it tells nothing, `types_of_strings` do. Values without are what JSON reads them as, strings in quotation marks among them, or
+    else strings too: up to the comma that a key follows.
     """
 
     def __init__(self, schema: SchemaNode, delimiter: str, types_of_strings: Types) -> None:
@@ -42,16 +61,19 @@ class NotationCall:
         self._frames = [_Frame("}", schema)]
         self._string: TextValue | None = None
         self._is_in_key = False
+        self._is_in_quotes = False  # in a JSON string, whose commas and brackets are its own
+        self._is_escaped = False
 
     @property
     def marks(self) -> tuple[str, ...]:
-        if self._string is not None or self._is_in_key:
+        if self.is_in_string:
             return (self._delimiter,)
         frame = self._frames[-1]
         return (self._delimiter, ":", ",", "}") if frame.is_key_next else (self._delimiter, "{", "[", ",", frame.closer)
 
     @property
     def is_in_string(self) -> bool:
+        """Between delimiters."""
         return self._string is not None or self._is_in_key
 
     def take_arguments(self) -> str:
@@ -63,7 +85,25 @@ class NotationCall:
         if self._string is not None:
             self._writer.add_json(self._string.feed(text))
         else:
+            self._follow_quotes(text)
             self._frames[-1].text.append(text)
+
+    def _follow_quotes(self, text: str) -> None:
+        """A value that begins with a quotation mark is in quotes up to the next one without a backslash."""
+        frame = self._frames[-1]
+        if frame.is_key_next:
+            return
+        if not self._is_in_quotes and not frame.has_text:
+            self._is_in_quotes = text.lstrip().startswith(_QUOTE)
+            text = text.lstrip()[1:] if self._is_in_quotes else ""
+        for char in text if self._is_in_quotes else "":
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char in ("\\", _QUOTE):
+                self._is_escaped = char == "\\"
+                self._is_in_quotes = self._is_escaped
+                if not self._is_in_quotes:
+                    return
 
     def mark(self, mark: str) -> None:
         """One of `marks`."""
@@ -72,43 +112,90 @@ class NotationCall:
             self._end_string()
         elif self._is_in_key:
             self._is_in_key = False
+        elif self._is_in_quotes:
+            frame.text.append(mark)
         elif frame.is_key_next:
             self._mark_key(frame, mark)
-        elif mark not in (",", frame.closer) and "".join(frame.text).strip():
+        elif mark not in (",", frame.closer) and frame.has_text:
             frame.text.append(mark)  # in the middle of a value without delimiters
         elif mark == self._delimiter:
-            self._string = TextValue(frame.value_schema().types or self._types_of_strings)
+            self._string = TextValue(frame.value_types() or self._types_of_strings)
             self._writer.begin_value()
             frame.text.clear()
         elif mark in "{[":
             self._open(frame, mark)
         else:
-            self._end_bare(frame)
-            if mark == frame.closer:
-                self._close()
+            self._mark_end(frame, mark)
 
-    def finish(self) -> None:
-        """No more comes: ends what is open."""
+    def close(self) -> None:
+        """The call ends here: ends what is open."""
+        self._is_in_quotes = False
         if self._string is not None:
             self._end_string()
         frame = self._frames[-1]
-        if not frame.is_key_next and "".join(frame.text).strip():
+        if frame.is_key_next:
+            self._end_member(frame)
+        elif frame.has_text:
             self._end_bare(frame)
         self._writer.close()
 
+    def cut(self) -> None:
+        """No more comes: what has come is given out, and nothing is closed."""
+        frame = self._frames[-1]
+        if self._string is not None:
+            self._writer.add_json(self._string.cut())
+            return
+        text = "".join(frame.text) if frame.bare is None else frame.bare
+        if text.strip() and (frame.bare is not None or not frame.is_key_next):
+            value = TextValue(frame.value_types() or SCALARS, is_json=True)
+            self._writer.begin_value()
+            self._writer.add_json(value.feed(text.strip()) + value.cut())
+
     def _mark_key(self, frame: _Frame, mark: str) -> None:
         name = "".join(frame.text)
+        if mark == ":" and frame.bare is not None and not frame.may_be_key(name):
+            frame.text.append(mark)
+            return
+        if mark in (",", "}"):
+            self._end_member(frame, may_go_on=mark == ",")
+            if mark == "}":
+                self._close()
+            return
+        self._end_value_before_key(frame)
+        frame.text.clear()
         if mark == self._delimiter:
             self._is_in_key = True
-            frame.text.clear()
-        elif mark == ":":
-            frame.key = name.strip()
-            frame.text.clear()
-            self._writer.key(frame.key)
-        elif mark == "}":
-            self._close()
         else:
+            frame.key = _without_quotes(name.strip())
+            self._writer.key(frame.key)
+
+    def _mark_end(self, frame: _Frame, mark: str) -> None:
+        """A comma or a bracket after a value without delimiters, or after one that has been read."""
+        text = "".join(frame.text)
+        if mark == "," and frame.key is not None and text.strip():
+            frame.bare = text
             frame.text.clear()
+            return
+        self._end_bare(frame)
+        if mark == frame.closer:
+            self._close()
+
+    def _end_member(self, frame: _Frame, *, may_go_on: bool = False) -> None:
+        """What came where a key was expected is none: it belongs to the value before, or else has no value itself."""
+        text = "".join(frame.text)
+        frame.text.clear()
+        if frame.bare is not None:
+            frame.bare += f",{text}" if text.strip() else ""
+            if not may_go_on:
+                self._end_value_before_key(frame)
+        elif text.strip():
+            self._writer.key(_without_quotes(text.strip()))
+            self._writer.scalar("null")
+
+    def _end_value_before_key(self, frame: _Frame) -> None:
+        if frame.bare is not None:
+            frame.text, frame.bare = [frame.bare], None
+            self._end_bare(frame)
 
     def _open(self, frame: _Frame, mark: str) -> None:
         self._writer.begin(mark)
@@ -131,6 +218,19 @@ class NotationCall:
         """In an array, nothing between two commas is no value; in an object it is an empty string."""
         text = "".join(frame.text).strip()
         if text or frame.key is not None:
-            self._writer.scalar(to_json(text, frame.value_schema().types or SCALARS))
+            inner = _without_quotes(text)
+            json_text = text if inner == text else quoted(inner)
+            self._writer.scalar(to_json(json_text, frame.value_types() or SCALARS, is_json=True))
         frame.key = None
         frame.text.clear()
+
+
+def _without_quotes(text: str) -> str:
+    """What a string in quotation marks says; other text as it is."""
+    if len(text) < 2 or not text.startswith(_QUOTE) or not text.endswith(_QUOTE):
+        return text
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return text
+    return value if isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value) else text

@@ -11,14 +11,15 @@ from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, r
 from penstock.plugins.schema_types import STRING, ToolSchemas, Types
 
 _HEAD = re.compile(r"\s*(?:call)?:\s*([\w.\-/]+)\s*")  # Gemma 4 forgets the word now and then
+CALL = "call:"
 _MAX_HEAD = 400
 
 
 class NotationCalls:
     """A call is certain when its name and the brace after it have come; what is none is `Text` as it stood.
 
-    One that is cut off is closed, so that its arguments are a JSON document all the same. White space between calls is part of the format.
-    With `tool_choice: none`, everything is text.
+    White space between calls is part of the format; several may stand between one pair of markers. With `tool_choice: none`, everything is
+    text.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class NotationCalls:
         self._schemas = ToolSchemas(turn.tools)
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._call = self._new_call("")
+        self._past_end: list[str] = []  # the end marker inside a string, and what follows it, while it may be the end of the call
         self._head: list[str] = []  # what to give back where this is no call: markers, white space before them, and the name
         self._name: list[str] = []
         self._length = 0
@@ -62,13 +64,19 @@ class NotationCalls:
         return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
-        """An open call is closed as far as it came."""
+        """A call that is open keeps what came of it."""
         rest = self._buffer.finish()
         events: list[Event] = []
-        if self._step == self._read_arguments:
-            self._end_call(rest, events)
+        if self._step == self._read_past_end:
+            self._end_at_marker([*self._past_end, *rest], events)
             return events
-        ends = {self._read_end: (self._end,), self._read_between: ()}.get(self._step)
+        if self._step == self._read_arguments:
+            for piece in rest:
+                self._call.add(piece)
+            self._call.cut()
+            self._give_out(events)
+            return events
+        ends = {self._read_end: (self._end, CALL), self._read_next_call: (CALL,), self._read_between: ()}.get(self._step)
         if ends is not None and is_cut_marker(rest, *ends):
             return events
         return [Text(piece) for piece in join_pieces([*self._head, *rest])]
@@ -78,10 +86,10 @@ class NotationCalls:
         events += map(Text, pieces)
         return marker is not None and self._open([marker])
 
-    def _open(self, head: list[str]) -> bool:
+    def _open(self, head: list[str], name: str = "") -> bool:
         self._head = head
-        self._name = []
-        self._length = 0
+        self._name = [name]
+        self._length = len(name)
         self._step = self._read_head
         return True
 
@@ -110,26 +118,42 @@ class NotationCalls:
         return True
 
     def _read_arguments(self, events: list[Event]) -> bool:
-        watches_end = self._ends_strings or not self._call.is_in_string
-        pieces, marker = self._buffer.take_until(*self._call.marks, *((self._end,) if watches_end else ()))
-        if marker == self._end:
-            self._end_call(pieces, events)
-            self._step = self._read_between
-            return True
+        pieces, marker = self._buffer.take_until(*self._call.marks, self._end)
         for piece in pieces:
             self._call.add(piece)
-        if marker is not None:
+        if marker == self._end and self._call.is_in_string and not self._ends_strings:
+            self._past_end = [marker]
+            self._step = self._read_past_end
+        elif marker == self._end:
+            self._end_at_marker([marker], events)
+        elif marker is not None:
             self._call.mark(marker)
         self._give_out(events)
         if self._call.is_complete:
             self._step = self._read_end
         return marker is not None
 
-    def _end_call(self, rest: list[str], events: list[Event]) -> None:
-        for piece in rest:
+    def _read_past_end(self, events: list[Event]) -> bool:
+        """The end marker in a string belongs to it where the string is closed later."""
+        pieces, marker = self._buffer.take_until(self._delimiter)
+        self._past_end += pieces
+        if marker is None:
+            return False
+        for piece in self._past_end:
             self._call.add(piece)
-        self._call.finish()
+        self._call.mark(marker)
         self._give_out(events)
+        self._step = self._read_arguments
+        return True
+
+    def _end_at_marker(self, pieces: list[str], events: list[Event]) -> None:
+        """The first of these ends the call, closed or not; the rest is text."""
+        self._call.close()
+        self._give_out(events)
+        after = join_pieces(pieces[1:])
+        if not all(piece.isspace() for piece in after):
+            events += map(Text, after)
+        self._step = self._read_between
 
     def _give_out(self, events: list[Event]) -> None:
         fragment = self._call.take_arguments()
@@ -137,7 +161,21 @@ class NotationCalls:
             events.append(ToolCallArguments(self._num_calls - 1, fragment))
 
     def _read_end(self, events: list[Event]) -> bool:
-        return self._read_after(events, self._start, self._end)
+        return self._read_after(events, self._start, self._end, CALL, ",")
+
+    def _read_next_call(self, events: list[Event]) -> bool:
+        """After a comma between two calls."""
+        start = self._buffer.take_start(CALL)
+        if start is None:
+            return False
+        space, marker = start
+        self._head += space
+        if marker is not None:
+            return self._open([*self._head, marker], marker)
+        events += map(Text, join_pieces(self._head))
+        self._head = []
+        self._step = self._read_text
+        return True
 
     def _read_between(self, events: list[Event]) -> bool:
         return self._read_after(events, self._start)
@@ -149,7 +187,12 @@ class NotationCalls:
         space, marker = start
         if marker == self._start:
             return self._open([*space, marker])
-        if marker == self._end:
+        if marker == CALL:
+            return self._open([*space, marker], marker)
+        if marker == ",":
+            self._head = [*space, marker]
+            self._step = self._read_next_call
+        elif marker == self._end:
             self._step = self._read_between
         else:
             events += map(Text, space)

@@ -12,6 +12,7 @@ _SPACE = re.compile(r"\s+")
 NAME = re.compile(r"[\w.\-]+")
 KEY = re.compile(r"[\w\-]+")
 _TOKEN = re.compile(r"[\w.+\-]+")
+_EXPRESSION = re.compile(r"[^,:<()\[\]{}]+")
 _WORDS = {"True": "true", "true": "true", "False": "false", "false": "false", "None": "null", "null": "null"}
 _JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d[\d_]*", re.ASCII)
@@ -28,14 +29,22 @@ class PythonCall:
     """Reads from the first character of the name to the closing bracket.
 
     `name` is known once the bracket after it has come, and the call is certain (`is_started`) with its first value or its end: then its
-    arguments come out character by character. `is_malformed` at the first character that cannot be right. Tuples and sets are arrays.
-    A quotation mark inside a string of its own kind is part of it, unless what follows could follow a string.
+    arguments come out character by character. Tuples and sets are arrays. A quotation mark inside a string of its own kind is part of it,
+    unless what follows could follow a string.
+
+    `is_malformed` at the first character that cannot be right. Once the call is certain, there is less of that: a value that is no literal
+    is the string of what was written, and a bracket that was not closed before one around it is. `in_list` says that one may be around the
+    call itself; `has_ended_list` that it has come where the call's own is missing. `left` is what was read before something malformed and
+    is no part of the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_list: bool = False) -> None:
         self.name: str | None = None
         self.is_complete = False
         self.is_malformed = False
+        self.has_ended_list = False
+        self.left = ""
+        self._in_list = in_list
         self._writer = JsonWriter()
         self._has_value = False
         self._word: list[str] = []
@@ -46,7 +55,9 @@ class PythonCall:
         self._quote = ""
         self._space: list[str] = []  # after a string that may go on
         self._key: list[str] | None = None  # the scalar being read, where it is a key or may be one
-        self._ends = ""  # what may follow it
+        self._expression: list[str] = []  # a value that is no literal
+        self._expression_depth = 0
+        self._last = ""  # a bracket after a string, which ends the call if what follows can follow a call
         self._step: Step = self._read_name
 
     @property
@@ -68,18 +79,36 @@ class PythonCall:
             position = self._step(text, position)
         return position
 
-    def finish(self) -> None:
-        """Generation is over inside the call: ends what is open, and leaves out what has no value yet."""
-        if self._step == self._read_token and self._key is None:
+    def close(self) -> None:
+        """The call ends here: ends what is open, and leaves out what has no value yet."""
+        self._end_pending()
+        if self._step == self._read_expression:
+            self._end_expression()
+        if self.is_started:
+            self._writer.close()
+
+    def cut(self) -> None:
+        """No more comes: what has come is given out as far as it is certain, from the name on, and nothing is closed."""
+        self._end_pending()
+        self._has_value = self.name is not None
+
+    def _end_pending(self) -> None:
+        """What was only waiting for something to follow it."""
+        if self._step == self._read_after_last:
+            self._end_last()
+        elif self._step == self._read_after_string and self._key is None:
+            self._writer.end_string()
+        elif self._step in (self._read_token, self._read_after_token) and self._key is None:
             value = json_of("".join(self._word))
             if value is not None:
                 self._has_value = True
                 self._writer.scalar(value)
+
+    def _fail(self, position: int, left: str = "") -> int:
+        self.is_malformed = True
+        self.left = left
         if self.is_started:
             self._writer.close()
-
-    def _fail(self, position: int) -> int:
-        self.is_malformed = True
         return position
 
     def _open(self, closer: str, read_next: Step) -> None:
@@ -132,14 +161,25 @@ class PythonCall:
             self._close()
             return position + 1
         self._step = self._read_equals
-        return position if self._word else self._fail(position)
+        if self._word:
+            return position
+        return self._end_at_bracket(position) if self.is_started and self._is_bracket_of_list(text[position]) else self._fail(position)
+
+    def _is_bracket_of_list(self, char: str) -> bool:
+        return self._in_list and char == "]" and "]" not in self._closers
+
+    def _end_at_bracket(self, position: int) -> int:
+        """The list ends before the call does, which leaves its bracket to whoever reads the list."""
+        while self._closers:
+            self._close()
+        return position
 
     def _read_equals(self, text: str, position: int) -> int:
         space = _SPACE.match(text, position)
         if space is not None:
             return space.end()
         if text[position] != "=":
-            return self._fail(position)
+            return self._fail(position, "".join(self._word))
         self._writer.key(self._end_word())
         self._step = self._read_value
         return position + 1
@@ -161,6 +201,10 @@ class PythonCall:
             self._has_value = True
             self._writer.begin_string()
             self._open_string(char)
+        elif self.is_started and (char in self._closers or char == ","):
+            self._writer.scalar("null")
+            self._step = self._read_after_value
+            return position
         else:
             self._step = self._read_token
             return position
@@ -223,7 +267,8 @@ class PythonCall:
             self._open_string(char)
             self._space.clear()
             return position + 1
-        if self._key is None and char == ")" and self.depth == 1:
+        if self._key is None and self.depth == 1 and (char == ")" or self._is_bracket_of_list(char)):
+            self._last = char
             self._step = self._read_after_last
             return position + 1
         is_over = char in (",", self._closers[-1]) if self._key is None else char in ":,}"
@@ -245,13 +290,18 @@ class PythonCall:
 
     def _read_after_last(self, text: str, position: int) -> int:
         """A bracket ends the call only where something can come after it that ends a call."""
-        if text[position] in ",]<" or text[position].isspace():
-            self._writer.end_string()
-            self._close()
+        char = text[position]
+        if char in (",]<" if self._last == ")" else ",<\n") or (self._last == ")" and char.isspace()):
+            self._end_last(is_more=char == ",")
         else:
-            self._go_on_with_string(")")
+            self._go_on_with_string(self._last)
         self._space.clear()
         return position
+
+    def _end_last(self, *, is_more: bool = False) -> None:
+        self._writer.end_string()
+        self._close()
+        self.has_ended_list = self._last == "]" and not is_more
 
     def _read_token(self, text: str, position: int) -> int:
         end = self._take_word(_TOKEN, text, position)
@@ -264,17 +314,61 @@ class PythonCall:
                 self._writer.begin_string()
             self._open_string(text[position], is_raw=word in "rR")
             return position + 1
-        value = json_of(word)
-        if value is None:
-            return self._fail(position)
-        if self._key is not None:
+        self._word.append(word)
+        self._step = self._read_after_token
+        return position
+
+    def _read_after_token(self, text: str, position: int) -> int:
+        """A number or a constant is one where nothing more of an expression follows."""
+        space = _SPACE.match(text, position)
+        if space is not None:
+            self._space.append(space[0])
+            return space.end()
+        written = "".join(self._word)
+        value = json_of(written)
+        char = text[position]
+        is_over = char in ((",", ":", "}") if self._key is not None else (",", *self._closers)) or self._is_bracket_of_list(char)
+        if value is None or not is_over:
+            if not self.is_started:
+                return self._fail(position)
+            self._expression = [written, *self._space]
+            self._step = self._read_expression
+        elif self._key is not None:
             self._key = [value]
             self._step = self._read_after_key
         else:
             self._has_value = True
             self._writer.scalar(value)
             self._step = self._read_after_value
+        self._end_word()
+        self._space.clear()
         return position
+
+    def _read_expression(self, text: str, position: int) -> int:
+        """What is no literal, to the comma or the bracket that ends it."""
+        found = _EXPRESSION.match(text, position)
+        if found is not None:
+            self._expression.append(found[0])
+            return found.end()
+        char = text[position]
+        if not self._expression_depth and (char in ",)]}<" or (char == ":" and self._key is not None)):
+            self._end_expression()
+            return position
+        self._expression_depth += char in "([{"
+        self._expression_depth -= char in ")]}"
+        self._expression.append(char)
+        return position + 1
+
+    def _end_expression(self) -> None:
+        value = f'"{escaped("".join(self._expression).strip())}"'
+        self._expression.clear()
+        self._expression_depth = 0
+        if self._key is not None:
+            self._key = [value]
+            self._step = self._read_after_key
+        else:
+            self._writer.scalar(value)
+            self._step = self._read_after_value
 
     def _read_after_key(self, text: str, position: int) -> int:
         space = _SPACE.match(text, position)
@@ -303,10 +397,15 @@ class PythonCall:
         space = _SPACE.match(text, position)
         if space is not None:
             return space.end()
-        if text[position] == ",":
+        char = text[position]
+        if char == ",":
             self._step = self._nexts[-1]
-        elif text[position] == self._closers[-1]:
+        elif char in self._closers:
+            while self._closers[-1] != char:
+                self._close()
             self._close()
+        elif self._is_bracket_of_list(char):
+            return self._end_at_bracket(position)
         else:
             return self._fail(position)
         return position + 1

@@ -7,30 +7,30 @@ from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, 
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.expression_calls.python_call import PythonCall
+from penstock.plugins.malformed_call import MalformedCall
 from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
-
-_NO_CALL = ("(", ")", "[", "]", "{", "}", '"', "'")
-_QUOTES = {quote: (quote, f"\\{quote}") for quote in "\"'"}
 
 
 @dataclass(frozen=True, slots=True)
 class PythonEnvelope:
     """`start` and `end` stand around the calls wherever they come up; `is_bare` calls begin the answer without a marker.
 
-    `has_list` says that the calls are a list in brackets; else each has a line of its own.
+    `has_list` says that the calls are a list in brackets, which may be missing between markers where `may_lack_brackets`; else each has a
+    line of its own.
     """
 
     start: str = ""
     end: str = ""
     is_bare: bool = False
     has_list: bool = True
+    may_lack_brackets: bool = False
 
 
 class PythonCalls:
     """Reads calls whose arguments are literals, each by a keyword; anything else is no call, and `Text` as it stood.
 
-    A call between others that is none does not keep those after it from being read. Strings that are cut off are closed, so that the
-    arguments are a JSON document all the same. With `tool_choice: none`, everything is text.
+    A call between others that is none does not keep those after it from being read. One that goes wrong after its first value is closed
+    there, and the rest is `Text`. With `tool_choice: none`, everything is text.
     """
 
     def __init__(self, turn: Turn, envelope: PythonEnvelope, new_id: Callable[[], str] = new_call_id) -> None:
@@ -38,15 +38,14 @@ class PythonCalls:
         self._envelope = envelope
         self._new_id = new_id
         self._ends = (envelope.end,) if envelope.end else ()
-        self._closers = (*self._ends, "]") if envelope.has_list else self._ends
+        self._has_bracket = False  # the list that is being read has begun with one
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._call = PythonCall()
         self._held: list[str] = []  # text if what follows is no call: markers, separators, and the call itself until it is certain
         self._num_calls = 0
         self._is_started = False
         self._was_call = False  # what has been read last
-        self._depth = 0
-        self._quote = ""
+        self._malformed: MalformedCall | None = None
         self._step = self._read_start if envelope.is_bare else self._read_text
 
     @property
@@ -61,10 +60,10 @@ class PythonCalls:
         return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
-        """A call that is certain is closed as far as it came; what is none is text."""
+        """A call that is open keeps what came of it, from its name on; what is none is text."""
         events: list[Event] = []
         if self._step == self._read_call:
-            self._call.finish()
+            self._call.cut()
             self._give_out(events)
         rest = self._buffer.finish()
         if self._was_call and is_cut_marker(rest, *self._closers):
@@ -72,6 +71,10 @@ class PythonCalls:
         self._held += rest
         self._give_back(events)
         return events
+
+    @property
+    def _closers(self) -> tuple[str, ...]:
+        return (*self._ends, "]") if self._has_bracket else self._ends
 
     def _read_start(self, events: list[Event]) -> bool:
         return self._read_opening(events, "[", *((self._envelope.start,) if self._envelope.start else ()))
@@ -85,11 +88,14 @@ class PythonCalls:
             return False
         space, marker = start
         self._held += space
-        if marker is None:
-            self._go_on_with_text(events)
-        else:
+        if marker is not None:
             self._held.append(marker)
-            self._step = self._read_item if marker == "[" else self._read_bracket
+            self._has_bracket = marker == "["
+            self._step = self._read_item if self._has_bracket else self._read_bracket
+        elif self._envelope.may_lack_brackets:
+            self._step = self._read_item
+        else:
+            self._go_on_with_text(events)
         return True
 
     def _read_text(self, events: list[Event]) -> bool:
@@ -102,6 +108,7 @@ class PythonCalls:
 
     def _open(self, marker: str) -> None:
         self._was_call = False
+        self._has_bracket = False
         self._held.append(marker)
         self._step = self._read_bracket if self._envelope.has_list else self._read_item
 
@@ -124,7 +131,7 @@ class PythonCalls:
         if marker is not None:
             self._close(marker, events)
             return True
-        self._call = PythonCall()
+        self._call = PythonCall(in_list=self._has_bracket)
         self._is_started = False
         self._step = self._read_call
         return True
@@ -148,7 +155,7 @@ class PythonCalls:
         is_end = isinstance(piece, SpecialText) and piece in (self._envelope.start, self._envelope.end)
         end = start if is_end else self._call.feed(piece, start)
         if is_end:
-            self._call.finish()
+            self._call.close()
         is_malformed = self._call.is_malformed or (is_end and not self._call.is_started)
         if not self._call.is_started:
             if isinstance(piece, SpecialText) and is_malformed:
@@ -162,6 +169,8 @@ class PythonCalls:
         elif self._call.is_complete or is_end:
             self._was_call = True
             self._step = self._read_separator
+            if self._call.has_ended_list:
+                self._close("]", events)
         return True
 
     def _give_out(self, events: list[Event]) -> None:
@@ -182,31 +191,21 @@ class PythonCalls:
         if self._call.name is None:
             self._go_on_with_text(events)
             return
+        self._held += [self._call.left] if self._is_started and self._call.left else []
         self._give_back(events)
         self._was_call = False
-        self._depth = self._call.depth
-        self._quote = ""
+        self._malformed = MalformedCall(self._buffer, self._call.depth, self._ends)
         self._step = self._read_malformed
 
     def _read_malformed(self, events: list[Event]) -> bool:
-        """To the bracket that closes it, strings passed over."""
-        markers = _QUOTES[self._quote] if self._quote else _NO_CALL
-        pieces, marker = self._buffer.take_until(*markers, *self._ends)
-        events += map(Text, pieces)
-        if marker is None:
-            return False
-        if marker in self._ends:
+        """To the bracket that closes it."""
+        assert self._malformed is not None
+        marker = self._malformed.read(events)
+        if marker in self._ends and marker is not None:
             self._close(marker, events)
-            return True
-        events.append(Text(marker))
-        if self._quote or marker in _QUOTES:
-            if len(marker) == 1:
-                self._quote = "" if self._quote else marker
-            return True
-        self._depth += 1 if marker in "([{" else -1
-        if self._depth <= 0:
+        elif self._malformed.is_over:
             self._step = self._read_separator
-        return True
+        return marker is not None
 
     def _read_separator(self, events: list[Event]) -> bool:
         start = self._buffer.take_start(",", *self._closers)
@@ -219,7 +218,7 @@ class PythonCalls:
             self._step = self._read_item
         elif marker is not None:
             self._close(marker, events)
-        elif self._envelope.has_list or not space:
+        elif self._has_bracket or not space:
             self._go_on_with_text(events)
         else:
             self._step = self._read_item

@@ -1,63 +1,114 @@
-"""The arguments of one call: a JSON value that arrives in chunks, given out as one JSON document."""
+"""The arguments of one call: a JSON value that arrives in pieces, given out as one JSON document."""
 
 import json
+import re
 
-from penstock.plugins.json_scanner import JsonScanner, State
+from penstock.plugins.json_repair import JsonRepair
+from penstock.plugins.json_scanner import Chunk, JsonScanner, State
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class JsonArguments:
-    """What was written is given out as it is, at once, but for two things that models write where they mean an object.
+    """An object is given out as it comes, mended where it is no JSON. Anything else comes out when it is complete.
 
-    A string that holds an object as JSON is given out as that object, and `null` or an empty string as `{}`: both when they are complete.
+    A string that holds an object as JSON is given out as that object, and `null` or an empty string as `{}`.
     """
 
     def __init__(self) -> None:
+        self.is_complete = False
         self.is_object = False
         """More than the opening brace of an object has come."""
+        self._object: JsonRepair | None = None
+        self._scanner = JsonScanner(allows_control=True)  # of any other value
+        self._held: list[str] = []
         self._fragments: list[str] = []  # not yet given out
-        self._held: list[str] = []  # of a value that may stand for another one
-        self._first = ""
 
-    def add(self, chunk: str) -> None:
-        """Adds a chunk of the value as a `JsonScanner` passes it. The first one is where the value begins."""
-        if not self._first:
-            self._first = chunk[0]
-        elif self._first == "{" and not chunk.isspace():
-            self.is_object = True
-        (self._held if self._first in '"n' else self._fragments).append(chunk)
+    @property
+    def is_begun(self) -> bool:
+        """It is certain that these are arguments: something of them may be given out."""
+        return self.is_complete or self.is_object
+
+    @property
+    def is_malformed(self) -> bool:
+        return self._scanner.state is State.MALFORMED if self._object is None else self._object.is_malformed
+
+    @property
+    def depth(self) -> int:
+        """How many brackets are open."""
+        return self._scanner.depth if self._object is None else self._object.depth
+
+    @property
+    def left(self) -> str:
+        """What was read last, where that went wrong, and is no part of them."""
+        return "" if self._object is None else self._object.left
+
+    def feed(self, text: str, position: int) -> int:
+        """Reads from `position`; returns where it stopped: the end of the text, or of the value, or what makes no sense."""
+        if self._object is None and not self._held:
+            space = _SPACE.match(text, position)
+            position = position if space is None else space.end()
+            if text[position : position + 1] == "{":
+                self._object = JsonRepair()
+        if self._object is not None:
+            end = self._object.feed(text, position)
+            self.is_object = self._object.is_begun
+            self.is_complete = self._object.is_complete
+            return end
+        return self._feed_scanner(text, position)
+
+    def _feed_scanner(self, text: str, position: int) -> int:
+        while position < len(text) and not self._scanner.is_over:
+            end = self._scanner.take(text, position)
+            is_space = self._scanner.chunk is Chunk.SPACE
+            self._held.append(text[position:end] if is_space else _CONTROL.sub(_escaped, text[position:end]))
+            position = end
+        if self._scanner.state is State.COMPLETE:
+            self.end()
+        return position
 
     def end(self) -> None:
-        """The value is complete. Where none has come, it is `{}`."""
-        if not self._first or self._held:
-            value = _meant_by("".join(self._held) or "null")
-            self.is_object = value.startswith("{")
-            self._held.clear()
-            self._fragments.append(value)
+        """They are complete. Where none have come, they are `{}`."""
+        value = _meant_by("".join(self._held) or "null")
+        self.is_complete = True
+        self.is_object = value.startswith("{")
+        self._fragments.append(value)
+        self._held.clear()
 
-    def release(self) -> None:
-        """No more of the value comes: what is held is given out as it was written."""
+    def close(self) -> None:
+        """The call ends here: an object that has begun is closed."""
+        if self._object is not None and self._object.is_begun:
+            self._object.close()
+            self.is_complete = True
+
+    def stop(self) -> None:
+        """No more comes: what is held is given out as it was written."""
+        if self._object is not None:
+            self._object.stop()
         self._fragments += self._held
         self._held.clear()
 
     def take(self) -> str:
         """What has come since the last call of this."""
-        fragment = "".join(self._fragments)
+        fragment = "".join(self._fragments) + ("" if self._object is None else self._object.take())
         self._fragments.clear()
         return fragment
 
 
+def _escaped(control: re.Match[str]) -> str:
+    return json.dumps(control[0])[1:-1]
+
+
 def _meant_by(value: str) -> str:
     """The object that a string, or `null`, stands for; the value itself where it stands for none."""
-    content = "" if value == "null" else json.loads(value).strip()
+    content = json.loads(value) if value[0] == '"' else "" if value == "null" else value
+    content = content.strip()
     if not content:
         return "{}"
-    return content if content[0] == "{" and _is_document(content) else value
-
-
-def _is_document(text: str) -> bool:
-    scanner = JsonScanner()
-    position = 0
-    while position < len(text) and not scanner.is_over:
-        position = scanner.take(text, position)
     # Half a surrogate pair is legal in JSON and cannot be encoded.
-    return scanner.state is State.COMPLETE and position == len(text) and not any("\ud800" <= char <= "\udfff" for char in text)
+    if content[0] != "{" or any("\ud800" <= char <= "\udfff" for char in content):
+        return value
+    reader = JsonRepair()
+    end = reader.feed(content, 0)
+    return reader.take() if reader.is_complete and end == len(content) else value

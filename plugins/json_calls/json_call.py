@@ -28,7 +28,7 @@ USUAL_KEYS = CallKeys()
 
 
 class JsonCall:
-    """Reads the object and gives out its arguments as they were written, character by character.
+    """Reads the object and gives out its arguments as `JsonArguments` does, character by character.
 
     The keys may come in any order, and others are passed over. `is_malformed` at the first character that cannot be right: no JSON, no
     object, a name that is no string, or an object that ends without one. An object that ends without arguments has `{}`.
@@ -40,7 +40,7 @@ class JsonCall:
         self.is_malformed = False
         self.is_refused = False
         self._keys = keys
-        self._scanner = JsonScanner()
+        self._scanner = JsonScanner(allows_control=True)
         self._arguments = JsonArguments()
         self._key: list[str] = []
         self._value: list[str] = []  # of the name, or of the id
@@ -50,10 +50,22 @@ class JsonCall:
 
     @property
     def can_start(self) -> bool:
-        """The name is known, the id too where it comes before the arguments, and where the object is bare, its arguments are seen."""
+        """The name is known and the arguments have begun, or there are none; an id that comes after them is too late."""
         if self.name is None or (self._keys.is_bare and not self._arguments.is_object):
             return False
-        return self._keys.id is None or self.call_id is not None or self._has_arguments or self.is_complete
+        return self._arguments.is_begun
+
+    @property
+    def is_named(self) -> bool:
+        return self.name is not None and not self.is_malformed and (self.can_start or not self._keys.is_bare)
+
+    @property
+    def depth(self) -> int:
+        return self._scanner.depth + (self._arguments.depth if self._is_in_arguments else 0)
+
+    @property
+    def left(self) -> str:
+        return self._arguments.left
 
     @property
     def is_complete(self) -> bool:
@@ -62,6 +74,9 @@ class JsonCall:
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped: the end of the text, or of the object, or what is malformed."""
         while position < len(text) and not self.is_malformed and not self.is_complete:
+            if self._is_in_arguments:
+                position = self._read_arguments(text, position)
+                continue
             depth = self._scanner.depth
             end = self._scanner.take(text, position)
             if self._scanner.state is State.MALFORMED or not self._note(text[position:end], depth):
@@ -74,8 +89,22 @@ class JsonCall:
         """The arguments that have come since the last call of this."""
         return self._arguments.take()
 
+    def close(self) -> None:
+        self._arguments.close()
+
     def stop(self) -> None:
-        self._arguments.release()
+        self._arguments.stop()
+
+    @property
+    def _is_in_arguments(self) -> bool:
+        return self._reading == "arguments" and not self._arguments.is_complete
+
+    def _read_arguments(self, text: str, position: int) -> int:
+        end = self._arguments.feed(text, position)
+        self.is_malformed = self._arguments.is_malformed
+        if self._arguments.is_complete:
+            self._scanner.pass_value()
+        return end
 
     def _note(self, chunk: str, depth: int) -> bool:
         """Keeps what matters of a chunk that was read at `depth`; False where it makes this no call."""
@@ -97,7 +126,7 @@ class JsonCall:
         """After a colon at depth 1. A key that comes again is passed over: its first value may have been given out already."""
         if not self._key:
             return True
-        key = json.loads("".join(self._key))
+        key = json.loads("".join(self._key), strict=False)
         self._key.clear()
         self._num_keys += 1
         self._reading = ""
@@ -120,11 +149,7 @@ class JsonCall:
 
     def _note_value(self, chunk: str) -> bool:
         is_over = self._scanner.depth == 1 and not self._scanner.is_in_scalar
-        if self._reading == "arguments":
-            self._arguments.add(chunk)
-            if is_over:
-                self._arguments.end()
-        elif self._reading:
+        if self._reading:
             self._value.append(chunk)
             is_string = self._value[0][0] == '"'
             if self._reading == "name":
@@ -134,11 +159,11 @@ class JsonCall:
         return True
 
     def _end_name(self) -> bool:
-        self.name = json.loads("".join(self._value))
+        self.name = json.loads("".join(self._value), strict=False)
         return is_name(self.name)
 
     def _end_id(self) -> None:
-        call_id = json.loads("".join(self._value))
+        call_id = json.loads("".join(self._value), strict=False)
         if is_name(call_id):
             self.call_id = call_id
 

@@ -25,6 +25,6 @@ def array_format(start: str, end: str | None = None, *, indent: str = "") -> Jso
 def json_call_array(
     openings: tuple[str, ...], closings: tuple[str, ...], tool_format: JsonToolFormat, keys: CallKeys = USUAL_KEYS
 ) -> Callable[[Turn], JsonToolCalls]:
-    """The factory of a parser for arrays between these markers, of which the last is optional."""
-    envelope = CallEnvelope(openings=openings, closings=closings, is_array=True)
+    """The factory of a parser for arrays between these markers, of which the last is optional; one call may lack the brackets."""
+    envelope = CallEnvelope(openings=openings, closings=closings, may_be_array=True)
     return lambda turn: JsonToolCalls(turn, envelope, tool_format, call=lambda: JsonCall(keys))

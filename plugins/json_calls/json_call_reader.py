@@ -6,8 +6,9 @@ from typing import Protocol
 class JsonCallReader(Protocol):
     """Reads one call as it arrives: its name, the id that the format itself gives it, and its arguments.
 
-    `can_start` says that this is a call, and which one: from then on its arguments may be given out. `is_refused` says that it may be
-    well-formed and is none, so that nothing in it is taken for one either. `is_malformed` at the first character that cannot be right.
+    `can_start` says that this is a call, and which one: from then on its arguments may be given out. `is_named` says that it is one where
+    the answer ends here. `is_refused` says that it may be well-formed and is none, so that nothing in it is taken for one either.
+    `is_malformed` at the first character that makes no sense; `left` is what was read before that and is no part of the call.
     """
 
     name: str | None
@@ -19,7 +20,18 @@ class JsonCallReader(Protocol):
     def can_start(self) -> bool: ...
 
     @property
+    def is_named(self) -> bool: ...
+
+    @property
     def is_complete(self) -> bool: ...
+
+    @property
+    def depth(self) -> int:
+        """How many brackets are open."""
+        ...
+
+    @property
+    def left(self) -> str: ...
 
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped: the end of the text, or of the call, or what is malformed."""
@@ -27,6 +39,10 @@ class JsonCallReader(Protocol):
 
     def take_arguments(self) -> str:
         """The arguments that have come since the last call of this."""
+        ...
+
+    def close(self) -> None:
+        """The call ends here: arguments that are open are closed, so that they are a JSON document."""
         ...
 
     def stop(self) -> None:

@@ -24,6 +24,11 @@ class JsonCallReading:
         self._new_id = new_id
         self._ids: set[str] = set()
 
+    @property
+    def depth(self) -> int:
+        """How many brackets of the call are open."""
+        return self._reader.depth
+
     def open(self, reader: JsonCallReader, block: list[str]) -> None:
         """A call may begin here."""
         self._reader = reader
@@ -48,19 +53,21 @@ class JsonCallReading:
                 self.block.append(piece if is_special else piece[start:end])
         self._buffer.skip(end - start)
         if is_malformed:
-            reader.stop()
+            reader.close()
         self.announce(events)
         if is_malformed or reader.is_complete or reader.is_refused:
             self.is_over = is_malformed or reader.is_complete
             events += map(Text, join_pieces(self.block))
             self.block = []
+            if is_malformed and self.is_started and reader.left:
+                events.append(Text(reader.left))
         return True
 
-    def announce(self, events: list[Event]) -> None:
-        """Gives out what the reader knows by now."""
+    def announce(self, events: list[Event], *, is_cut: bool = False) -> None:
+        """Gives out what the reader knows by now; where the answer `is_cut` here, a name is enough for a call."""
         reader = self._reader
         if not self.is_started:
-            if reader.name is None or not reader.can_start or reader.is_refused:
+            if reader.name is None or not (reader.can_start or is_cut) or reader.is_refused:
                 return
             self.is_started = True
             self.block = []
@@ -79,7 +86,7 @@ class JsonCallReading:
         return call_id
 
     def finish(self, events: list[Event]) -> None:
-        """Generation is over: a call that has started keeps what came of it."""
-        if self.is_started and not self.is_over:
+        """Generation is over: a call that is open keeps what came of it, from its name on."""
+        if not self.is_over and (self.is_started or self._reader.is_named):
             self._reader.stop()
-            self.announce(events)
+            self.announce(events, is_cut=True)

@@ -13,6 +13,7 @@ from penstock.plugins.json_calls.json_call import JsonCall
 from penstock.plugins.json_calls.json_call_reader import JsonCallReader
 from penstock.plugins.json_calls.json_call_reading import JsonCallReading
 from penstock.plugins.json_calls.named_call import NamedCall
+from penstock.plugins.malformed_call import MalformedCall
 from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
 
 _BETWEEN = " \t\r\n,;"
@@ -21,8 +22,8 @@ _BETWEEN = " \t\r\n,;"
 class JsonToolCalls:
     """A call starts as soon as it is known by name; its arguments are given out as they were written.
 
-    White space between calls is part of the format. What is no call is `Text` as it stood; one that goes wrong after it has started
-    keeps what it said, and the rest is `Text`. With `tool_choice: none`, everything is.
+    White space between calls is part of the format. What is no call is `Text` as it stood, and calls after it are read; one that goes
+    wrong after it has started is closed there, and the rest is `Text`. With `tool_choice: none`, everything is.
 
     `call` makes the reader of a call that is one JSON object. With `head`, a call is named before its arguments; in an envelope that
     has arrays too, where no bracket follows.
@@ -53,6 +54,8 @@ class JsonToolCalls:
         self._block: list[str] = []  # what to give back where no call comes of it
         self._closings = envelope.closings  # those that may yet follow
         self._is_in_array = False
+        self._was_call = False  # what has been read last
+        self._malformed: MalformedCall | None = None  # the last call of an array, where it was one or went wrong
         self._field = ""
         self._fields: dict[str, str] = {}
 
@@ -70,10 +73,12 @@ class JsonToolCalls:
     def finish(self) -> list[Event]:
         """What has not named its call is text; what has stays a call, as far as it came."""
         events: list[Event] = []
+        if self._step == self._read_arguments:
+            self._open(self._named)
         self._reading.finish(events)
         rest = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
         self._block = self._reading.block = []
-        if self._step != self._read_text and not "".join(rest).strip(_BETWEEN):
+        if self._was_call and self._step != self._read_text and not "".join(rest).strip(_BETWEEN):
             return events
         if self._step == self._read_end and is_cut_marker(rest, *self._closings):
             return events
@@ -196,8 +201,37 @@ class JsonToolCalls:
     def _read_call(self, events: list[Event]) -> bool:
         if not self._reading.read(events):
             return False
-        if self._reading.is_over:
-            self._step = self._read_end if self._reading.is_started else self._read_text
+        if not self._reading.is_over:
+            return True
+        is_started = self._was_call = self._reading.is_started
+        if self._is_in_array and (is_started or not self._envelope.bare):
+            self._malformed = MalformedCall(self._buffer, self._reading.depth, (*self._envelope.starts, *self._closings), quotes='"')
+        else:
+            self._malformed = None
+        self._step = self._read_end if is_started else self._read_text if self._malformed is None else self._read_malformed
+        return True
+
+    def _read_malformed(self, events: list[Event]) -> bool:
+        """The rest of what was no call in an array; others may follow it."""
+        assert self._malformed is not None
+        self._was_call = False
+        if not self._malformed.is_over:
+            marker = self._malformed.read(events)
+            if marker in self._envelope.starts and marker is not None:
+                return self._enter(marker, [])
+            if marker in self._closings:
+                events += map(Text, self._buffer.marker_pieces)
+                self._step = self._read_text
+            return marker is not None
+        start = self._buffer.take_start(",")
+        if start is None:
+            return False
+        space, marker = start
+        events += map(Text, [*space, *([] if marker is None else [marker])])
+        if marker is None:
+            self._step = self._read_text
+        else:
+            self._open(self._call())
         return True
 
     def _read_end(self, events: list[Event]) -> bool:
@@ -209,7 +243,7 @@ class JsonToolCalls:
         space, marker = start
         if marker is None:
             events += map(Text, space)
-            self._step = self._read_text
+            self._step = self._read_text if self._malformed is None else self._read_malformed
         elif marker == "]" and self._is_in_array:
             self._is_in_array = False
         elif marker in of_array:

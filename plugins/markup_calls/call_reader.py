@@ -21,12 +21,13 @@ class Progress(Enum):
 class CallReader(Protocol):
     """Reads one call from a buffer that others have read the beginning of.
 
-    `name` is None until the call is certain; up to then `head` are the pieces that have been read, which are text if it is none after
-    all. A call that was not closed ends where it goes wrong: `left` is what was read then and is text, `end_marker` the marker of what is
-    outside that was met instead.
+    `name` is None until it has been read. Until the call `is_certain`, `head` are the pieces that have been read, which are text if it is
+    none after all. A call that was not closed ends where it goes wrong: `left` is what was read then and is text, `end_marker` the marker
+    of what is outside that was met instead.
     """
 
     name: str | None
+    is_certain: bool
     head: list[str]
     left: list[str]
     end_marker: str | None
@@ -34,7 +35,7 @@ class CallReader(Protocol):
     def read(self) -> Progress: ...
 
     def finish(self) -> list[str]:
-        """Generation is over inside the call: gives back what has been read of no call, which is all of it where that has no name."""
+        """Generation is over inside the call: gives back what has been read after `head` and is no part of a call."""
         ...
 
     def take_arguments(self) -> str:

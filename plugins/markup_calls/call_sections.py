@@ -65,6 +65,7 @@ class CallSections:
         self._step = self._read_text
         self._reader: CallReader | None = None
         self._block: list[str] = []  # what to give back where this is no call: what was read before the call itself
+        self._is_started = False  # the call that is being read has been given out
         self._is_bare = False  # the call that is being read has no section
         self._is_in_section = False
         self._tail = ""  # the end of the text so far
@@ -85,11 +86,12 @@ class CallSections:
         """An open block that has not named its call is text; one that has stays a call, as far as it came."""
         events: list[Event] = []
         if self._reader is not None:
-            is_call = self._reader.name is not None
-            rest = self._reader.finish()
-            self._give_out(self._reader, events)
-            if not is_call:
-                rest = [*self._block, *rest]
+            reader = self._reader
+            rest = reader.finish()
+            if self._start(reader, events):
+                self._give_out(reader, events)
+            else:
+                rest = [*self._block, *reader.head, *rest]
         else:
             rest = [*self._block, *self._buffer.finish()]
             if self._step == self._read_after and is_cut_marker(rest, *self._ends):
@@ -149,26 +151,19 @@ class CallSections:
     def _open(self, block: list[str]) -> None:
         self._is_bare = bool(self._envelope.section) and not self._is_in_section and self._step != self._read_section
         self._block = block
+        self._is_started = False
         self._reader = self._new_reader(self._buffer, self._schemas, self._around)
         self._step = self._read_call
 
     def _read_call(self, events: list[Event]) -> bool:
         reader = self._reader
         assert reader is not None
-        had_name = reader.name is not None
         progress = reader.read()
-        if progress is Progress.MALFORMED:
+        if progress is Progress.MALFORMED or (reader.name is not None and not self._may_call(reader.name)):
             self._give_back(reader.head, events)
             return True
-        if reader.name is not None and not had_name:
-            if (self._is_bare or self._envelope.is_offered_only) and self._schemas and reader.name not in self._schemas:
-                self._give_back(reader.head, events)
-                return True
-            self._block = []
-            self._is_in_section = not self._is_bare and bool(self._envelope.section)
-            events.append(ToolCallStart(self._num_calls, reader.name, self._new_id()))
-            self._num_calls += 1
-        self._give_out(reader, events)
+        if self._start(reader, events):
+            self._give_out(reader, events)
         if progress is Progress.OVER:
             self._reader = None
             self._step = self._read_text if reader.left else self._read_after
@@ -176,6 +171,21 @@ class CallSections:
             if reader.end_marker is not None:
                 self._follow(reader.end_marker, [])
         return progress is not Progress.WAITING
+
+    def _may_call(self, name: str) -> bool:
+        is_offered_only = self._is_bare or self._envelope.is_offered_only
+        return not is_offered_only or not self._schemas or name in self._schemas
+
+    def _start(self, reader: CallReader, events: list[Event]) -> bool:
+        """Begins the call, unless it has begun; False where it is not certain."""
+        if self._is_started or not reader.is_certain or reader.name is None or not self._may_call(reader.name):
+            return self._is_started
+        self._is_started = True
+        self._block = []
+        self._is_in_section = not self._is_bare and bool(self._envelope.section)
+        events.append(ToolCallStart(self._num_calls, reader.name, self._new_id()))
+        self._num_calls += 1
+        return True
 
     def _give_out(self, reader: CallReader, events: list[Event]) -> None:
         fragment = reader.take_arguments()

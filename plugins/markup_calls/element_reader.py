@@ -25,6 +25,7 @@ class ElementReader:
 
     def __init__(self, buffer: MarkerBuffer, mark: str, section: str, schemas: ToolSchemas, around: Surroundings) -> None:
         self.name: str | None = None
+        self.is_certain = False
         self.head: list[str] = []
         self.left: list[str] = []
         self.end_marker: str | None = None
@@ -53,7 +54,7 @@ class ElementReader:
     def finish(self) -> list[str]:
         rest = self._buffer.finish()
         if self.name is None:
-            return [*self.head, *self._tag, *rest]
+            return [*self._tag, *rest]
         if self._open:
             for piece in rest if self._step == self._read_content else ():
                 self._open[-1].feed(piece)
@@ -73,6 +74,7 @@ class ElementReader:
         if tag is None:
             return Progress.MALFORMED
         self.name = tag.name
+        self.is_certain = True
         self._root = Element("", self._schemas.of(tag.name).node)
         self._step = self._read_content
         return Progress.READ

@@ -46,6 +46,11 @@ class ParameterCall:
         self._write(json_text)
         self.drop()
 
+    def write(self, json_text: str) -> None:
+        """More of arguments that are one JSON object by themselves."""
+        if json_text:
+            self._pieces.append(json_text)
+
     def close(self) -> None:
         """The call is complete."""
         self._pieces.append("}" if self._names else "{}")

@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable
 
 from penstock.engine.events import SpecialText
-from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.json_repair import JsonRepair
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker
 from penstock.plugins.markup_calls.call_reader import Progress, Surroundings
 from penstock.plugins.markup_calls.parameter_call import ParameterCall
 from penstock.plugins.markup_calls.parameter_markup import Heads, ParameterMarkup, Tag
 from penstock.plugins.schema_types import ArgumentsSchema, ToolSchemas
-from penstock.plugins.schema_values import TextValue
 
 _TAG_TEXT = re.compile(r"[^<>\n]*")
 _LINE_TEXT = re.compile(r"[^<\n]*")
@@ -20,12 +20,14 @@ _NO_NAME = re.compile(r"[\s{}\[\]\"'<>]")
 class ParameterReader:
     """One call, from right after `markup.call`.
 
-    A name that holds white space or brackets is one only where the request offers such a tool. Anything but white space between parameters
-    ends the call, as the end of the answer does: it is complete there, and stays open where it stops inside a parameter.
+    A name that holds white space or brackets is one only where the request offers such a tool. The call is certain with its first
+    parameter, with its end or, where one JSON object stands in the place of the parameters, with that. Anything but white space between
+    parameters ends the call, as the end of the answer does: it is complete there, and stays open where it stops inside a parameter.
     """
 
     def __init__(self, buffer: MarkerBuffer, markup: ParameterMarkup, schemas: ToolSchemas, around: Surroundings) -> None:
         self.name: str | None = None
+        self.is_certain = False
         self.head: list[str] = []
         self.left: list[str] = []
         self.end_marker: str | None = None
@@ -37,6 +39,7 @@ class ParameterReader:
         self._value_ends = (markup.value_end, *markup.implied_ends, *around.tokens)
         self._between = (markup.parameter, markup.call_end, *around.markers)
         self._call = ParameterCall()
+        self._body = JsonRepair()
         self._is_wrapper = False
         self._held: list[str] = []  # of a tag or a name that is not complete
         self._step: Callable[[], Progress] = self._read_lead if markup.lead else self._first_step
@@ -53,8 +56,10 @@ class ParameterReader:
 
     def finish(self) -> list[str]:
         rest = self._buffer.finish()
-        if self.name is None:
-            return [*self.head, *self._held, *rest]
+        is_cut_between = self._step == self._read_between and is_cut_marker(rest, *self._between)
+        self.is_certain = self.is_certain or is_cut_between or self._step == self._read_body
+        if not self.is_certain:
+            return [*self._held, *rest]
         if self._step in (self._read_value, self._read_literal):
             for piece in rest:
                 self._call.feed(piece)
@@ -62,7 +67,8 @@ class ParameterReader:
         elif self._step in (self._read_between, self._read_literal_end):
             self._call.close()
         elif self._step == self._read_body:
-            return [*self._held, *rest]
+            self._body.stop()
+            self._call.write(self._body.take())
         return []
 
     # The call's name
@@ -141,36 +147,51 @@ class ParameterReader:
     def _is_body_next(self) -> bool:
         """The arguments as one JSON object, in the place of parameters."""
         piece = self._buffer.peek()
-        may_be = self._markup.wrappers and not self._call.names and not isinstance(piece, SpecialText)
-        return bool(may_be) and piece is not None and piece[self._buffer.offset] == "{"
+        return not self.is_certain and piece is not None and not isinstance(piece, SpecialText) and piece[self._buffer.offset] == "{"
 
     def _open_body(self, space: list[str]) -> Progress:
-        self._held = space
-        self._call.open("", TextValue(frozenset({"object"})))
+        self.head += space
         self._step = self._read_body
         return Progress.READ
 
     def _read_body(self) -> Progress:
-        pieces, marker = self._buffer.take_until(self._markup.call_end, *self._around.tokens)
-        assert self._call.value is not None
-        for piece in pieces:
-            self._call.feed(piece)
-        self._held += pieces
-        if marker is None:
+        piece = self._buffer.peek()
+        if piece is None:
             return Progress.WAITING
-        if self._call.value.is_in_json_string and not self._around.is_token(marker):
-            self._call.feed(marker)
-            self._held.append(marker)
-            return Progress.READ
-        members = _members(self._call.value.raw)
-        if members is None:
-            return self._stop([*self._held, *self._around.pieces(marker)])
-        for name, json_text in members.items():
-            self._call.add(name, json_text)
-        return self._follow(marker)
+        start = self._buffer.offset
+        is_end = isinstance(piece, SpecialText) and piece in self._around.tokens
+        end = start if is_end else self._body.feed(piece, start)
+        if not self.is_certain and end > start:
+            self.head.append(piece if isinstance(piece, SpecialText) else piece[start:end])
+        self._buffer.skip(end - start)
+        is_malformed = is_end or self._body.is_malformed
+        if is_malformed and not self._body.is_begun:
+            return Progress.MALFORMED
+        if is_malformed:
+            self._body.close()
+        if self._body.is_begun:
+            self.is_certain = True
+            self._call.write(self._body.take())
+        if self._body.is_complete:
+            self._step = self._read_body_end
+        return Progress.READ
+
+    def _read_body_end(self) -> Progress:
+        start = self._buffer.take_start(self._markup.call_end, *self._around.markers)
+        if start is None:
+            return Progress.WAITING
+        space, marker = start
+        if marker is None:
+            self.left = [self._body.left, *space]
+        elif marker != self._markup.call_end:
+            self.end_marker = marker
+        return Progress.OVER
 
     def _stop(self, left: list[str]) -> Progress:
         """What follows the last parameter is text, of which `left` has been read."""
+        if not self.is_certain:
+            self.head += left
+            return Progress.MALFORMED
         self.left = left
         self._call.close()
         return Progress.OVER
@@ -180,10 +201,12 @@ class ParameterReader:
         markup = self._markup
         self._step = self._read_between
         if marker == markup.parameter:
+            self.is_certain = True
             self._step = self._read_parameter_tag if markup.heads is Heads.TAGS else self._read_parameter_name
             return Progress.READ
         if marker in markup.name_ends:
             return Progress.READ
+        self.is_certain = True
         if marker != markup.call_end:
             self.end_marker = marker
         self._call.close()

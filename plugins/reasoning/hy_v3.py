@@ -1,19 +1,16 @@
 """Hunyuan 3 and 4: `<think…>` … `</think…>`, with a suffix that the checkpoint's own template chooses."""
 
-import re
-
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
+from penstock.plugins.marker_suffix import marker_suffix
 from penstock.plugins.start_phase import start_phase
 from penstock.plugins.think_tags import ThinkTags
-
-MARKER = re.compile(r"</?think([^<>\s]*)>")
 
 
 def hy_v3(turn: Turn) -> ThinkTags:
     """Starts as the prompt ends. The suffix is that of the prompt's own marker, or of the vocabulary's."""
-    suffix = _suffix(turn)
+    suffix = marker_suffix(turn)
     start, end = f"<think{suffix}>", f"</think{suffix}>"
     return ThinkTags(
         start_phase(turn, starts=start, ends=end),
@@ -22,11 +19,6 @@ def hy_v3(turn: Turn) -> ThinkTags:
         is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
-
-
-def _suffix(turn: Turn) -> str:
-    found = MARKER.search(turn.prompt_tail) or next(filter(None, map(MARKER.fullmatch, sorted(turn.added_tokens))), None)
-    return "" if found is None else found[1]
 
 
 @hookimpl

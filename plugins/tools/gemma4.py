@@ -21,7 +21,8 @@ class Gemma4(NotationCalls):
 INFO = FormatInfo(
     models="Gemma 4",
     markers=(START, END, DELIMITER),
-    quirks="a string that is cut off is closed; values are coerced by the tool's schema",
+    quirks="values are coerced by the tool's schema; strings in quotation marks, `None` and several calls between one pair of markers are "
+    "read",
     aliases=("gemma-4",),
     signs=(START, END, DELIMITER),
     prompt_tail="<|turn>model\n",

@@ -11,7 +11,7 @@ from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
 from penstock.plugins.parsers_in_turn import ParsersInTurn
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
-ENVELOPE = PythonEnvelope(start=START, end=END)
+ENVELOPE = PythonEnvelope(start=START, end=END, may_lack_brackets=True)
 
 
 JSON_ENVELOPE = CallEnvelope(openings=(START,), closings=(END,), may_be_array=True)
@@ -29,7 +29,8 @@ class Lfm2(ParsersInTurn):
 INFO = FormatInfo(
     models="LFM2, LFM2.5",
     markers=(START, END),
-    quirks="quotation marks inside strings of their own kind, line breaks in strings and numbers like `07` are read; so are calls in JSON",
+    quirks="the brackets of the list may be missing; quotation marks inside strings of their own kind, line breaks in strings and numbers "
+    "like `07` are read; so are calls in JSON",
     aliases=("lfm2.5",),
     signs=(START, END),
     example=f"{START}[weather(city='Oslo')]{END}",

@@ -20,7 +20,7 @@ class Pythonic(PythonCalls):
 INFO = FormatInfo(
     models="Llama 3.2 (1B, 3B), ToolACE, Gemma 3",
     markers=("[", "]"),
-    quirks="only where the answer begins with the list; literals only, each by a keyword; a string that is cut off is closed",
+    quirks="only where the answer begins with the list; literals only, each by a keyword; the last bracket of a call may be missing",
     example="[weather(city='Oslo')]",
 )
 

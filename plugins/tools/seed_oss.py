@@ -10,7 +10,7 @@ from penstock.plugins.markup_calls.parameter_calls import parameter_calls
 from penstock.plugins.markup_calls.parameter_tool_format import ParameterToolFormat
 from penstock.plugins.tools import qwen3_coder
 
-MARKUP = replace(qwen3_coder.MARKUP, section="<seed:tool_call>", section_end="</seed:tool_call>")
+MARKUP = replace(qwen3_coder.MARKUP, section="<seed:tool_call>", section_end="</seed:tool_call>", trims_newline=False)
 TOOL_FORMAT = ParameterToolFormat(
     markup=MARKUP,
     opening="<seed:tool_call>",
@@ -23,7 +23,7 @@ TOOL_FORMAT = ParameterToolFormat(
 INFO = FormatInfo(
     models="Seed-OSS",
     markers=("<seed:tool_call>", "<function=", "<parameter=", "</parameter>", "</function>", "</seed:tool_call>"),
-    quirks="As Qwen3-Coder.",
+    quirks="As Qwen3-Coder, but that line breaks at the ends of a value belong to it.",
     aliases=("seed-oss",),
     signs=("<seed:tool_call>",),
     example="<seed:tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n</function>\n</seed:tool_call>",

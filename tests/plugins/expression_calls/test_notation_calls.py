@@ -79,6 +79,15 @@ def test_any_cut_and_any_stop_give_the_same_answer(tool_choice: str) -> None:
         ("items:[42,true,3.14,[],{}],b:[]", {"items": [42, True, 3.14, [], {}], "b": []}),
         ("key:", {"key": ""}),
         ("city:New York , n:1", {"city": "New York", "n": 1}),
+        (f'q:"keep , oldText: literal",note:{Q}ok{Q}', {"q": "keep , oldText: literal", "note": "ok"}),
+        (r'q:"a \", b: \"{c",n:1', {"q": 'a ", b: "{c', "n": 1}),
+        ('q:"a\tb","k":["x, y",{"z":"]"}],five:5" pipe', {"q": "a\tb", "k": ["x, y", {"z": "]"}], "five": '5" pipe'}),
+        ("a:None,b:[None,True],c:{d:None}", {"a": None, "b": [None, True], "c": {"d": None}}),
+        ("q:hello, world,n:1", {"q": "hello, world", "n": 1}),
+        ("q:to Oslo, note to self: call, a.b:2", {"q": "to Oslo, note to self: call", "a.b": 2}),
+        (f"q:x, ,y,k:{Q}v{Q}", {"q": "x,y", "k": "v"}),
+        (f"q:{Q}x{Q},oops,n:1,last", {"q": "x", "oops": None, "n": "1,last"}),
+        ("a:[1,],b:2,", {"a": [1], "b": 2}),
         (f'html:{Q}<a href="x">\n\\{Q}', {"html": '<a href="x">\n\\'}),
     ],
 )
@@ -125,13 +134,48 @@ def test_strings_stream_character_by_character() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "arguments"),
-    [(f"k:{Q}London", {"k": "London"}), ("k:[1,2", {"k": [1, 2]}), (f"a:1,k:{{b:{Q}", {"a": 1, "k": {"b": ""}}), ("a:1,k", {"a": 1})],
+    ("cut", "arguments", "closed"),
+    [
+        ("", "{", {}),
+        (f"k:{Q}London", '{"k": "London', {"k": "London"}),
+        ("k:[1,2", '{"k": [1, 2', {"k": [1, 2]}),
+        (f"a:1,k:{{b:{Q}", '{"a": 1, "k": {"b": ', {"a": 1, "k": {"b": ""}}),
+        ("a:x,k", '{"a": "x', {"a": "x,k"}),
+        ("a:tr", '{"a": tr', {"a": "tr"}),
+        ('a:"x, y', '{"a": "x, y', {"a": '"x, y'}),
+    ],
 )
-@pytest.mark.parametrize("end", ["", SpecialText("<tool_call|>")])
-def test_a_call_that_is_cut_is_closed(cut: str, arguments: Any, end: str) -> None:
+def test_a_call_that_is_cut_keeps_what_came_and_one_that_ends_is_closed(cut: str, arguments: str, closed: Any) -> None:
     turn = Turn(tool_choice="auto", added_tokens=frozenset({"<tool_call|>"}))
-    assert calls(read(Gemma4(turn), [f"<|tool_call>call:f{{{cut}", end])) == [("f", arguments)]
+    text = f"<|tool_call>call:f{{{cut}"
+    (start, *fragments) = read(Gemma4(turn), [text])
+    assert (start, fragments) == (ToolCallStart(0, "f", ""), [ToolCallArguments(0, arguments)])
+    assert calls(read(Gemma4(turn), [text, SpecialText("<tool_call|>")])) == [("f", closed)]
+
+
+def test_the_end_marker_closes_a_string_that_nothing_else_closes() -> None:
+    text = f"<|tool_call>call:f{{k:{Q}abc<tool_call|>"
+    assert calls(read(Gemma4(AUTO), list(text))) == [("f", {"k": "abc"})]
+    assert calls(read(Gemma4(AUTO), list(f"{text} {Q}}}<tool_call|>"))) == [("f", {"k": "abc<tool_call|> "})]
+    events = read(Gemma4(AUTO), list(f"{text}\nDone."))
+    assert (calls(events), events[-1]) == ([("f", {"k": "abc"})], Text("\nDone."))
+    check_parser(Gemma4, [f"{text}\nDone."], markers=MARKERS, turn=AUTO, max_examples=10)
+
+
+@pytest.mark.parametrize("between", ["", "\n", ",", " , "])
+def test_several_calls_may_stand_between_one_pair_of_markers(between: str) -> None:
+    text = f"<|tool_call>call:f{{a:1}}{between}call:g{{}}<tool_call|>!"
+    events = read(Gemma4(AUTO), list(text))
+    assert calls(events) == [("f", {"a": 1}), ("g", {})]
+    assert events[-1] == Text("!")
+    check_parser(Gemma4, [text], markers=MARKERS, turn=AUTO, max_examples=10)
+
+
+def test_what_follows_a_call_between_the_markers_and_is_none_is_text() -> None:
+    events = read(Gemma4(AUTO), list("<|tool_call>call:f{}, call: g{}<tool_call|>, call:g{}"))
+    assert calls(events) == [("f", {}), ("g", {})]
+    events = read(Gemma4(AUTO), list("<|tool_call>call:f{}, call it<tool_call|>"))
+    assert (calls(events), events[-1]) == ([("f", {})], Text(", call it<tool_call|>"))
 
 
 @pytest.mark.parametrize("text", ["<|tool_call>call f{}<tool_call|>", "<|tool_call>{}", "<|tool_call>call:f", "call:f{}<tool_call|>"])

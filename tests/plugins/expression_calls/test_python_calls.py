@@ -164,16 +164,75 @@ def test_strings_stream_character_by_character() -> None:
 
 @pytest.mark.parametrize(
     ("cut", "arguments"),
-    [("x='San", '{"x": "San"}'), ("x=[1, {'a': 'b", '{"x": [1, {"a": "b"}]}'), ("x=1, y", '{"x": 1}'), ("x='a', y=Tr", '{"x": "a"}')],
+    [
+        ("", "{"),
+        ("x", "{"),
+        ("x=", "{"),
+        ("x='San", '{"x": "San'),
+        ("x='San'", '{"x": "San"'),
+        ("x='San')", '{"x": "San"}'),
+        ("x=[1, {'a': 'b", '{"x": [1, {"a": "b'),
+        ("x=1, y", '{"x": 1'),
+        ("x='a', y=Tr", '{"x": "a"'),
+        ("x=1)", '{"x": 1}'),
+    ],
 )
-def test_a_call_that_is_cut_is_closed(cut: str, arguments: str) -> None:
-    assert calls(read(Pythonic(AUTO), list(f"[f({cut}"))) == [("f", arguments)]
+@pytest.mark.parametrize("family", ["pythonic", "llama4", "olmo3", "lfm2"])
+def test_a_call_that_is_cut_keeps_what_came_from_its_name_on_and_is_not_closed(family: str, cut: str, arguments: str) -> None:
+    factory, _, markers = FAMILIES[family]
+    start = f"{markers[0] if markers else ''}{'' if family == 'olmo3' else '['}"
+    events = read(factory(AUTO), list(f"{start}f({cut}"))
+    assert (calls(events), text_of(events)) == ([("f", arguments)], "")
 
 
-def test_arguments_that_go_wrong_keep_what_came_and_leave_the_rest_visible() -> None:
-    events = read(Pythonic(AUTO), ["[f(x=1 2), g()]"])
-    assert calls(events) == [("f", '{"x": 1'), ("g", "{}")]
-    assert text_of(events) == "2)"
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("a=1, x=1 2", {"a": 1, "x": "1 2"}),
+        ("a=1, x=y", {"a": 1, "x": "y"}),
+        ("a=1, x=1+2, y=f(3, [4]), z=", {"a": 1, "x": "1+2", "y": "f(3, [4])", "z": None}),
+        ("a=[1, x, b'z'], b={c: d, 'e': 1e999}", {"a": [1, "x", "b'z'"], "b": {"c": "d", "e": "1e999"}}),
+        ("a=[1, {'b': 2", {"a": [1, {"b": 2}]}),
+    ],
+)
+def test_a_value_that_is_no_literal_is_a_string_where_the_call_has_started(written: str, arguments: object) -> None:
+    events = read(Pythonic(AUTO), list(f"[f({written}), g()]"))
+    assert [(name, json.loads(text)) for name, text in calls(events)] == [("f", arguments), ("g", {})]
+    check_parser(Pythonic, [f"[f({written}), g()]"], max_examples=10)
+
+
+@pytest.mark.parametrize("wrong", ["b", "**c", "'d'", "= 1"])
+def test_arguments_that_make_no_sense_are_closed_and_leave_the_rest_visible(wrong: str) -> None:
+    events = read(Pythonic(AUTO), list(f"[f(x=1, {wrong}), g()]"))
+    assert calls(events) == [("f", '{"x": 1}'), ("g", "{}")]
+    assert text_of(events) == f"{wrong})"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('[f(x="NYC"]', ["f"]),
+        ('[f(x="NYC"],', ["f"]),
+        ('[f(x="NYC"], g(y=1)]', ["f", "g"]),
+        ("[f(x=1], g(y=1)]", ["f"]),
+        ("[f(x=[1, 2]]", ["f"]),
+        ("[f(x=1, ]", ["f"]),
+    ],
+)
+def test_the_last_bracket_of_a_call_may_be_missing(text: str, names: list[str]) -> None:
+    events = read(Pythonic(AUTO), list(text))
+    assert [name for name, _ in calls(events)] == names
+    assert json.loads(calls(events)[0][1])["x"] in ("NYC", 1, [1, 2])
+    check_parser(Pythonic, [text], max_examples=10)
+
+
+@pytest.mark.parametrize("body", ["f(x='a')", "f(x='a'), g()", "f(x='a')\ng()"])
+def test_lfm2_may_leave_the_brackets_out(body: str) -> None:
+    start, end = "<|tool_call_start|>", "<|tool_call_end|>"
+    events = read(Lfm2(AUTO), list(f"Now: {start}{body}{end}"))
+    assert calls(events) == [("f", '{"x": "a"}'), ("g", "{}")][: body.count("(")]
+    assert text_of(events) == "Now: "
+    check_parser(Lfm2, [f"{start}{body}{end}", f"{start}two words(x=1){end}"], markers=(start, end), turn=AUTO, max_examples=15)
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,9 @@ def test_the_keys_are_those_of_the_format() -> None:
 
 def test_a_call_with_an_id_starts_once_that_is_known_or_comes_too_late() -> None:
     call = JsonCall(CallKeys(id="id"))
-    assert [call.feed(text, 0) and call.can_start for text in ('{"name": "f"', ', "id": "7"', "}")] == [False, True, True]
+    assert [call.feed(text, 0) and call.can_start for text in ('{"name": "f"', ', "id": "7"', "}")] == [False, False, True]
     late = JsonCall(CallKeys(id="id"))
-    assert [late.feed(text, 0) and late.can_start for text in ('{"name": "f", "arguments": ', '{}, "id": "7"}')] == [True, True]
+    assert [late.feed(text, 0) and late.can_start for text in ('{"name": "f", "arguments": {"', '": 1}, "id": "7"}')] == [True, True]
     without = JsonCall(CallKeys(id="id"))
     assert [without.feed(text, 0) and without.can_start for text in ('{"name": "f", "id": 7', "}")] == [False, True]
 
@@ -63,7 +63,7 @@ def test_the_one_key_may_be_the_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"name": "f"}', '{"name": "f", "arguments": 1}', '{"name": "f", "arguments": [{}]}', '{"name": "f", "arguments": {oops']
+    "text", ['{"name": "f"}', '{"name": "f", "arguments": 1}', '{"name": "f", "arguments": [{}]}', '{"name": "f", "arguments": {oops}']
 )
 def test_a_bare_object_is_a_call_only_with_arguments(text: str) -> None:
     call = JsonCall(CallKeys(is_bare=True))

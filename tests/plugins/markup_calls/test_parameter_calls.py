@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,33 @@ def test_the_example_is_a_call_in_both_vocabularies(name: str) -> None:
     tokens = frozenset(info.markers)
     events = read(factory(replace(AUTO, added_tokens=tokens)), split_atoms(info.example, tokens))
     assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "Oslo"}')]
+
+
+PARAMETERS = re.compile(r"<[^<>/]*(?:param|arg_key).*(?:param|parameter|arg_value)>", re.DOTALL)
+WITH_BODIES = pytest.mark.parametrize("name", sorted(name for name in FORMATS if not name.startswith(("glm", "minimax_m3"))))
+
+
+def with_body(name: str, body: str) -> str:
+    """The example with this in the place of its parameters."""
+    return PARAMETERS.sub(lambda parameters: body, FORMATS[name][1].example)
+
+
+@WITH_BODIES
+def test_the_arguments_may_be_one_json_object(name: str) -> None:
+    factory, info = FORMATS[name]
+    text = with_body(name, '{"city": "New\n<b>York</b>", "days": 3}')
+    assert calls(factory, text) == [("weather", {"city": "New\n<b>York</b>", "days": 3})]
+    assert content(factory, text) == ""
+    check_parser(factory, [f"a {text} b", with_body(name, '{"city": "a')], markers=info.markers, turn=AUTO, max_examples=10)
+
+
+@WITH_BODIES
+@pytest.mark.parametrize("body", ["prose", "{prose}", "{", "[1]"])
+def test_what_has_no_arguments_in_the_place_of_parameters_is_content(name: str, body: str) -> None:
+    factory, _ = FORMATS[name]
+    text = with_body(name, f"{body} ")
+    assert calls(factory, text) == []
+    assert content(factory, text) == text
 
 
 @formats

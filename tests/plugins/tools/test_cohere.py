@@ -1,6 +1,7 @@
-from penstock.engine.events import ToolCallArguments, ToolCallStart
+from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.tools.cohere import cohere
+from penstock.testing import read
 
 BLOCK = """<|START_ACTION|>
 [
@@ -8,6 +9,12 @@ BLOCK = """<|START_ACTION|>
     {"tool_name": "g", "parameters": {}}
 ]
 <|END_ACTION|>"""
+
+
+def test_one_call_may_lack_the_brackets() -> None:
+    call = '{"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}}'
+    events = read(cohere(Turn(tool_choice="auto")), [f"So: <|START_ACTION|>\n{call}\n<|END_ACTION|>"])
+    assert events == [Text("So: "), ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}')]
 
 
 def test_ids_are_the_models_own_where_it_writes_them() -> None:

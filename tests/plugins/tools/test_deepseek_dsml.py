@@ -67,8 +67,8 @@ def test_a_parameter_that_holds_all_arguments_is_unwrapped() -> None:
 
 def test_the_arguments_may_be_one_json_object_in_the_place_of_parameters() -> None:
     assert calls(DeepSeekV4, block('{"city": "a</｜DSML｜invoke>b", "x": [1]}')) == [("weather", {"city": "a</｜DSML｜invoke>b", "x": [1]})]
-    broken = '\n{"city": Oslo}\n</｜DSML｜invoke>\n'
-    assert content(DeepSeekV4, block('{"city": Oslo}')) == broken
+    assert calls(DeepSeekV4, block('{"city": Oslo,}')) == [("weather", {"city": "Oslo"})]
+    assert content(DeepSeekV4, block("{city}")) == block("{city}")
     check_parser(DeepSeekV4, [block('{"city": "a"}'), block('{"city": a}')], markers=V4.markers, turn=AUTO, max_examples=20)
 
 

@@ -46,7 +46,7 @@ def test_a_call_that_is_not_closed_does_not_break_the_next() -> None:
     events = read(deepseek_v3(AUTO), [f"{BEGIN}{broken}\n{whole}{END}"])
     assert events == [
         ToolCallStart(0, "f", ""),
-        ToolCallArguments(0, '{"x": 1\n'),
+        ToolCallArguments(0, '{"x": 1\n}'),
         ToolCallStart(1, "g", ""),
         ToolCallArguments(1, "{}"),
     ]

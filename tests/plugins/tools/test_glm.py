@@ -1,10 +1,20 @@
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
+from penstock.engine.turn import Turn
+from penstock.plugins.markup_calls.call_sections import CallSections
 from penstock.plugins.tools.glm import glm45, glm47
-from penstock.plugins.tools.hy_v3 import hy_v3
-from tests.plugins.tools.parameter_samples import calls, content
+from penstock.plugins.tools.hy_v3 import INFO, hy_v3
+from penstock.plugins.tools.longcat import MARKUP, Longcat
+from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing.answers import split_atoms
+from tests.plugins.tools.parameter_samples import AUTO, TOOLS, calls, content
+
+LONGCAT_MARKERS = MARKUP.markers
 
 
 @pytest.mark.parametrize(
@@ -19,6 +29,8 @@ from tests.plugins.tools.parameter_samples import calls, content
         ("<tool_call>f<arg_key>x</arg_key>\n<arg_key>y</arg_key><arg_value>1</arg_value></tool_call>", "f", {"y": 1}),
         ("<tool_call>a.b/c<arg_key>x</arg_key><arg_value>42</arg_value></tool_call>", "a.b/c", {"x": 42}),
         ("<tool_call>f<arg_key>x</arg_key><arg_value>2025-08-01</arg_value></tool_call>", "f", {"x": "2025-08-01"}),
+        ("<tool_call>f<arg_key>x</arg_key><arg_value>None</arg_value></tool_call>", "f", {"x": None}),
+        ("<tool_call>f<arg_key>x</arg_key><arg_value>None of it</arg_value></tool_call>", "f", {"x": "None of it"}),
         ('<tool_call>f<arg_key>x</arg_key><arg_value>{"a": [1]}</arg_value></tool_call>', "f", {"x": {"a": [1]}}),
         ("<tool_call>f<arg_key>x</arg_key><arg_value></arg_value></tool_call>", "f", {"x": ""}),
     ],
@@ -42,3 +54,50 @@ def test_hunyuan_has_a_separator_after_the_name_and_a_section() -> None:
     text = f"Checking.<tool_calls>\n{inner}<tool_call>weather<tool_sep></tool_call></tool_calls>"
     assert calls(hy_v3, text) == [("weather", {"city": "Oslo"}), ("weather", {})]
     assert content(hy_v3, text) == "Checking."
+
+
+SUFFIX = ":opensource"
+
+
+def with_suffix(text: str) -> str:
+    return re.sub(r"<(/?[a-z_]+)>", rf"<\1{SUFFIX}>", text)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        Turn(prompt_tail=f"<think{SUFFIX}></think{SUFFIX}>"),
+        Turn(added_tokens=frozenset(map(with_suffix, INFO.markers))),
+        Turn(added_tokens=frozenset({f"<think{SUFFIX}>"})),
+    ],
+)
+def test_hunyuans_markers_have_the_suffix_of_the_prompt_or_of_the_vocabulary(turn: Turn) -> None:
+    turn = replace(turn, tools=TOOLS, tool_choice="auto")
+    events = read(hy_v3(turn), split_atoms(with_suffix(INFO.example), turn.added_tokens))
+    assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "Oslo"}')]
+    assert hy_v3(turn).tool_format.opening == f"<tool_calls{SUFFIX}>"
+    quoted = "\n<tool_call>weather<tool_sep>\n</tool_call>"
+    assert read(hy_v3(turn), split_atoms(quoted, turn.added_tokens)) == [Text(quoted)]
+
+
+def test_what_hunyuans_grammar_allows_is_read_as_calls_with_the_suffix_too() -> None:
+    def suffixed(turn: Turn) -> CallSections:
+        return hy_v3(replace(turn, prompt_tail=f"<think{SUFFIX}>"))
+
+    check_tool_format(suffixed, markers=list(map(with_suffix, INFO.markers)), num_walks=2)
+
+
+LONGCAT = """<longcat_tool_call>weather
+<longcat_arg_key>city</longcat_arg_key>
+<longcat_arg_value>Oslo</longcat_arg_value>
+<longcat_arg_key>days</longcat_arg_key>
+<longcat_arg_value>3</longcat_arg_value>
+</longcat_tool_call>"""
+
+
+def test_longcat_writes_the_same_with_names_of_its_own_or_json() -> None:
+    as_json = '<longcat_tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</longcat_tool_call>'
+    text = f"Both.\n{LONGCAT}\n{as_json}\n{LONGCAT}"
+    expected = {"city": "Oslo", "days": 3}
+    assert calls(Longcat, text) == [("weather", expected), ("weather", {"city": "Rome"}), ("weather", expected)]
+    check_parser(Longcat, [f"a {LONGCAT}{as_json}"], markers=LONGCAT_MARKERS, turn=AUTO, max_examples=20)

@@ -36,13 +36,14 @@ def test_what_the_format_allows_is_read_as_calls() -> None:
     check_tool_format(Hermes, markers=MARKERS, num_walks=6)
 
 
-def test_a_call_starts_with_its_name_and_its_arguments_follow_character_by_character() -> None:
+def test_a_call_starts_with_its_first_argument_and_strings_follow_character_by_character() -> None:
     parser = Hermes(AUTO, new_id=lambda: "id")
-    assert parser.feed('<tool_call>\n{"name": "f') == []
-    assert parser.feed('"') == [ToolCallStart(0, "f", "id")]
-    assert parser.feed(', "arguments": ') == []
-    for char in '{"x": "y"}':
+    assert parser.feed('<tool_call>\n{"name": "f", "arguments": {') == []
+    assert parser.feed('"x": "') == [ToolCallStart(0, "f", "id"), ToolCallArguments(0, '{"x": "')]
+    for char in "yz":
         assert parser.feed(char) == [ToolCallArguments(0, char)]
+    assert parser.feed('"') == []  # which may belong to the string
+    assert parser.feed("}") == [ToolCallArguments(0, '"}')]
     assert parser.feed("}\n</tool_call>") == []
     assert parser.finish() == []
 
@@ -106,9 +107,32 @@ def test_a_call_after_a_block_that_is_none_is_still_read() -> None:
     assert events == [Text("<tool_call>{"), ToolCallStart(0, "f", ""), ToolCallArguments(0, "{}")]
 
 
-def test_arguments_that_go_wrong_after_the_call_has_started_leave_the_rest_visible() -> None:
-    events = read(Hermes(AUTO), ['<tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>'])
-    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": '), Text("oops}}</tool_call>")]
+@pytest.mark.parametrize("arguments", ["oops", "{oops}", '{"x": 1', '"{}'])
+def test_a_block_whose_arguments_never_begin_or_are_not_closed_is_content_or_mended(arguments: str) -> None:
+    pieces = [SpecialText("<tool_call>"), f'{{"name": "f", "arguments": {arguments}', SpecialText("</tool_call>")]
+    mended = [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}')]
+    assert read(Hermes(TOKENS), pieces) == (mended if "x" in arguments else list(map(Text, pieces)))
+
+
+def test_arguments_that_make_no_sense_are_closed_and_leave_the_rest_visible() -> None:
+    events = read(Hermes(AUTO), ['<tool_call>{"name": "f", "arguments": {"x": 1, oops}}</tool_call>'])
+    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}'), Text(", oops}}</tool_call>")]
+
+
+@pytest.mark.parametrize(
+    ("broken", "items"),
+    [
+        ('{"name": oops, "x": "}"}', 1),
+        ('{"arguments": {"x": [1]}, "name": oops}', 1),
+        ('{"name": "f", "arguments": {"x": [1]}, "oops"}', 2),
+        ('{"name": "f", "arguments": {"x": 1 "y": {"z": 2}}}', 2),
+    ],
+)
+def test_calls_after_a_malformed_one_in_an_array_are_read(broken: str, items: int) -> None:
+    text = f'<tool_call>[{broken}, {{"name": "g", "arguments": {{}}}}]</tool_call>'
+    names = [event.name for event in read(Hermes(AUTO), [text]) if isinstance(event, ToolCallStart)]
+    assert names == ["f", "g"][2 - items :]
+    check_parser(Hermes, [text], markers=MARKERS, turn=AUTO, max_examples=20)
 
 
 def test_a_quoted_marker_calls_nothing_where_the_vocabulary_has_it_as_a_token() -> None:

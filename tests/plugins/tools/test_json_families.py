@@ -122,6 +122,12 @@ def test_all_kinds_of_arguments_come_out_as_they_were_written(factory: Callable[
 
 
 @families
+def test_a_line_break_and_a_tab_in_a_string_are_escaped(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    events = read(factory(AUTO), [content_of(info).replace("Oslo", "New\n\tYork")])
+    assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, r'{"city": "New\n\tYork"}')]
+
+
+@families
 def test_calls_are_numbered(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
     example = content_of(info)
     events = read(factory(AUTO), [f"{example}\n{example}"])
@@ -142,5 +148,5 @@ def test_an_end_token_in_the_middle_of_a_call_ends_it(factory: Callable[[Turn], 
         return
     head = content_of(info).partition("slo")[0]
     events = read(factory(Turn(tool_choice="auto", added_tokens=tokens)), [*split_atoms(head, tokens), SpecialText(end), " after"])
-    assert events[:2] == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "O')]
+    assert events[:2] == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "O"}')]
     assert events[-1] == Text(" after")

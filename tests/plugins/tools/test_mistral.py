@@ -49,10 +49,14 @@ def test_ids_are_nine_letters_and_digits() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[TOOL_CALLS] not json at all", "[TOOL_CALLS]name_alone", "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS] [1]", "[TOOL_CALLS]", "[TOOL_CALLS]{}"],
+    ["[TOOL_CALLS] not json at all", "[TOOL_CALLS]name_alone", "[TOOL_CALLS] [1]", "[TOOL_CALLS]", "[TOOL_CALLS]{}"],
 )
 def test_what_is_no_call_is_content(text: str) -> None:
     assert read(mistral(AUTO), [text]) == [Text(text)]
+
+
+def test_a_call_that_is_cut_after_its_name_is_one() -> None:
+    assert read(mistral(AUTO), ["[TOOL_CALLS]f[ARGS]"]) == [ToolCallStart(0, "f", "")]
 
 
 def test_arguments_that_are_cut_keep_what_came() -> None:

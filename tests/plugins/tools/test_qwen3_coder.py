@@ -40,8 +40,13 @@ def body(*parameters: str) -> str:
 def test_values_are_read_by_the_schema(parameters: tuple[str, ...], expected: dict[str, Any]) -> None:
     assert calls(qwen3_coder, body(*parameters)) == [("weather", expected)]
     assert content(qwen3_coder, body(*parameters)) == ""
-    seed = body(*parameters).replace("tool_call>", "seed:tool_call>")
-    assert calls(seed_oss, seed) == [("weather", expected)]
+
+
+@pytest.mark.parametrize("value", ["Oslo", "New\n\nYork", "\nOslo\n", "\n", ""])
+def test_seed_oss_writes_no_line_breaks_around_values(value: str) -> None:
+    text = f"<seed:tool_call>\n<function=weather>\n<parameter=city>{value}</parameter>\n</function>\n</seed:tool_call>"
+    assert calls(seed_oss, text) == [("weather", {"city": value})]
+    assert content(seed_oss, text) == ""
 
 
 def test_arguments_of_an_unknown_tool_are_strings() -> None:

@@ -1,0 +1,310 @@
+"""Reads one JSON object as models write it and gives it out as JSON, while it arrives."""
+
+import re
+from enum import Enum, auto
+
+from penstock.plugins.schema_types import ANY_TYPE
+from penstock.plugins.schema_values import TextValue, quoted, to_json
+
+_SPACE = re.compile(r"[ \t\n\r]+")
+_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
+_BARE = re.compile(r"[^,\n<`()\[\]{}]+")
+_BARE_KEY = re.compile(r"[\w$.\-]+")
+_ESCAPED = frozenset("\"'\\/bfnrtu")
+_HEX = frozenset("0123456789abcdefABCDEF")
+_CLOSERS = {"{": "}", "[": "]"}
+_MARKUP = "<`"
+"""No JSON begins so, and the markers after a call do."""
+_MAX_KEY = 256
+
+
+class _Next(Enum):
+    """What has to come next."""
+
+    KEY = auto()  # or the end of the object
+    COLON = auto()
+    VALUE = auto()
+    ITEM = auto()  # or the end of the array
+    COMMA = auto()  # or the end of the object or array
+
+
+class JsonRepair:
+    """What is JSON passes as it was written, each character once. What models write in its place is mended where its meaning is plain:
+
+    - in a string: control characters, and a backslash that begins no escape, are escaped; so is a quotation mark that nothing follows
+      which could follow a string
+    - strings and keys in single quotes, keys without any, and constants as Python writes them; a value that is nothing of all that is
+      the string of what was written
+    - a comma or a colon that is missing or too many, a value that is missing (null), a bracket that was not closed before one around it
+
+    `is_malformed` at the first character that makes no sense after all that. `left` is what was read then and belongs to nothing.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self.is_malformed = False
+        self.is_begun = False
+        """More than the opening brace has come."""
+        self.left = ""
+        self._out: list[str] = []
+        self._closers: list[str] = []
+        self._next = _Next.VALUE
+        self._step = self._read_gap
+        self._held = ""  # a comma or a quotation mark, with white space after it: what follows tells what it is
+        self._is_key = False
+        self._quote = '"'
+        self._escape = ""
+        self._bare: list[str] = []
+        self._bare_depth = 0
+
+    @property
+    def depth(self) -> int:
+        """How many brackets are open."""
+        return len(self._closers)
+
+    def feed(self, text: str, position: int) -> int:
+        """Reads from `position`, at first where the object begins; returns where it stopped."""
+        while position < len(text) and not self.is_complete and not self.is_malformed:
+            position = self._step(text, position)
+        return position
+
+    def take(self) -> str:
+        """The JSON that has come since the last call of this."""
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def close(self) -> None:
+        """The object ends here: what is open is closed, so that it is a JSON document."""
+        if self.is_complete:
+            return
+        if self._step == self._read_bare:
+            self._end_bare()
+        elif self._step == self._read_escape:
+            self._end_escape("\\" + self._escape)
+        if self._step in (self._read_string, self._read_string_end):
+            self._held = ""
+            self._out.append('"')
+            self._next = _Next.COLON if self._is_key else _Next.COMMA
+        self._fill_gap()
+        self._out += reversed(self._closers)
+        self._closers.clear()
+        self.is_complete = True
+
+    def stop(self) -> None:
+        """No more comes: what is held is given out as it was written."""
+        self._out.append(self._held + self._escape)
+        bare = "".join(self._bare)
+        if self._step == self._read_bare_key:
+            self._out.append(quoted(bare)[:-1])
+        elif bare:
+            value = TextValue(ANY_TYPE, is_json=True)
+            self._out.append(value.feed(bare) + value.cut())
+
+    def _fail(self, position: int, left: str = "") -> int:
+        self.is_malformed = True
+        self.left = self._held + left
+        self._held = ""
+        return position
+
+    # Between keys and values
+
+    def _read_gap(self, text: str, position: int) -> int:
+        space = _SPACE.match(text, position)
+        if space is not None:
+            if self._held:
+                self._held += space[0]
+            else:
+                self._out.append(space[0])
+            return space.end()
+        char = text[position]
+        if char in _MARKUP or (char in "]}" and char not in self._closers):
+            return self._fail(position)
+        if char in "]}":
+            return self._close(char, position)
+        match self._next:
+            case _Next.KEY:
+                return self._start_key(char, position)
+            case _Next.COLON:
+                return self._pass_colon(char, position)
+            case _Next.COMMA:
+                return self._pass_comma(char, position)
+            case _:
+                return self._start_value(char, position)
+
+    def _close(self, closer: str, position: int) -> int:
+        self._fill_gap()
+        while True:
+            last = self._closers.pop()
+            self._out.append(last)
+            if last == closer:
+                break
+        self._next = _Next.COMMA
+        self.is_begun = True
+        self.is_complete = not self._closers
+        return position + 1
+
+    def _fill_gap(self) -> None:
+        """A bracket closes here: a comma before it is too many, and a key without a value has null."""
+        self._out.append(self._held.removeprefix(","))
+        self._held = ""
+        if self._next is _Next.COLON:
+            self._out.append(": null")
+        elif self._next is _Next.VALUE:
+            self._out.append("null")
+
+    def _pass_colon(self, char: str, position: int) -> int:
+        if char == ",":
+            self._out.append(": null")
+            self._next = _Next.COMMA
+            return position
+        self._next = _Next.VALUE
+        self._out.append(":" if char in ":=" else ": ")
+        return position + (char in ":=")
+
+    def _pass_comma(self, char: str, position: int) -> int:
+        """After a value. A missing comma is plain where a string or a bracket begins."""
+        if char != "," and not (char in "\"'" or (char in _CLOSERS and self._closers[-1] == "]")):
+            return self._fail(position)
+        self._held = ","
+        self._next = _Next.KEY if self._closers[-1] == "}" else _Next.ITEM
+        return position + (char == ",")
+
+    def _flush(self) -> None:
+        self._out.append(self._held)
+        self._held = ""
+
+    # Keys and values
+
+    def _start_key(self, char: str, position: int) -> int:
+        if char == ",":
+            return position + 1
+        if char in "\"'":
+            self._flush()
+            self.is_begun = True
+            self._start_string(char, is_key=True)
+            return position + 1
+        self._step = self._read_bare_key
+        return position
+
+    def _read_bare_key(self, text: str, position: int) -> int:
+        found = _BARE_KEY.match(text, position)
+        if found is not None and self._bare_depth == 0:
+            self._bare.append(found[0])
+            return found.end() if sum(map(len, self._bare)) <= _MAX_KEY else self._fail(found.end(), "".join(self._bare))
+        space = _SPACE.match(text, position)
+        if space is not None and self._bare:
+            self._bare.append(space[0])
+            self._bare_depth = 1  # the key is over
+            return space.end()
+        written = "".join(self._bare)
+        self._bare.clear()
+        self._bare_depth = 0
+        if not written or text[position] not in ":=":
+            return self._fail(position, written)
+        self._flush()
+        self.is_begun = True
+        self._out.append(quoted(written.strip()))
+        self._next = _Next.COLON
+        self._step = self._read_gap
+        return position
+
+    def _start_value(self, char: str, position: int) -> int:
+        if char == ",":
+            if self._next is _Next.VALUE:
+                self._out.append("null")
+                self._next = _Next.COMMA
+                return position
+            return position + 1
+        self._flush()
+        if char in _CLOSERS:
+            self._out.append(char)
+            self._closers.append(_CLOSERS[char])
+            self._next = _Next.KEY if char == "{" else _Next.ITEM
+            return position + 1
+        if char in "\"'":
+            self._start_string(char, is_key=False)
+            return position + 1
+        self._step = self._read_bare
+        return position
+
+    def _read_bare(self, text: str, position: int) -> int:
+        """A value without quotation marks, to the comma, the bracket or the line break that ends it."""
+        found = _BARE.match(text, position)
+        if found is not None:
+            self._bare.append(found[0])
+            return found.end()
+        char = text[position]
+        if char in _MARKUP or (not self._bare_depth and char in ",\n]}"):
+            self._end_bare()
+            return position
+        self._bare_depth += char in "([{"
+        self._bare_depth -= char in ")]}" and self._bare_depth > 0
+        self._bare.append(char)
+        return position + 1
+
+    def _end_bare(self) -> None:
+        self._out.append(to_json("".join(self._bare).strip(), ANY_TYPE, is_json=True))
+        self._bare.clear()
+        self._bare_depth = 0
+        self._next = _Next.COMMA
+        self._step = self._read_gap
+
+    # Strings
+
+    def _start_string(self, quote: str, *, is_key: bool) -> None:
+        self._out.append('"')
+        self._quote = quote
+        self._is_key = is_key
+        self._step = self._read_string
+
+    def _read_string(self, text: str, position: int) -> int:
+        plain = _PLAIN[self._quote].match(text, position)
+        if plain is not None:
+            self._out.append(plain[0])
+            return plain.end()
+        char = text[position]
+        if char == self._quote:
+            self._held = '"'
+            self._step = self._read_string_end
+        elif char == "\\":
+            self._escape = char
+            self._step = self._read_escape
+        else:
+            self._out.append(quoted(char)[1:-1])
+        return position + 1
+
+    def _read_escape(self, text: str, position: int) -> int:
+        """One character after a backslash, or after `\\u`."""
+        char = text[position]
+        is_unicode = len(self._escape) > 1
+        if char in (_HEX if is_unicode else _ESCAPED):
+            self._escape += char
+            if self._escape != "\\u" and len(self._escape) in (2, 6):
+                self._end_escape(char if char == "'" else self._escape)
+            return position + 1
+        self._end_escape("\\" + self._escape)
+        return position
+
+    def _end_escape(self, json_text: str) -> None:
+        self._out.append(json_text)
+        self._escape = ""
+        self._step = self._read_string
+
+    def _read_string_end(self, text: str, position: int) -> int:
+        """After a quotation mark, which ends the string where something follows that can follow one."""
+        space = _SPACE.match(text, position)
+        if space is not None:
+            self._held += space[0]
+            return space.end()
+        char = text[position]
+        is_missing_comma = char in "\"'" and len(self._held) > 1 and not self._is_key
+        if char in (":," if self._is_key else ",") or char in self._closers or char in _MARKUP or is_missing_comma:
+            self._flush()
+            self._next = _Next.COLON if self._is_key else _Next.COMMA
+            self._step = self._read_gap
+        else:
+            self._out.append(quoted(self._quote + self._held[1:])[1:-1])
+            self._held = ""
+            self._step = self._read_string
+        return position
