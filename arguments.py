@@ -33,6 +33,7 @@ class Arguments:
     tool_parser: str
     chat_template: str | None
     thinking_token_budget: int | None
+    max_tool_calls: int
     trust_request_chat_template: bool
     allow_unknown_fields: bool
     host: str
@@ -100,6 +101,7 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
         tool_parser=given.tool_parser,
         chat_template=given.chat_template,
         thinking_token_budget=given.thinking_token_budget,
+        max_tool_calls=given.max_tool_calls,
         trust_request_chat_template=given.trust_request_chat_template,
         allow_unknown_fields=given.allow_unknown_fields,
         host=given.host,
@@ -214,6 +216,14 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="reasoning is closed after so many tokens where a request does not say (default: no bound, "
         "or 256 on a model that never learned the parser's markers)",
+    )
+    group.add_argument(
+        "--max-tool-calls",
+        type=integer(1),
+        default=16,
+        metavar="N",
+        help="end an answer that has to call tools after N calls, and any answer after N equal calls in a row; a request may bound its "
+        "calls itself (default: %(default)s)",
     )
     group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
     group.add_argument(

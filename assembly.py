@@ -2,7 +2,7 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from penstock.api.context import PoolingContext, ServerContext, ServerOptions
 from penstock.api.model_abilities import description
 from penstock.api.templates.chat_template import ChatTemplate, load_chat_template
+from penstock.api.templates.tool_prompt import ToolPrompt
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.engine import Engine
@@ -105,7 +106,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
-        chat_template=build_chat_template(files.template, tokenizer, workers),
+        chat_template=replace(build_chat_template(files.template, tokenizer, workers), tool_prompt=tool_prompt(plugins)),
         model_names=served_names(arguments),
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
@@ -173,6 +174,7 @@ def server_options(arguments: Arguments) -> ServerOptions:
         keep_alive_seconds=arguments.keep_alive_interval,
         api_keys=arguments.api_keys,
         cors_origins=arguments.allowed_origins,
+        max_tool_calls=arguments.max_tool_calls,
     )
 
 
@@ -209,8 +211,9 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
 
 
 def selection(registry: Registry[Any]) -> str:
-    """The parser in use, and whether the model's own files chose it."""
-    return (registry.active or "none") + (" (auto)" if registry.is_automatic else "")
+    """The parser in use, and whether the model's own files chose it or showed none."""
+    how = " (default)" if registry.is_default else " (auto)" if registry.is_automatic else ""
+    return (registry.active or "none") + how
 
 
 def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
@@ -229,6 +232,16 @@ def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: Thr
     return ChatTemplate(
         tokenizer.chat_template, tokenizer.special_tokens_map, tool_source=tokenizer.chat_templates.get("tool_use"), workers=workers
     )
+
+
+def tool_prompt(plugins: Plugins) -> ToolPrompt:
+    """The format in which the model is told of tools where its chat template does not: that of the tool parser, if there is one."""
+    registry = plugins.tool_parsers
+    if registry.active is None or registry.active_factory is None:
+        return ToolPrompt()
+    tool_format = getattr(registry.active_factory(Turn()), "tool_format", None)
+    info = registry.infos.get(registry.active)
+    return ToolPrompt(tool_format, "" if info is None else info.example, is_default=registry.is_default)
 
 
 def thinking_budget(asked: int | None, parser: ReasoningParserFactory | None, tokenizer: Tokenizer, template: str | None) -> int | None:

@@ -28,6 +28,7 @@ class ServerOptions:
     keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    max_tool_calls: int = 16
 
 
 class RunningEngine(Protocol):
