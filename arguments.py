@@ -45,6 +45,7 @@ class Arguments:
     chat_template: str | None
     thinking_token_budget: int | None
     reasoning_field: ReasoningField
+    max_tool_calls: int
     trust_request_chat_template: bool
     additional_properties: AdditionalProperties
     allow_unknown_fields: bool
@@ -127,6 +128,7 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
         chat_template=given.chat_template,
         thinking_token_budget=given.thinking_token_budget,
         reasoning_field=given.reasoning_field,
+        max_tool_calls=given.max_tool_calls,
         trust_request_chat_template=given.trust_request_chat_template,
         additional_properties=given.additional_properties,
         allow_unknown_fields=given.allow_unknown_fields,
@@ -299,6 +301,14 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(ReasoningField),
         default="reasoning_content",
         help="what answers call the reasoning; reasoning is vLLM's newer name (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-tool-calls",
+        type=integer(1),
+        default=16,
+        metavar="N",
+        help="end an answer that has to call tools after N calls, and any answer after N equal calls in a row; a request may bound its "
+        "calls itself (default: %(default)s)",
     )
     group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
     add_reading_choice(group, "where a request does not say: ", "closed")

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from penstock import __version__
 from penstock.api.context import PoolingContext, ServerContext, ServerOptions
 from penstock.api.model_abilities import description
 from penstock.api.templates.chat_template import ChatTemplate, load_chat_template
+from penstock.api.templates.tool_prompt import ToolPrompt
 from penstock.api.workers import Workers
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
@@ -110,7 +111,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
-        chat_template=build_chat_template(files.template, tokenizer, workers),
+        chat_template=replace(build_chat_template(files.template, tokenizer, workers), tool_prompt=tool_prompt(plugins)),
         model_names=served_names(arguments),
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
@@ -178,6 +179,7 @@ def server_options(arguments: Arguments) -> ServerOptions:
         metrics_without_key=arguments.metrics_without_key,
         reasoning_field=arguments.reasoning_field,
         system_fingerprint=system_fingerprint(arguments.engine),
+        max_tool_calls=arguments.max_tool_calls,
     )
 
 
@@ -220,8 +222,9 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
 
 
 def selection(registry: Registry[Any]) -> str:
-    """The parser in use, and whether the model's own files chose it."""
-    return (registry.active or "none") + (" (auto)" if registry.is_automatic else "")
+    """The parser in use, and whether the model's own files chose it or showed none."""
+    how = " (default)" if registry.is_default else " (auto)" if registry.is_automatic else ""
+    return (registry.active or "none") + how
 
 
 def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
@@ -256,6 +259,16 @@ def suggest_quantization(directory: Path, config: EngineConfig, device_type: str
         path.name,
         growth,
     )
+
+
+def tool_prompt(plugins: Plugins) -> ToolPrompt:
+    """The format in which the model is told of tools where its chat template does not: that of the tool parser, if there is one."""
+    registry = plugins.tool_parsers
+    if registry.active is None or registry.active_factory is None:
+        return ToolPrompt()
+    tool_format = getattr(registry.active_factory(Turn()), "tool_format", None)
+    info = registry.infos.get(registry.active)
+    return ToolPrompt(tool_format, "" if info is None else info.example, is_default=registry.is_default)
 
 
 def thinking_budget(asked: int | None, parser: ReasoningParserFactory | None, tokenizer: Tokenizer, template: str | None) -> int | None:

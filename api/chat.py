@@ -39,16 +39,16 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, headers = await read_admitted_body(http, ChatCompletionRequest)
     model = served_model(context, body.model)
-    request, view = await prepare(context, body, client_of(http))
-    check = await answer_check(context, body, request.grammar)
-    fold = ChatFold(context, body, request, view, model, check.found)
+    request, view, tools = await prepare(context, body, client_of(http))
+    check = await answer_check(context, body, tools, request.grammar)
+    fold = ChatFold(context, body, request, view, model, check.found, is_call_forced=tools.is_forced)
     deltas = check.watch(timer.watch(searched(body, context.engine.generate(request))))
     headers |= warning_header(request.grammar)
     return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
 
 
-async def prepare(context: ServerContext, body: ChatCompletionRequest, client: str | None = None) -> tuple[Request, ReasoningView]:
-    """The engine's request, and how its reasoning is to be shown. `client` is whom its work is held to.
+async def prepare(context: ServerContext, body: ChatCompletionRequest, client: str | None = None) -> tuple[Request, ReasoningView, ToolUse]:
+    """The engine's request, how its reasoning is to be shown, and what is asked of tools. `client` is whom its work is held to.
 
     Raises `InvalidRequest` for all that is wrong with the body.
     """
@@ -57,7 +57,7 @@ async def prepare(context: ServerContext, body: ChatCompletionRequest, client: s
     turn, prompt_token_ids = await render(context, body, tools)
     params = chat_sampling_params(context, body, len(prompt_token_ids))
     request = await conversation_request(context, body, tools, turn, prompt_token_ids, params, client)
-    return request, reasoning_view(context, body, turn)
+    return request, reasoning_view(context, body, turn), tools
 
 
 async def conversation_request(
@@ -71,7 +71,8 @@ async def conversation_request(
 ) -> Request:
     """The engine's request for a conversation that has been rendered. Raises `InvalidRequest`."""
     processors = logits_processors(context, body.logits_processors)
-    spec = await constraint(context, body, tools, turn)
+    tool_format = call_format(context, tools, turn)
+    spec = await constraint(context, body, tools, tool_format)
     turn = replace(turn, is_constrained=spec is not None)
     return Request(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -84,6 +85,7 @@ async def conversation_request(
             reasoning=context.reasoning_parser,
             tools=context.tool_parser if turn.tools else None,
             turn=turn,
+            call_limits=tools.limits(context.options.max_tool_calls, None if spec is None or tool_format is None else tool_format.opening),
         ),
         grammar=await compiled_grammar(context, body, spec, client),
         logits_processors=processors,
@@ -124,12 +126,21 @@ async def render(context: ServerContext, body: ChatCompletionRequest, tools: Too
     return turn, prompt_token_ids
 
 
-async def constraint(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, turn: Turn) -> GrammarSpec | None:
+def call_format(context: ServerContext, tools: ToolUse, turn: Turn) -> ToolFormat | None:
+    """How calls are written, where there may be any and the tool parser says so."""
+    if not tools.shown or context.tool_parser is None:
+        return None
+    tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
+    return tool_format
+
+
+async def constraint(
+    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, tool_format: ToolFormat | None
+) -> GrammarSpec | None:
     """What the answer is held to, tool calls included. Long schemas are written out in a worker."""
     chosen = json_reading(body, context.options.additional_properties)
     if not tools.shown or context.tool_parser is None:
         return await run(context, lambda: in_reading(chosen, lambda reading: grammar_spec_in(reading, body)), is_long=is_large(body))
-    tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
     parser_name = context.plugins.tool_parsers.active
 
     def spec(reading: JsonReading) -> GrammarSpec | None:
@@ -138,14 +149,13 @@ async def constraint(context: ServerContext, body: ChatCompletionRequest, tools:
     return await run(context, lambda: in_reading(chosen, spec), is_long=True)
 
 
-async def answer_check(context: ServerContext, body: ChatCompletionRequest, grammar: CompiledGrammar | None) -> AnswerCheck:
+async def answer_check(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, grammar: CompiledGrammar | None) -> AnswerCheck:
     """Where the grammar is lenient: checks the content against its schema, and calls against those of their tools."""
     if grammar is None or not grammar.warnings:
         return AnswerCheck(context.conformance)
 
     def schemas() -> tuple[str | None, dict[str, str]]:
-        tools = tool_use(body, has_parser=context.tool_parser is not None).callable
-        arguments = {tool.name: callable_tool(tool).arguments.text for tool in tools if not tool.is_strict}
+        arguments = {tool.name: callable_tool(tool).arguments.text for tool in tools.callable if not tool.is_strict}
         return open_schema(body, grammar), arguments
 
     return AnswerCheck(context.conformance, *await run(context, schemas, is_long=True))

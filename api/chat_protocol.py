@@ -37,6 +37,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_field
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: none, whatever the server's default

@@ -37,6 +37,7 @@ class ServerOptions:
     metrics_without_key: bool = False
     reasoning_field: ReasoningField = "reasoning_content"
     system_fingerprint: str | None = None
+    max_tool_calls: int = 16
 
 
 class RunningEngine(Protocol):

@@ -16,6 +16,7 @@ from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.sampling.sampling_params import SamplingParams
 from penstock.engine.text.answer import Answer
+from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
@@ -58,6 +59,7 @@ def answer_reader(
     reasoning: ReasoningParserFactory | None = None,
     tools: ToolParserFactory | None = None,
     turn: Turn | None = None,
+    call_limits: CallLimits = NO_LIMITS,
 ) -> Callable[[], Answer]:
     """What the engine calls once per sequence to read its tokens. Without parsers the text is the model's own."""
     start = turn or Turn()
@@ -71,6 +73,7 @@ def answer_reader(
             params.include_stop_str_in_output,
             params.skip_special_tokens,
             params.min_tokens,
+            call_limits,
         )
 
     return make_answer

@@ -7,6 +7,7 @@ import msgspec
 
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ class ToolUse:
     """`shown` are the tools that the prompt tells of, as the client wrote them; `callable` those of them that may be called.
 
     Where `is_forced` the answer is a call; where `is_single` there is one at most. `is_restricted` says that `allowed_tools` chose some.
-    `choice` is the word for parsers: as `Turn.tool_choice`.
+    `choice` is the word for parsers: as `Turn.tool_choice`. `max_calls` is the request's own bound.
     """
 
     shown: list[dict[str, Any]]
@@ -69,6 +70,18 @@ class ToolUse:
     is_forced: bool = False
     is_single: bool = False
     is_restricted: bool = False
+    max_calls: int | None = None
+
+    def limits(self, default: int, opening: str | None) -> CallLimits:
+        """What ends the answer. `opening` is how a grammar opens calls, None without a grammar.
+
+        A model that is forced to call, and would not stop by itself, repeats a call: there the first repetition ends the answer, elsewhere
+        `default` equal calls in a row. Without a bound of the request's own, a forced answer has `default` calls at most.
+        """
+        if not self.shown:
+            return NO_LIMITS
+        max_calls = 1 if self.is_single else self.max_calls or (default if self.is_forced else None)
+        return CallLimits(max_calls=max_calls, max_alike=1 if self.is_forced else default, opening="" if self.is_forced else opening)
 
 
 NO_TOOLS = ToolUse(shown=[], callable=(), choice="none")
@@ -95,7 +108,7 @@ def tool_use(body: ChatCompletionRequest, *, has_parser: bool) -> ToolUse:
         tools[tool.name] = tool
     use = read_choice(body, tools)
     if use.shown and not has_parser:
-        raise InvalidRequest("this server was started without a tool parser: start it with one, such as --plugin hermes", "tools")
+        raise InvalidRequest("this server was started without a tool parser: leave out --tool-parser none and --plugin none", "tools")
     return use
 
 
@@ -134,11 +147,12 @@ def read_choice(body: ChatCompletionRequest, tools: dict[str, Tool]) -> ToolUse:
     choice = body.tool_choice
     if choice == "none":
         return NO_TOOLS
-    shown, every, is_single = body.tools or [], tuple(tools.values()), body.parallel_tool_calls is False
+    shown, every, max_calls = body.tools or [], tuple(tools.values()), body.max_tool_calls
+    is_single = body.parallel_tool_calls is False or max_calls == 1
     if choice is None or choice == "auto":
-        return ToolUse(shown=shown, callable=every, choice="auto", is_single=is_single)
+        return ToolUse(shown=shown, callable=every, choice="auto", is_single=is_single, max_calls=max_calls)
     if choice == "required":
-        return ToolUse(shown=shown, callable=every, choice="required", is_forced=True, is_single=is_single)
+        return ToolUse(shown=shown, callable=every, choice="required", is_forced=True, is_single=is_single, max_calls=max_calls)
     if isinstance(choice, str):
         raise InvalidRequest(f"Invalid value for `tool_choice`: {choice[:100]!r}", "tool_choice")
     if choice.get("type") == "allowed_tools":
@@ -154,6 +168,7 @@ def read_choice(body: ChatCompletionRequest, tools: dict[str, Tool]) -> ToolUse:
             is_forced=allowed.mode == "required",
             is_single=is_single,
             is_restricted=True,
+            max_calls=max_calls,
         )
     tool = chosen_tool(convert_choice(choice, NamedTool).function.name, tools, "tool_choice")
     # A function may have the name of a mode: parsers are told of the mode that is nearest.

@@ -225,7 +225,7 @@ class OutputProcessor:
             is_reasoning = sequence.answer.num_reasoning_tokens > num_reasoning_tokens
             delta.logprobs.append(replace(logprobs, is_reasoning=True) if is_reasoning else logprobs)
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
-        if sequence.answer.stop_match is not None:
+        if sequence.answer.has_ended:
             self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
         elif sequence.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
@@ -236,8 +236,8 @@ class OutputProcessor:
 
     def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         delta.events += sequence.answer.finish()
-        if reason is FinishReason.LENGTH and sequence.answer.stop_match is not None:
-            # What a parser had held back completed a stop string after all.
+        if reason is FinishReason.LENGTH and sequence.answer.has_ended:
+            # What a parser had held back completed a stop string after all, or was a call too many.
             reason, stop_reason = FinishReason.STOP, sequence.answer.stop_match
         delta.finish_reason = reason
         delta.stop_reason = stop_reason

@@ -26,6 +26,7 @@ from penstock.plugins.registry import AUTO, NONE, Registry
 
 GROUP = "penstock"
 MIN_BEGINNING = 4  # letters: names that share fewer have nothing else in common
+DEFAULT_TOOL_PARSER = "hermes"
 FOLDERS = (reasoning, tools)  # each module in them is a plug-in
 BUILT_INS = (
     "penstock.plugins.processors.no_repeat_ngram",
@@ -139,10 +140,11 @@ class Plugins:
     def recognize(self, evidence: Evidence, turn: Turn | None = None) -> None:
         """Selects the parsers that a model's own files show, of each kind that the operator has left open.
 
-        All that are selected are then made once more, for `turn`: it holds what parsers get to know of the model.
+        Where they show no format of tool calls, the model is told to write them as Hermes does. All parsers that are selected are then made
+        once more, for `turn`: it holds what parsers get to know of the model.
         """
-        for registry in (self.reasoning_parsers, self.tool_parsers):
-            registry.choose(evidence)
+        self.reasoning_parsers.choose(evidence)
+        self.tool_parsers.choose(evidence, default=DEFAULT_TOOL_PARSER)
         self._check_selected(turn or Turn())
 
     def load_builtins(self) -> None:

@@ -18,7 +18,7 @@ class Registry(Mapping[str, Factory]):
 
     `origins` has the plug-in that registered each name, `infos` what its format is known by where it said so, and `aliases` the names that
     stand for others. Where `is_choice`, an answer is read by one of them at most, `active`; unless it was named, or `is_open` was taken
-    away, the model's own files decide (`choose`), and then `is_automatic`.
+    away, the model's own files decide (`choose`), and then `is_automatic`. Where they show none, it is a default, and `is_default`.
     """
 
     def __init__(self, kind: str, hook: str, *, is_choice: bool = False) -> None:
@@ -31,6 +31,7 @@ class Registry(Mapping[str, Factory]):
         self.active: str | None = None
         self.is_open = is_choice
         self.is_automatic = False
+        self.is_default = False
         self._factories: dict[str, Factory] = {}
         self._undecided: dict[str, list[str]] = {}  # plug-ins that were activated and offer several
 
@@ -72,10 +73,12 @@ class Registry(Mapping[str, Factory]):
         self.active = name
         self.is_open = False
 
-    def choose(self, evidence: Evidence) -> None:
-        """Selects what a model's own files show, unless the operator has decided."""
+    def choose(self, evidence: Evidence, default: str | None = None) -> None:
+        """Selects what a model's own files show, else the default where there is one, unless the operator has decided."""
         if self.is_open:
             self.active = recognize(self.infos, evidence)
+            if self.active is None and default in self._factories:
+                self.active, self.is_default = default, True
             self.is_automatic = True
             self.is_open = False
 

@@ -21,7 +21,7 @@ EVERY_FLAG = """
     --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10
     --trust-remote-code --matryoshka
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
-    --reasoning-field both --metrics-without-key
+    --reasoning-field both --metrics-without-key --max-tool-calls 3
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
@@ -112,6 +112,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         chat_template="think",
         thinking_token_budget=5,
         reasoning_field="both",
+        max_tool_calls=3,
         trust_request_chat_template=True,
         additional_properties="open",
         allow_unknown_fields=True,

@@ -41,18 +41,20 @@ class ChatFold:
         view: ReasoningView,
         model: str,
         found: Mapping[int, Conformance],
+        *,
+        is_call_forced: bool = False,
     ) -> None:
         self._id, self._created, self._model = request.request_id, int(time.time()), model
         self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._num_prompt_top = body.prompt_logprobs
+        self._is_call_forced = is_call_forced
         self._has_reasoning_parser = context.reasoning_parser is not None
         self._reasoning_field, self._fingerprint = context.options.reasoning_field, context.options.system_fingerprint
         self._without_role = set(range(request.params.n)) if self._has_reasoning_parser else set[int]()
         self._options = body.stream_options or StreamOptions()
         num_top = request.params.logprobs
         write = (lambda token: self._tokens.chat(token, num_top)) if num_top is not None else None
-        max_tool_calls = 1 if body.parallel_tool_calls is False else None
-        self._choices = [ChoiceFold(index, view, write, max_tool_calls, found) for index in range(request.params.n)]
+        self._choices = [ChoiceFold(index, view, write, found) for index in range(request.params.n)]
         self._messages = [MessageFold(index) for index in range(request.params.n)]
         self._usage = UsageFold(request.params.n)
 
@@ -93,7 +95,8 @@ class ChatFold:
         self._messages[delta.index].feed(self._choices[delta.index].feed(delta))
 
     def body(self) -> ChatCompletion:
-        choices = [message.choice(has_reasoning_parser=self._has_reasoning_parser) for message in self._messages if message.is_finished]
+        shape = {"has_reasoning_parser": self._has_reasoning_parser, "is_call_forced": self._is_call_forced}
+        choices = [message.choice(**shape) for message in self._messages if message.is_finished]
         if self._has_reasoning_parser:
             for choice in choices:
                 name_reasoning(choice.message, self._reasoning_field)

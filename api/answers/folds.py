@@ -86,13 +86,11 @@ class ChoiceFold:
         index: int,
         view: ReasoningView,
         write_logprobs: Callable[[TokenLogprobs], TokenLogprob] | None = None,
-        max_tool_calls: int | None = None,
         found: Mapping[int, Conformance] | None = None,
     ) -> None:
         self._index = index
         self._view = view
         self._write_logprobs = write_logprobs
-        self._max_tool_calls = max_tool_calls
         self._found = {} if found is None else found
         self._pending_logprobs = LogprobsFold()
         self._held_reasoning: list[str] = []
@@ -128,13 +126,12 @@ class ChoiceFold:
                 self._take_reasoning(text, deltas)
             case ToolCallStart(index, name, call_id):
                 self._end_reasoning(deltas)
-                if self._is_kept(index):
-                    self._num_tool_calls = max(self._num_tool_calls, index + 1)
-                    self._arguments.clear()
-                    call = ToolCallDelta(index, FunctionDelta("", name), call_id, "function")
-                    deltas.append(ChatDelta(tool_calls=[call]))
+                self._num_tool_calls += 1
+                self._arguments.clear()
+                call = ToolCallDelta(index, FunctionDelta("", name), call_id, "function")
+                deltas.append(ChatDelta(tool_calls=[call]))
             case ToolCallArguments(index, fragment):
-                if fragment and self._is_kept(index):
+                if fragment:
                     self._arguments.append(fragment)
                     add_arguments(deltas, index, fragment)
 
@@ -160,9 +157,6 @@ class ChoiceFold:
         if self._held_reasoning:
             add_reasoning(deltas, "".join(self._held_reasoning))
             self._held_reasoning.clear()
-
-    def _is_kept(self, tool_index: int) -> bool:
-        return self._max_tool_calls is None or tool_index < self._max_tool_calls
 
     def _add_logprobs(self, token: TokenLogprobs, written: TokenLogprob) -> None:
         """A token's log probabilities are shown where its text is, or are left out with it."""
@@ -267,8 +261,8 @@ class MessageFold:
         """False for an answer that beam search did not find."""
         return bool(self._finish_reason)
 
-    def choice(self, *, has_reasoning_parser: bool) -> ChatChoice:
-        """`reasoning_content` is there, if only as null, wherever the server tells reasoning apart."""
+    def choice(self, *, has_reasoning_parser: bool, is_call_forced: bool = False) -> ChatChoice:
+        """`reasoning_content` is there, if only as null, wherever the server tells reasoning apart. A forced call leaves no content."""
         content = "".join(self._content)
         reasoning = "".join(self._reasoning) or None
         calls = [
@@ -276,7 +270,7 @@ class MessageFold:
             for _, (call_id, name, fragments) in sorted(self._calls.items())
         ]
         message = AssistantMessage(
-            content=content or (None if reasoning or calls else ""),
+            content=content or (None if reasoning or calls or is_call_forced else ""),
             reasoning_content=reasoning if has_reasoning_parser else UNSET,
             tool_calls=calls or UNSET,
         )

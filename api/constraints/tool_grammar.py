@@ -62,7 +62,7 @@ def what_is_promised(use: ToolUse, constraint: GrammarSpec | None) -> tuple[str,
         if tool.is_strict:
             return "a tool with `strict`", f"{tool.path}.function.strict"
     if use.is_single:
-        return "`parallel_tool_calls: false`", "parallel_tool_calls"
+        return ("`max_tool_calls: 1`", "max_tool_calls") if use.max_calls == 1 else ("`parallel_tool_calls: false`", "parallel_tool_calls")
     if constraint is not None:
         return f"`{constraint.param}` beside tools", constraint.param
     return None

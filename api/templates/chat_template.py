@@ -1,6 +1,7 @@
 """From messages to the prompt's text, and to the part of it that tells a parser where the answer starts."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,6 +13,7 @@ import jinja2
 
 from penstock.api.templates.template_environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 from penstock.api.templates.template_messages import Message, prepare_message
+from penstock.api.templates.tool_prompt import with_instructions, with_results
 from penstock.api.workers import MANY, Lane, Workers
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 
@@ -19,6 +21,7 @@ SHIPPED = Path(__file__).parent
 TIME_LIMIT_SECONDS = 5.0
 LONG_CONVERSATION = 2**18  # characters; a template writes fewer in some milliseconds
 MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
+PROBE = "penstock_probe"  # in JSON as it is, whatever a template escapes there
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,14 @@ class ChatTemplate:
     """Renders conversations with the served model's template, or with one that came in a request.
 
     `source` is None where the model has none: then every chat request is refused. `tool_source` is used instead where tools are given.
-    `special_tokens` are the template's variables `bos_token`, `eos_token`, ... Templates run on `workers`, each for at most
-    `time_limit` seconds, not counting the wait for a thread.
+    `special_tokens` are the template's variables `bos_token`, `eos_token`, ... `tool_prompt` tells of tools, calls and results where the
+    template does not. Templates run on `workers`, each for at most `time_limit` seconds, not counting the wait for a thread.
     """
 
     source: str | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     tool_source: str | None = None
+    tool_prompt: ToolPrompt = ToolPrompt()
     workers: Workers = field(default_factory=Workers)
     time_limit: float = TIME_LIMIT_SECONDS
 
@@ -72,11 +76,12 @@ class ChatTemplate:
             raise InvalidRequest(
                 "the model has no chat template: use /v1/completions, or start the server with --chat-template", "messages"
             )
-        variables = {"tools": list(tools) if tools else None, "documents": None, **self.special_tokens, **(template_kwargs or {})}
         call = Interruptible()
 
         def render() -> RenderedPrompt:
-            conversation = [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+            prepared = [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+            conversation, shown = self._with_tools(source, prepared, list(tools or ()))
+            variables = {"tools": shown or None, "documents": None, **self.special_tokens, **(template_kwargs or {})}
             return _Rendering(source, conversation, variables).run(add_generation_prompt, continue_final_message)
 
         is_short = len(messages) <= MANY and sum(map(_num_characters, messages)) <= LONG_CONVERSATION and template is None
@@ -100,6 +105,22 @@ class ChatTemplate:
                 loop.call_soon_threadsafe(lambda: timers[0].cancel())
 
         return run
+
+    def _with_tools(
+        self, source: str, messages: list[dict[str, Any]], tools: list[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+        """The conversation and the tools for the template: what it would leave out is in the conversation."""
+        prompt = self.tool_prompt
+        if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            return messages, tools
+        shown, replaces = shown_by(source, tuple(sorted(self.special_tokens.items()))), prompt.replaces(source)
+        if replaces or not shown.calls:
+            messages = prompt.with_calls(messages)
+        if replaces or not shown.results:
+            messages = with_results(messages)
+        if tools and prompt.form and (replaces or not shown.tools):
+            messages, tools = with_instructions(messages, prompt.instructions(tools), has_system=shown.system), []
+        return messages, tools
 
     def source_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         """The template that a conversation with these tools is rendered with."""
@@ -143,6 +164,47 @@ def wants_parts(source: str) -> bool:
         return MARK in text
 
     return not shows(MARK) and shows([{"type": "text", "text": MARK}])
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What of a conversation with tools a template writes into the prompt: a system message, the tools, and earlier calls and results.
+
+    A template without tools that writes whatever role there is does not know that of results: its model never saw it.
+    """
+
+    system: bool
+    tools: bool
+    calls: bool
+    results: bool
+
+
+@lru_cache(maxsize=16)
+def shown_by(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Shown:
+    """Found out by rendering; a template that fails at the simplest of conversations, for other reasons, is taken to show all."""
+    user = {"role": "user", "content": "Hello"}
+    function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+    arguments = {"name": "f", "arguments": json.dumps({"x": PROBE})}
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "probe0000", "type": "function", "function": arguments}]}
+    result = {"role": "tool", "tool_call_id": "probe0000", "name": "f", "content": "42"}
+    variables = {"tools": None, "documents": None, **dict(special_tokens)}
+
+    def text(*messages: Message, **others: Any) -> str:
+        try:
+            return _Rendering(source, list(map(prepare_message, messages)), variables | others).text(list(map(prepare_message, messages)))
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+            return ""
+
+    if not text(user):
+        return Shown(system=True, tools=True, calls=True, results=True)
+    with_result, with_other = (text(user, calls, {**result, "role": role}) for role in ("tool", PROBE))
+    has_tools = PROBE in text(user, tools=[{"type": "function", "function": function}])
+    return Shown(
+        system=PROBE in text({"role": "system", "content": PROBE}, user),
+        tools=has_tools,
+        calls=PROBE in with_result,
+        results="42" in with_result and (has_tools or with_result.replace("tool", PROBE) != with_other),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,8 @@ class BeamReader:
             events += answer.feed(hypothesis.token_ids[-1])
         events += answer.finish()
         reason, stop_reason = ending.reason, ending.stop_reason
-        if reason is FinishReason.LENGTH and answer.stop_match is not None:  # what a parser had held back completed a stop string after all
+        if reason is FinishReason.LENGTH and answer.has_ended:
+            # What a parser had held back completed a stop string after all, or was a call too many.
             reason, stop_reason = FinishReason.STOP, answer.stop_match
         return SequenceDelta(
             index,

@@ -1,4 +1,4 @@
-"""One sequence's tokens on their way to events: detokenizer → reasoning parser → stop strings → tool parser."""
+"""One sequence's tokens on their way to events: detokenizer → reasoning parser → stop strings → tool parser → limits on calls."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from penstock.engine.events import Event, Text
 from penstock.engine.parsing import Parser, Phase, ReasoningParser
 from penstock.engine.text.blank_text import BlankText
+from penstock.engine.text.call_limits import NO_LIMITS, CallLimits, LimitedCalls
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.parser_chain import ParserChain
 from penstock.engine.text.stop_strings import StopStrings
@@ -31,7 +32,8 @@ class Answer:
 
     Stop strings apply to content, tool-call markup included, and never to reasoning. Once `stop_match` is set nothing more comes out but
     what was held back before it: `finish` gives that, and `feed` must not be called again. A stop string that is complete before
-    `min_tokens` have been fed ends nothing. Ids that end the sequence are fed only where they are to be seen.
+    `min_tokens` have been fed ends nothing. Ids that end the sequence are fed only where they are to be seen. Tool calls beyond the
+    `call_limits` end the answer, too, and do not come out.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Answer:
         include_stop_str_in_output: bool,
         skip_special_tokens: bool,
         min_tokens: int = 0,
+        call_limits: CallLimits = NO_LIMITS,
     ) -> None:
         self._detokenizer = detokenizer
         self._reasoning = reasoning
@@ -53,6 +56,7 @@ class Answer:
         self._tap = None if reasoning is None else _Tap()
         self._blank = None if tool_parser is None else BlankText()
         self._tool_parser = tool_parser
+        self._calls = LimitedCalls(call_limits)
         self._chain = self._new_chain()
         self.num_reasoning_tokens = 0
         """Tokens at whose start or end the model was reasoning: those of both markers count, as far as a marker is told from text."""
@@ -69,6 +73,11 @@ class Answer:
     def stop_match(self) -> str | None:
         """The stop string that ended the content."""
         return None if self._stop_strings is None else self._stop_strings.match
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stop string or the limits on tool calls have ended it."""
+        return self.stop_match is not None or self._calls.is_over
 
     @property
     def start_marker(self) -> str | None:
@@ -97,7 +106,7 @@ class Answer:
         events = self._read(self._detokenizer.feed(token_id))
         if Phase.REASONING in (before, self.phase):
             self.num_reasoning_tokens += 1
-        return self._visible(events)
+        return self._visible(self._calls.feed(events))
 
     def branch(self) -> "Answer | None":
         """One that goes on by itself and says where it ends. It reads tool calls only where reasoning is told from them.
@@ -114,14 +123,14 @@ class Answer:
         other._stop_strings = None if self._stop_strings is None else self._stop_strings.copy()
         other._tap = copy.copy(self._tap)
         other._blank = None
+        other._calls = LimitedCalls(NO_LIMITS)
         other._chain = other._new_chain()
         return other
 
     def finish(self) -> list[Event]:
         """Generation is over: what was held back."""
-        events = self._read(self._detokenizer.finish())
-        events.extend(self._chain.finish())
-        visible = self._visible(events)
+        held = [*self._read(self._detokenizer.finish()), *self._chain.finish()]
+        visible = self._visible(self._calls.finish(held))
         return visible if self._blank is None else [*visible, *self._blank.finish()]
 
     def _read(self, pieces: Iterable[str]) -> list[Event]:

@@ -27,6 +27,7 @@ from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning import deepseek_r1
 
 CHATML = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
@@ -123,12 +124,12 @@ class ScriptedEngine:
                 if params.logprobs is not None:
                     is_reasoning = answer.num_reasoning_tokens > num_reasoning_tokens
                     delta.logprobs.append(replace(logprobs_of(token_id, params.logprobs), is_reasoning=is_reasoning))
-                if answer.stop_match is not None:
+                if answer.has_ended:
                     break
-            if answer.stop_match is not None or number == len(steps) - 1:
+            if answer.has_ended or number == len(steps) - 1:
                 delta.events += answer.finish()
                 delta.stop_reason = answer.stop_match
-                delta.finish_reason = FinishReason.LENGTH if is_cut and answer.stop_match is None else FinishReason.STOP
+                delta.finish_reason = FinishReason.LENGTH if is_cut and not answer.has_ended else FinishReason.STOP
             delta.num_reasoning_tokens = answer.num_reasoning_tokens
             yield delta
             if delta.finish_reason is not None:

@@ -101,7 +101,7 @@ def test_schemas_of_objects_need_not_say_so(parameters: Any) -> None:
         ({"tools": [named("f", {"type": "string"})]}, "schema of an object, got type 'string'", "tools[0].function.parameters.type"),
         ({"tools": [named("f", {"type": ["null", "array"]})]}, "schema of an object", "tools[0].function.parameters.type"),
         ({"tools": [named("f", ["object"])]}, r"`\$\.tools\[0\]\.function\.parameters`", "tools[0]"),
-        ({"tools": [TOOL], "has_parser": False}, "--plugin hermes", "tools"),
+        ({"tools": [TOOL], "has_parser": False}, "without a tool parser", "tools"),
     ],
 )
 def test_what_cannot_be_offered_is_refused(fields: dict[str, Any], words: str, param: str) -> None:
