@@ -59,7 +59,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
 
     with triton_left_out(arguments.engine.device):
         from penstock.assembly import assemble
-    from penstock.engine.loading.memory import release_heap
+    from penstock.engine.heap import release_heap
 
     started = time.monotonic()
     listener = bind(arguments.host, arguments.port)

@@ -8,7 +8,7 @@ from penstock.api.context import SharedContext
 from penstock.api.errors import ContextLengthExceeded
 from penstock.api.workers import Lane, run
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.loading.memory import release_heap
+from penstock.engine.heap import release_heap
 from penstock.engine.tokenizer import CHARS_PER_TOKEN
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
-from penstock.engine.loading.memory import release_heap
+from penstock.engine.heap import release_heap
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.request import Request

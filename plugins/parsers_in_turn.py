@@ -48,13 +48,15 @@ class ParsersInTurn:
         return passed
 
     def _numbered(self, events: Iterable[Event]) -> list[Event]:
-        """No two calls are ever open, so arguments are those of the call that has begun last."""
+        """No two calls are ever open, so arguments are those of the call that has begun last; those that follow each other become one."""
         numbered: list[Event] = []
         for event in events:
             if isinstance(event, ToolCallStart):
                 event = ToolCallStart(self._num_calls, event.name, event.id)
                 self._num_calls += 1
             elif isinstance(event, ToolCallArguments):
-                event = ToolCallArguments(self._num_calls - 1, event.fragment)
+                last = numbered.pop() if numbered and isinstance(numbered[-1], ToolCallArguments) else None
+                fragment = last.fragment if isinstance(last, ToolCallArguments) else ""
+                event = ToolCallArguments(self._num_calls - 1, fragment + event.fragment)
             numbered.append(event)
         return numbered

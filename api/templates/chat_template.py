@@ -13,7 +13,7 @@ import jinja2
 
 from penstock.api.templates.template_environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 from penstock.api.templates.template_messages import Message, prepare_message
-from penstock.api.templates.tool_prompt import with_instructions, with_results
+from penstock.api.templates.tool_prompt import ToolPrompt, with_instructions, with_results
 from penstock.api.workers import MANY, Lane, Workers
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 
@@ -48,7 +48,7 @@ class ChatTemplate:
     source: str | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     tool_source: str | None = None
-    tool_prompt: ToolPrompt = ToolPrompt()
+    tool_prompt: ToolPrompt = field(default_factory=ToolPrompt)
     workers: Workers = field(default_factory=Workers)
     time_limit: float = TIME_LIMIT_SECONDS
 

@@ -13,7 +13,7 @@ from penstock.engine.grammars.grammar_choice import GrammarChoice, Refusal, Voca
 from penstock.engine.grammars.grammar_limits import check_limits, check_size, is_small
 from penstock.engine.grammars.grammar_queue import GrammarQueue, Job
 from penstock.engine.grammars.grammar_stats import GrammarStats
-from penstock.engine.loading.memory import heap_bytes
+from penstock.engine.heap import heap_bytes
 
 MAX_BYTES = 2**29
 MAX_GROWTH = 2**30  # of the heap since the first grammar: what grammars add while they are used is not counted

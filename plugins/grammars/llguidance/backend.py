@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.heap import heap_bytes
 from penstock.engine.hooks import Register, hookimpl
-from penstock.engine.loading.memory import heap_bytes
 from penstock.plugins.grammars.json_schema.left_out import MAX_WARNINGS
 from penstock.plugins.grammars.json_schema.quick_schema import has_quick_masks
 from penstock.plugins.grammars.llguidance.dialects import client_grammar
