@@ -254,8 +254,8 @@ def suggest_quantization(directory: Path, config: EngineConfig, device_type: str
     if growth < 1.5:
         return
     log.warning(
-        "the weights of %s are served in 16 bits, %.1f times the size of the file: of quantized types only Q4_0, Q4_1 and Q8_0 are read as "
-        "they are. --quantization int4 serves them in 4 bits, in less memory and faster, --quantization int8 in 8",
+        "most weights of %s are served in 16 bits, %.1f times the size of the file: of quantized types only Q4_0, Q4_1 and Q8_0 are kept. "
+        "--quantization int4 serves them in 4 bits, in less memory and faster, --quantization int8 in 8",
         path.name,
         growth,
     )
