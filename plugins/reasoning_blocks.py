@@ -14,7 +14,7 @@ class ReasoningBlocks:
     `label` is what the first line of a block may be and is no part of it. `wrappers` stand around content and are taken out, as are end
     markers that end nothing. An implicit end stays in the content; so does an aside, from its key to its value, after which the block goes
     on. Where `trims_space`, white space at both ends of a block, and between a block and what wraps content, belongs to the markers. In
-    content that `is_constrained`, no block begins and no end marker is taken out.
+    content that `is_constrained`, no block begins or goes on, and no end marker is taken out.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class ReasoningBlocks:
         self._wrappers = tuple(wrappers)
         self._content_markers = self._wrappers if is_constrained else (*starts, *ends, *wrappers)
         self._asides = asides or {}
+        self._is_constrained = is_constrained
         self._aside_end = ""
         self._space = EdgeSpace() if trims_space else None
         self._buffer = MarkerBuffer(added_tokens)
@@ -99,7 +100,7 @@ class ReasoningBlocks:
         self._end_block(events)
         if marker not in self._ends:
             events.append(Text(marker))
-        if marker in self._asides:
+        if marker in self._asides and not self._is_constrained:
             self._aside_end = self._asides[marker]
             self._step = self._read_aside
         return True

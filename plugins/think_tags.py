@@ -18,7 +18,7 @@ class ThinkTags:
 
     Another block begins at a start marker that is an added token, and at one that only white space separates from the block before it.
     Any other start marker in the content is text, and so is the end marker that closes it. No block begins in an answer that starts in
-    CONTENT. Content that `is_constrained` stays as it is.
+    CONTENT. Content that `is_constrained` stays as it is, and no reasoning follows it.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ThinkTags:
         self._drops_leading_end = drops_leading_end
         self._newlines_after_start = newlines_after_start
         self._newlines_after_end = newlines_after_end
-        self._blocks = dict(content_blocks or {})
-        self._all_ends = (*ends, *implicit_ends, *self._blocks)
+        self._blocks = dict(content_blocks or {}) if not is_constrained else {}
+        self._all_ends = (*ends, *implicit_ends, *(content_blocks or ()))
         self._block_end: str | None = None  # what ends the content block that the reasoning is interrupted by
         self._num_newlines = 0  # that would still belong to the last marker
         self._buffer = MarkerBuffer(added_tokens)

@@ -1,4 +1,7 @@
-"""One sequence's tokens on their way to events: detokenizer → reasoning parser → stop strings → tool parser → limits on calls."""
+"""One sequence's tokens on their way to events: detokenizer → reasoning parser → stop strings → tool parser → limits on calls.
+
+Text of a call goes around the reasoning parser.
+"""
 
 import copy
 from collections.abc import Iterable, Sequence

@@ -10,13 +10,17 @@ from penstock.plugins.markers import MarkerBuffer
 
 
 class ThoughtTags:
-    """Content until `<thought>`, reasoning until `</thought>`, as often as the model likes."""
+    """Content until `<thought>`, reasoning until `</thought>`, as often as the model likes.
+
+    Where a grammar holds the answer, all that is not reasoning from the start is content.
+    """
 
     start_marker = "<thought>"
     end_marker = "</thought>"
 
     def __init__(self, turn: Turn) -> None:
         self._buffer = MarkerBuffer(turn.added_tokens)
+        self._starts = () if turn.is_constrained else (self.start_marker,)
         # A prompt that ends with an open marker has the model begin inside its reasoning.
         self._is_reasoning = turn.phase(self.start_marker, self.end_marker) is Phase.REASONING
 
@@ -29,7 +33,7 @@ class ThoughtTags:
         self._buffer.feed(text)
         events: list[Event] = []
         while True:
-            pieces, marker = self._buffer.take_until(self.end_marker if self._is_reasoning else self.start_marker)
+            pieces, marker = self._buffer.take_until(*((self.end_marker,) if self._is_reasoning else self._starts))
             events += self._events(pieces)
             if marker is None:
                 return events

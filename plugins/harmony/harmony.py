@@ -20,8 +20,8 @@ FILLER = "commentary"
 class Harmony:
     """Reads messages: `analysis` is reasoning, `final` and `commentary` are content, `to=functions.NAME` is a call.
 
-    Where `calls` are read, they come out as such, and one without arguments in JSON is text with its whole header. Elsewhere they pass as
-    text, for the parser after this one: with their header, or, as a grammar has it that holds the answer, from ` to=functions.` on. What
+    Where `calls` are read, they come out as such, and one without arguments in JSON is text with its header. Elsewhere they pass as text,
+    for the parser after this one: with their header, or, where a grammar holds the answer, from ` to=functions.` on, where it begins. What
     goes to other recipients is reasoning.
 
     The phase is REASONING until the header of the final message, or ` to=functions.`, has come: short texts to the user in between are
@@ -33,7 +33,7 @@ class Harmony:
     def __init__(self, turn: Turn, *, reads_calls: bool, new_id: Callable[[], str] = new_call_id) -> None:
         self._reads_calls = reads_calls
         self._new_id = new_id
-        self._keeps_header = reads_calls or not turn.is_constrained
+        self._is_constrained = turn.is_constrained and not reads_calls
         self._is_forced = not reads_calls and turn.tool_choice not in ("auto", "none")
         self.end_marker = f"{ENDS[0]}{ROLE}" if self._is_forced else f"{ENDS[0]}{ROLE}{FINAL}"
         self._buffer = MarkerBuffer(turn.added_tokens)
@@ -150,7 +150,8 @@ class Harmony:
     def _end_header(self, marker: str, events: list[Event]) -> None:
         header = self._header
         header.close()
-        if not header.is_valid:
+        is_final = self._is_constrained and self.phase is Phase.CONTENT
+        if not header.is_valid or (is_final and header.kind is Reasoning):
             self._give_back(events, [*header.pieces, marker])
             return
         self._open_message(header.kind)
@@ -162,7 +163,7 @@ class Harmony:
     def _end_at_recipient(self, events: list[Event]) -> None:
         self._header.close()
         if self._header.is_valid:
-            self._open_call([*self._header.pieces, TO] if self._keeps_header else [TO], events)
+            self._open_call([TO] if self._is_constrained else [*self._header.pieces_after_role, TO], events)
         else:
             self._give_back(events, self._header.pieces)
             self._read_on(TO, events)

@@ -22,7 +22,9 @@ class Header:
     """
 
     def __init__(self, first: str, pieces: list[str]) -> None:
-        self.pieces = pieces
+        self._opening = pieces
+        self._rest: list[str] = []
+        self._is_opened_by_role = first == ROLE
         self.channel: str | None = None
         self.recipient: str | None = None
         self.is_valid = True
@@ -32,19 +34,28 @@ class Header:
         self._length = 0
 
     @property
+    def pieces(self) -> list[str]:
+        return [*self._opening, *self._rest]
+
+    @property
+    def pieces_after_role(self) -> list[str]:
+        """What it says of its message: whose it is says nothing."""
+        return self._rest if self._is_opened_by_role else self.pieces
+
+    @property
     def is_too_long(self) -> bool:
         return self._length > MAX_LENGTH
 
     def add(self, pieces: list[str]) -> None:
         """Text between two markers, as it comes."""
-        self.pieces += pieces
+        self._rest += pieces
         self._segment += pieces
         self._length += sum(map(len, pieces))
 
     def mark(self, marker: str) -> None:
         """A marker that belongs to the header: what came before it is complete."""
         self.close()
-        self.pieces.append(marker)
+        self._rest.append(marker)
         self._after = marker
 
     def close(self) -> None:

@@ -189,7 +189,6 @@ FAMILIES = [
         (),
         ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         separator="",
-        call_ends_reasoning=True,
     ),
     Family(
         "granite",
@@ -236,7 +235,7 @@ FAMILIES = [
         text="<|channel|>final<|message|>{}",
         aside="<|channel|>commentary<|message|>{}<|end|><|start|>assistant",
         separator="<|start|>assistant",
-        frames=("<|start|>assistant", "<|channel|>commentary"),
+        frames=("<|start|>assistant",),
         call_ends_reasoning=True,
     ),
 ]

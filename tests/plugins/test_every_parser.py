@@ -7,9 +7,10 @@ from functools import lru_cache
 import pytest
 
 from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
-from penstock.testing import check_parser, read
+from penstock.testing import check_parser, read, split_atoms
 
 MAX_EXAMPLES = 10
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
@@ -106,3 +107,18 @@ def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
     turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
     markers = [marker for marker in info.markers if not marker[0].isspace()]  # others are no single tokens
     check_parser(registry[name], [info.example], markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=MAX_EXAMPLES)
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_nothing_is_reasoning_again_where_a_grammar_holds_the_content(name: str) -> None:
+    registry = plugins().reasoning_parsers
+    info = registry.infos[name]
+    markers = frozenset(marker for marker in info.markers if marker == marker.strip())
+    turn = Turn(prompt_tail=info.prompt_tail, added_tokens=markers, is_constrained=True)
+    for text in (info.example * 2, "".join([info.example, *info.markers, "more", *reversed(info.markers)])):
+        parser, phases = registry[name](turn), [Phase.UNDECIDED]
+        for piece in split_atoms(text, markers):
+            parser.feed(piece)
+            phases.append(parser.phase)
+        assert Phase.CONTENT in phases
+        assert Phase.REASONING not in phases[phases.index(Phase.CONTENT) :]

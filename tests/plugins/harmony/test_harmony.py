@@ -131,13 +131,11 @@ def test_arguments_that_go_wrong_leave_the_rest_visible() -> None:
     assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": '), Text("oops}")]
 
 
-@pytest.mark.parametrize(
-    "header", [f"{ROLE}<|channel|>commentary to=functions.f <|constrain|>json", "<|channel|>commentary to=functions.f"]
-)
+@pytest.mark.parametrize("header", ["<|channel|>commentary to=functions.f <|constrain|>json", "<|channel|>commentary to=functions.f"])
 @pytest.mark.parametrize("parse", [both, lambda text: read(HarmonyCalls(AUTO), [text])])
-def test_a_call_whose_arguments_are_no_json_is_shown_with_its_whole_header(parse: Callable[[str], list[Event]], header: str) -> None:
+def test_a_call_whose_arguments_are_no_json_is_shown_with_its_header(parse: Callable[[str], list[Event]], header: str) -> None:
     text = f"{header}<|message|>no JSON"
-    assert parse(f"{text}<|call|>{FINAL}") == [Text(f"{text}Hello")]
+    assert parse(f"{text}<|call|>{FINAL}") == parse(f"{ROLE}{text}<|call|>{FINAL}") == [Text(f"{text}Hello")]
 
 
 def test_a_marker_of_messages_in_a_string_is_part_of_it() -> None:
@@ -151,12 +149,12 @@ def test_a_marker_of_messages_in_a_string_is_part_of_it() -> None:
 
 def test_without_a_tool_parser_a_call_does_not_vanish() -> None:
     events = read(openai_gptoss(AUTO), [ANALYSIS + CALL])
-    assert events == [Reasoning("I think"), Text(CALL)]
+    assert events == [Reasoning("I think"), Text(CALL.removeprefix(ROLE))]
 
 
 def test_with_tool_choice_none_a_call_is_text() -> None:
     events = both(CALL, Turn(tool_choice="none"))
-    assert events == [Text(CALL)]
+    assert events == [Text(CALL.removeprefix(ROLE))]
 
 
 def test_quoted_markers_call_nothing_where_they_are_tokens() -> None:
