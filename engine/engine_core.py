@@ -143,7 +143,13 @@ class EngineCore:
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
+        deltas: DeltasByRequest = {}
         for wanted, outputs in zip(batch.outputs, output.outputs, strict=True):
+            if isinstance(outputs, str):
+                request_id = wanted.sequences[0].request.request_id
+                if any(sequence.status is Status.RUNNING for sequence in wanted.sequences):
+                    deltas[request_id] = self._fail_request(request_id, outputs)
+                continue
             for sequence in wanted.sequences:
                 assert sequence.outputs is not None
                 sequence.outputs.add(wanted.first_token, outputs)
@@ -153,7 +159,6 @@ class EngineCore:
         for sequence in step.num_tokens:
             if sequence.status is Status.RUNNING and sequence.forks and sequence.num_uncomputed_tokens == 0:
                 self.scheduler.fork(sequence)
-        deltas: DeltasByRequest = {}
         samples = {row: position for position, row in enumerate(output.rows)}
         for row, sampler in enumerate(batch.samplers):
             sequence = sampler.sequence
@@ -194,15 +199,17 @@ class EngineCore:
         self.scheduler.withdraw(step)
         # By its sequences, not by name alone: a request that was aborted meanwhile may have lent its id to another.
         for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
-            unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
-            if unfinished[0].search is not None:
-                deltas[request_id] = self._beams.fail(unfinished[0].search, reason)
-                continue
-            for sequence in unfinished:
-                delta = SequenceDelta(sequence.index)
-                self._outputs.fail(sequence, delta, reason)
-                deltas.setdefault(request_id, []).append(delta)
+            deltas[request_id] = self._fail_request(request_id, reason)
         self._show(step, deltas)
+        return deltas
+
+    def _fail_request(self, request_id: str, reason: str) -> list[SequenceDelta]:
+        unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
+        if unfinished[0].search is not None:
+            return self._beams.fail(unfinished[0].search, reason)
+        deltas = [SequenceDelta(sequence.index) for sequence in unfinished]
+        for sequence, delta in zip(unfinished, deltas, strict=True):
+            self._outputs.fail(sequence, delta, reason)
         return deltas
 
     def put_off(self, step: Step) -> None:

@@ -33,14 +33,15 @@ logger = logging.getLogger(__name__)
 class StepOutput:
     """Sampled tokens, an entry for each of `rows` of `Batch.samplers`, and the log probabilities of the prompt tokens computed.
 
-    `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names. `sample_again` samples an entry under a mask, int32
-    [ceil(V / 32)], that it was sampled without; it is there where the batch `has_unmasked` rows, until the next step begins.
+    `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names, or why it has none. `sample_again` samples an entry
+    under a mask, int32 [ceil(V / 32)], that it was sampled without; it is there where the batch `has_unmasked` rows, until the next step
+    begins.
     """
 
     samples: SamplerOutput
     rows: list[int]
     prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
-    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    outputs: list[dict[str, Tensor] | str] = field(default_factory=list)
     sample_again: Callable[[int, Tensor], SamplerOutput] | None = None
 
 
@@ -94,16 +95,21 @@ def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:
     return started.result()()
 
 
-def _output_rows(outputs: list[OutputRows], logits_KV: Tensor, capture: Capture | None) -> Iterator[dict[str, Tensor]]:
-    """For each entry its rows of each of its names, on the CPU: one copy brings there what all entries have of a name."""
+def _output_rows(outputs: list[OutputRows], logits_KV: Tensor, capture: Capture | None) -> Iterator[dict[str, Tensor] | str]:
+    """For each entry its rows of each of its names, on the CPU: one copy brings there what all entries have of a name.
+
+    In place of an entry's rows stands the reason where one of its names has none.
+    """
     captured = {} if capture is None else {name: states.cpu() for name, states in capture.rows.items()}
+    failures = {} if capture is None else capture.failures
     if any(LOGITS in rows.names for rows in outputs):
         logits_KV = logits_KV.cpu()
     start = 0
     for rows in outputs:
         stop = start + rows.stop - rows.start
         kept = slice(rows.first_kept, rows.first_kept + stop - start)
-        yield {
+        failed = next((failures[name] for name in rows.names if name in failures), None)
+        yield failed or {
             name: owned_rows(logits_KV[kept], torch.float32) if name == LOGITS else owned_rows(captured[name][start:stop])
             for name in rows.names
         }
@@ -233,7 +239,7 @@ class ModelRunner:
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, and what is seen of them."""
         rows_R = _index([row for rows in batch.outputs for row in range(rows.start, rows.stop)], self.loaded.device)
-        with self.outputs.capturing(names, rows_R) as capture:
+        with self.outputs.capturing(names, rows_R, batch.input_ids_1T.shape[1]) as capture:
             return self._forward_plainly(batch), capture
 
     def _score(self, logits_KV: Tensor, rows: PromptRows) -> tuple[Sequence, int, list[TokenLogprobs]]:

@@ -4,6 +4,8 @@ hidden_states.N     what decoder layer N reads, N from 0; hidden_states.L, of L 
 hidden_states.last  the same after the final norm, which is what the head reads
 attention_input.N, attention_output.N, mlp_input.N, mlp_output.N    into and out of these parts of layer N
 logits              float32, before everything that a request has done to them
+
+Beside these, the path of any module within the decoder, such as model.layers.3.mlp.gate_proj, is the name of what comes out of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from penstock.engine.decoder.compiled_layers import CompiledLayer
 from penstock.engine.decoder.decoder_layers import decoder_layers
@@ -35,13 +38,23 @@ class Place:
 
 @dataclass(slots=True)
 class Capture:
-    """The rows `rows_R` of the flat batch of everything that was asked for, [R, ...] on the device, once the model has run."""
+    """The rows `rows_R` of the flat batch of everything that was asked for, [R, ...] on the device, once the model has run.
+
+    `failures` says of the other names why they have no rows.
+    """
 
     rows_R: Tensor
+    num_tokens: int
     rows: dict[str, Tensor] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
-    def take(self, name: str, states_1TH: Tensor) -> None:
-        self.rows[name] = states_1TH[0].index_select(0, self.rows_R)  # a copy: what follows may write over it
+    def take(self, name: str, states: Tensor) -> None:
+        """`states` are [1, T, ...], or [T, H] where a module flattens its input."""
+        is_flat = states.ndim == 2 and len(states) == self.num_tokens
+        if not is_flat and (states.ndim < 3 or states.shape[:2] != (1, self.num_tokens)):
+            self.failures[name] = f"{name!r} has no row for each token: its shape is {list(states.shape)} for {self.num_tokens} tokens"
+            return
+        self.rows[name] = (states if is_flat else states[0]).index_select(0, self.rows_R)  # a copy: what follows may write over it
 
 
 class ModelOutputs:
@@ -51,31 +64,40 @@ class ModelOutputs:
         self._model = model
         self._layers = decoder_layers(model, num_layers)
         self._places = _places(model, self._layers)
+        self._paths = {path: Place(module, is_input=False) for path, module in _paths(model)}
+        self._without_rows: dict[str, str] = {}  # paths that turned out to have none, each with the reason
 
     @property
     def names(self) -> list[str]:
+        """Without the paths of modules."""
         return [*self._places, LOGITS]
 
     def check(self, names: tuple[str, ...]) -> None:
         """Raises `InvalidRequest` for the first that this model does not have."""
         for name in names:
-            if name != LOGITS and name not in self._places:
-                raise InvalidRequest(f"the model has no output {name[:100]!r}: it has {', '.join(_summary(self.names))}", "outputs")
+            if name in self._without_rows:
+                raise InvalidRequest(self._without_rows[name], "outputs")
+            if name != LOGITS and name not in self._places and name not in self._paths:
+                known = f"it has {', '.join(_summary(self.names))}, and what comes out of a module of the decoder by the module's path"
+                raise InvalidRequest(f"the model has no output {name[:100]!r}: {known}", "outputs")
 
     @contextmanager
-    def capturing(self, names: set[str], rows_R: Tensor) -> Iterator[Capture]:
+    def capturing(self, names: set[str], rows_R: Tensor, num_tokens: int) -> Iterator[Capture]:
         """While this lasts, the model's own modules run, in place of what was compiled from them or does their work, and are looked at."""
-        capture = Capture(rows_R)
+        capture = Capture(rows_R, num_tokens)
         with ExitStack() as undo:
             for module in (self._model, *self._layers):
                 undo.callback(vars(module).update, _without_stand_in(module))
             for name in names - {LOGITS}:
-                place = self._places[name]
+                place = self._places.get(name) or self._paths[name]
                 if place.is_input:
                     undo.callback(place.module.register_forward_pre_hook(_seeing_input(capture, name), with_kwargs=True).remove)
                 else:
                     undo.callback(place.module.register_forward_hook(_seeing_output(capture, name)).remove)
             yield capture
+        for name in names - {LOGITS} - capture.rows.keys() - capture.failures.keys():
+            capture.failures[name] = f"{name!r} has no rows: the model does not call this module"
+        self._without_rows |= capture.failures
 
 
 def owned_rows(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -100,6 +122,12 @@ def _places(model: Any, layers: list[nn.Module]) -> dict[str, Place]:
     return places
 
 
+def _paths(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules within the decoder, by their names in the whole model. The head is not among them: it sees some tokens only."""
+    inside = set(model.base_model.modules()) - {model.base_model}
+    return ((path, module) for path, module in model.named_modules() if module in inside)
+
+
 def _without_stand_in(module: nn.Module) -> dict[str, Any]:
     """Takes away what stands in for the module's own `forward`, and returns what puts it back."""
     forward = vars(module).get("forward")
@@ -118,9 +146,12 @@ def _seeing_input(capture: Capture, name: str) -> Callable[[nn.Module, tuple[Any
 
 def _seeing_output(capture: Capture, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
     def see(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not isinstance(output, Tensor):
-            output = output[0]  # the states come first, in tuples and in transformers' own output classes
-        capture.take(name, output)
+        if isinstance(output, tuple | list | ModelOutput) and output:
+            output = output[0]  # the states come first
+        if isinstance(output, Tensor):
+            capture.take(name, output)
+        else:
+            capture.failures[name] = f"{name!r} has no rows: its module gives no tensor"
 
     return see
 

@@ -15,14 +15,16 @@ from penstock.server import main
 from tests.helpers.example_plugin import pip_install
 
 REGISTRIES = {"reasoning": "reasoning parser", "tool": "tool parser", "logits": "logits processor", "grammar": "grammar backend"}
+PACKAGES = {**{kind: (kind,) for kind in KINDS}, "format": ("tool", "reasoning", "logits")}
 
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a package of each kind."""
+    """A folder with a package of each kind, and one of several."""
     folder = tmp_path_factory.mktemp("packages")
-    for kind in KINDS:
-        assert main(["new-plugin", f"my-{kind}", "--kind", kind, "--directory", str(folder / kind)]) == 0
+    for package in PACKAGES:
+        kinds = [word for kind in PACKAGES[package] for word in ("--kind", kind)]
+        assert main(["new-plugin", f"my-{package}", *kinds, "--directory", str(folder / package)]) == 0
     return folder
 
 
@@ -30,18 +32,27 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all of them are installed."""
     target = tmp_path_factory.mktemp("site")
-    pip_install(target, *(packages / kind for kind in KINDS))
+    pip_install(target, *(packages / package for package in PACKAGES))
     return target
 
 
 def test_what_is_installed_is_found(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
-    rows = {row.name: (row.kind, row.distribution) for row in Plugins.start().listing()}
-    assert {kind: rows[f"my_{kind}"] for kind in KINDS} == {kind: (REGISTRIES[kind], f"penstock-plugin-my-{kind}") for kind in KINDS}
+    rows = {(row.kind, row.name, row.distribution) for row in Plugins.start().listing()}
+    assert rows >= {
+        (REGISTRIES[kind], f"my_{package}", f"penstock-plugin-my-{package}") for package in PACKAGES for kind in PACKAGES[package]
+    }
+
+
+def test_one_name_selects_both_parsers_of_a_format(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(site))
+    plugins = Plugins.start(["my_format"])
+    assert (plugins.reasoning_parsers.active, plugins.tool_parsers.active) == ("my_format", "my_format")
+    assert "my_format" in plugins.logits_processors
 
 
 def test_their_own_tests_pass(packages: Path, site: Path, tmp_path: Path) -> None:
-    tests = [str(packages / kind / "tests") for kind in KINDS]
+    tests = [str(packages / package / "tests") for package in PACKAGES]
     command = [
         sys.executable,
         "-m",
@@ -60,10 +71,37 @@ def test_their_own_tests_pass(packages: Path, site: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_formatted_as_our_own_code(packages: Path, kind: str) -> None:
-    subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--line-length", "140", packages / kind], check=True)
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--no-cache", "--check", "--line-length", "140", packages / kind], check=True)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_written_is_formatted_as_our_own_code(packages: Path, package: str) -> None:
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--line-length", "140", packages / package], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--no-cache", "--check", "--line-length", "140", packages / package], check=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "reason"),
+    [
+        ("hermes", ["tool"], "there is a tool parser of that name, of plug-in 'penstock.plugins.tools.hermes'"),
+        ("deepseek-r1", ["tool", "reasoning"], "there is a reasoning parser of that name"),
+        ("qwen", ["tool"], "there is a tool parser of that name, which is 'hermes'"),
+        ("llguidance", ["grammar"], "there is a grammar backend of that name"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kinds: list[str], reason: str
+) -> None:
+    words = [word for kind in kinds for word in ("--kind", kind)]
+    assert main(["new-plugin", name, *words, "--directory", str(tmp_path / "new")]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert main(["new-plugin", name, "--kind", "logits", "--directory", str(tmp_path / "new")]) == 0
+
+
+def test_it_says_that_penstock_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-plugin", "mine", "--kind", "tool", "--kind", "tool", "--directory", str(tmp_path / "new")]) == 0
+    assert "In an environment where penstock is installed already" in capsys.readouterr().out
+    assert (tmp_path / "new" / "penstock_plugin_mine.py").is_file()
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +130,6 @@ def test_what_is_no_name_is_refused(capsys: pytest.CaptureFixture[str], name: st
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["x", "turn", "a_very_long_name_for_a_plugin_1"])
 def test_any_name_gives_python(kind: str, name: str) -> None:
-    for path, text in package_files(name, kind).items():
+    for path, text in package_files(name, [kind, "tool"] if kind != "tool" else [kind]).items():
         if path.endswith(".py"):
             ast.parse(text)

@@ -14,6 +14,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.decoder.compiled_layers import CompiledLayer
 from penstock.engine.decoder.decoder_layers import decoder_layers
+from penstock.engine.decoder.model_outputs import Capture
 from penstock.engine.decoder.native_decoder import NativeDecoder
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
@@ -353,6 +354,66 @@ def test_an_output_that_the_model_does_not_have_is_refused_with_those_that_it_ha
         assert caught.value.param == "outputs"
     with pytest.raises(InvalidRequest, match="needs `outputs`"):
         add(core, "r", PROMPT, (), with_context=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "paths"),
+    [
+        ("llama", ("model.embed_tokens", "model.layers.1.mlp.gate_proj", "model.layers.2.self_attn.q_proj", "model.norm")),
+        ("gpt2", ("transformer.h.1.mlp.c_fc", "transformer.ln_f")),
+        ("qwen3_moe", ("model.layers.0.mlp.gate", "model.layers.1.input_layernorm")),
+    ],
+)
+def test_what_comes_out_of_any_module_has_its_path_for_a_name(architecture: str, paths: tuple[str, ...]) -> None:
+    core, _ = core_and_reference(architecture, max_num_batched_tokens=16)
+    add(core, "r", PROMPT, (*paths, "logits"), with_context=True, max_tokens=4)
+    said = drive(core)["r"]
+    seen: dict[str, Tensor] = {}
+    model: Any = tiny_model(architecture)
+
+    def seeing(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def see(_: nn.Module, __: Any, output: Any) -> None:
+            states = output if isinstance(output, Tensor) else output[0]
+            seen[path] = states if states.ndim == 2 else states[0]
+
+        return see
+
+    for path in paths:
+        model.get_submodule(path).register_forward_hook(seeing(path))
+    with torch.inference_mode():
+        seen["logits"] = model(torch.tensor([PROMPT + tokens(said)[:-1]])).logits[0]
+    assert_same(context(said)[0], seen, 0, len(PROMPT), (*paths, "logits"))
+    assert_same(generated(said), seen, len(PROMPT) - 1, len(PROMPT) + 3, (*paths, "logits"))
+
+
+def test_a_module_without_a_row_for_each_token_ends_its_own_request_and_is_refused_from_then_on() -> None:
+    core, reference = core_and_reference(max_num_batched_tokens=64)
+    uncalled = "model.layers"  # a list of modules
+    add(core, "uncalled", PROMPT, (uncalled, "logits"), max_tokens=4, n=2)
+    add(core, "good", PROMPT[4:], ("hidden_states.1",), max_tokens=4)
+    said = drive(core)
+    assert {delta.finish_reason for delta in said["uncalled"]} == {FinishReason.ERROR}
+    assert all("the model does not call this module" in str(delta.error) for delta in said["uncalled"])
+    wanted = reference(PROMPT[4:] + tokens(said["good"])[:-1])
+    assert_same(generated(said["good"]), wanted, len(PROMPT) - 5, len(PROMPT) - 1, ("hidden_states.1",))
+    core.check_integrity()
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
+    with pytest.raises(InvalidRequest, match="the model does not call this module"):
+        add(core, "again", PROMPT, (uncalled,))
+    for head in ("lm_head", "model", "model.layers.9"):
+        with pytest.raises(InvalidRequest, match="by the module's path"):
+            add(core, "again", PROMPT, (head,))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 5, 3), (5,), (2, 5, 3), (4, 3), ()])
+def test_only_rows_of_all_tokens_are_taken(shape: tuple[int, ...]) -> None:
+    capture = Capture(torch.tensor([0, 4]), 5)
+    capture.take("bad", torch.zeros(shape))
+    assert "no row for each token" in capture.failures["bad"]
+    for name, good in {"flat": torch.rand(5, 3), "whole": torch.rand(1, 5, 2, 3)}.items():
+        capture.take(name, good)
+        assert torch.equal(capture.rows[name], good.reshape(5, *good.shape[2:] if good.ndim > 2 else good.shape[1:])[[0, 4]])
+    assert "bad" not in capture.rows
 
 
 def test_a_failing_step_takes_its_hooks_away() -> None:
