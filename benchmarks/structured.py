@@ -170,7 +170,8 @@ def grammars(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         words = ["test", str(options.file), "--backend", backend, *(["--model", options.model] if options.model else [])]
         arguments = parse_grammar_arguments([*words, *(["--limit", str(options.limit)] if options.limit else [])])
         with opened(arguments.path) as file, grammar_bench(arguments, Plugins.start()) as bench:
-            trial = asyncio.run(run_trial(bench, file, bench.backend_named(arguments.backend), is_strict=False, limit=arguments.limit))
+            name, reading = bench.backend_named(arguments.backend), arguments.additional_properties
+            trial = asyncio.run(run_trial(bench, file, name, reading, is_strict=False, limit=arguments.limit))
         reports.append(trial_as_json(trial, {"file": options.file.name, "model": options.model or "default", "backend": backend}))
         say(f"{backend} done")
     print("\n".join(grammar_table(reports)))

@@ -99,7 +99,7 @@ class _Closing:
         self._has_lone_references = has_lone_references(root)
         self._unknown = unknown_keywords(root)
         self._uses: dict[int, Use] = {}
-        self._are_apart: dict[tuple[int, Use], bool] = {}
+        self._are_apart: dict[tuple[int, bool], bool] = {}
         self._narrowed: list[dict[str, Any]] = []  # alternatives that are apart once they are closed
         self._num_steps = 0
 
