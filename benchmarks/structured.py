@@ -171,8 +171,8 @@ def grammars(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         arguments = parse_grammar_arguments([*words, *(["--limit", str(options.limit)] if options.limit else [])])
         trial = Trial()
         with opened(arguments.path) as file, grammar_bench(arguments, Plugins.start()) as bench:
-            backend_name = bench.backend_named(arguments.backend)
-            asyncio.run(run_trial(trial, bench, file, backend_name, is_strict=False, limit=arguments.limit))
+            name, reading = bench.backend_named(arguments.backend), arguments.additional_properties
+            asyncio.run(run_trial(trial, bench, file, name, reading, is_strict=False, limit=arguments.limit))
         reports.append(trial_as_json(trial, {"file": options.file.name, "model": options.model or "default", "backend": backend}))
         say(f"{backend} done")
     print("\n".join(grammar_table(reports)))

@@ -4,12 +4,10 @@ import argparse
 from typing import Literal
 
 from openai import OpenAI
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 
 class City(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # a schema allows more properties unless it says so
-
     name: str = Field(max_length=20)
     country: str = Field(max_length=20)
     continent: Literal["Africa", "America", "Asia", "Europe", "Oceania"]

@@ -13,16 +13,23 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS, ASSERTIONS, has_lone_references, unknown_keywords
+from penstock.plugins.grammars.json_schema.schema_keywords import (
+    ANNOTATIONS,
+    ASSERTIONS,
+    has_lone_references,
+    lone_reference,
+    unknown_keywords,
+)
 from penstock.plugins.grammars.json_schema.schema_overlap import Overlap
-from penstock.plugins.grammars.json_schema.schema_walk import SCHEMA_KEYWORDS, SCHEMAS_BY_NAME, schemas_below, schemas_within
+from penstock.plugins.grammars.json_schema.schema_walk import SCHEMA_KEYWORDS, schemas_below
 
 MAX_STEPS = 20_000  # keywords that are read for names, and names that are added: a reference counts each time
 MAX_ALTERNATIVES = 64  # of `oneOf`: each is compared with each
 
 _IDENTIFIERS = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
 _SAYS_OF_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties", "propertyNames"})
-_GIVEN = frozenset({"const", "enum", "$dynamicRef", "$recursiveRef"})  # values, and schemas that are elsewhere
+_GIVEN = frozenset({"const", "enum"})
+_DYNAMIC = frozenset({"$dynamicRef", "$recursiveRef"})
 _DEMANDS = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
 _COMBINED = frozenset({"allOf", "anyOf", "oneOf"})
 _OF_THE_OBJECT = _COMBINED | _DEMANDS | {"if", "then", "else"}
@@ -41,20 +48,17 @@ class Use(IntEnum):
 def closed(schema: Any) -> Any:
     """An equal document with what closes its objects added. Members keep their order.
 
-    Left open are objects of given values, those with more `minProperties` than names, and those that a dynamic reference or one out of the
-    document speaks of. A document whose parts have identifiers stays as it is, and one that nests too deeply or is too large to be read for
-    names.
+    Left open are objects of given values and those with more `minProperties` than names. A document stays as it is where its parts have
+    identifiers, where references are not all JSON Pointers in it, and where it nests too deeply or is too large to be read for names.
     """
     try:
-        if any(part is not schema and any(isinstance(part.get(name), str) for name in _IDENTIFIERS) for part in schemas_within(schema)):
-            return schema
         return _Closing(schema).whole()
     except (_NotClosed, RecursionError):
         return schema
 
 
 class _NotClosed(Exception):
-    pass
+    """The document stays as it is."""
 
 
 @dataclass(slots=True)
@@ -99,12 +103,12 @@ class _Closing:
         self._has_lone_references = has_lone_references(root)
         self._unknown = unknown_keywords(root)
         self._uses: dict[int, Use] = {}
-        self._are_apart: dict[tuple[int, Use], bool] = {}
+        self._are_apart: dict[tuple[int, bool], bool] = {}
         self._narrowed: list[dict[str, Any]] = []  # alternatives that are apart once they are closed
         self._num_steps = 0
 
     def whole(self) -> Any:
-        """Raises `_NotClosed` where it is too large, or closing a part would change what another means."""
+        """Raises `_NotClosed`, also where closing a part would change what another means."""
         pending: list[tuple[Any, Use]] = [(self._root, Use.VALUE)]
         while pending:
             schema, use = pending.pop()
@@ -117,12 +121,17 @@ class _Closing:
 
     def _inner(self, schema: dict[str, Any], use: Use) -> Iterator[tuple[Any, Use]]:
         """The subschemas that count, here and behind a reference, and what each is for."""
+        is_named = schema is not self._root and any(isinstance(schema.get(name), str) for name in _IDENTIFIERS)
+        if is_named or not _DYNAMIC.isdisjoint(schema):
+            raise _NotClosed
         for keyword, children in schemas_below(schema):
             if keyword not in _DEFINITIONS:
                 inner = self._use_below(schema, keyword, use)
                 yield from ((child, inner) for child in children)
         if isinstance(reference := schema.get("$ref"), str):
-            yield self._overlap.target(reference), self._use_below(schema, "$ref", use)
+            if (target := self._overlap.target(reference)) is None:
+                raise _NotClosed
+            yield target, self._use_below(schema, "$ref", use)
         if use is Use.VALUE and self._stands_alone(schema):
             yield from ((value, Use.AS_WRITTEN) for value in self._shared_values(schema))
 
@@ -155,7 +164,7 @@ class _Closing:
 
     def _are_alternatives_apart(self, alternatives: Any, are_values: bool) -> bool:
         """Whether none of them, as it will be written, allows what another does as it is: then one matches whichever are narrowed."""
-        if not isinstance(alternatives, list) or len(alternatives) > MAX_ALTERNATIVES:
+        if not isinstance(alternatives, list) or len(alternatives) > MAX_ALTERNATIVES or "const" in self._unknown:
             return False
         key = id(alternatives), are_values
         if key not in self._are_apart:
@@ -176,25 +185,26 @@ class _Closing:
             names.close(as_closed)
         return as_closed
 
-    def _written(self, schema: Any) -> Any:
-        if not isinstance(schema, dict):
-            return schema
-        use = self._uses.get(id(schema), Use.AS_WRITTEN)
-        written = {keyword: self._written_below(keyword, value, use) for keyword, value in schema.items()}
+    def _written(self, value: Any) -> Any:
+        """Any part of the document: references may lead to schemas wherever they stand."""
+        if isinstance(value, list):
+            return [self._written(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        use = self._uses.get(id(value))
+        if use is None:
+            return {name: self._written(member) for name, member in value.items()}
+        return self._written_schema(value, use)
+
+    def _written_schema(self, schema: dict[str, Any], use: Use) -> dict[str, Any]:
+        kept = ASSERTIONS if use is Use.AS_WRITTEN else ASSERTIONS - SCHEMA_KEYWORDS
+        written = {keyword: value if keyword in kept else self._written(value) for keyword, value in schema.items()}
         if use is Use.VALUE and self._is_closed_here(schema) and (names := self._names(schema)) is not None:
             if "$ref" in written and self._has_lone_references:
+                written = lone_reference(written)
                 written["allOf"] = [{"$ref": written.pop("$ref")}]
             names.close(written)
         return written
-
-    def _written_below(self, keyword: str, value: Any, use: Use) -> Any:
-        if (use is Use.AS_WRITTEN and keyword not in _DEFINITIONS) or keyword not in SCHEMA_KEYWORDS:
-            return value
-        if isinstance(value, list):
-            return [self._written(child) for child in value]
-        if isinstance(value, dict) and keyword in SCHEMAS_BY_NAME:
-            return {name: self._written(child) for name, child in value.items()}
-        return self._written(value)
 
     def _is_closed_here(self, schema: dict[str, Any]) -> bool:
         """Also where what it refers to has to stay open, as it is for something else, too."""
@@ -258,10 +268,8 @@ class _Closing:
         if reference in followed:
             return
         followed.add(reference)
-        target = self._overlap.target(reference) if isinstance(reference, str) else None
-        if target is None:
-            yield "$dynamicRef", reference  # which leads out of the document, too
-        yield from self._statements(target, followed)
+        if isinstance(reference, str):
+            yield from self._statements(self._overlap.target(reference), followed)
 
     def _count(self, num_steps: int) -> None:
         self._num_steps += num_steps

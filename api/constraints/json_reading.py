@@ -25,7 +25,6 @@ class JsonReading:
 
 AS_WRITTEN = JsonReading()
 Spec = TypeVar("Spec", GrammarSpec, GrammarSpec | None)
-Value = TypeVar("Value", bound=str)
 
 
 def json_reading(body: GenerationFields, default: AdditionalProperties) -> JsonReading:
@@ -45,18 +44,18 @@ def json_reading(body: GenerationFields, default: AdditionalProperties) -> JsonR
         whitespace[backend.param] = ""
     if backend is not None and CLOSED in backend.options:
         properties[backend.param] = "closed"
-    _, asked = _agreed(properties, "additional properties")
-    param, pattern = _agreed(whitespace, "whitespace")
-    return JsonReading(None if pattern is None else whitespace_regex(pattern, param), asked or default, is_asking=asked is not None)
+    asking, spacing = _agreed(properties, "additional properties"), _agreed(whitespace, "whitespace")
+    pattern = None if spacing is None else whitespace_regex(whitespace[spacing] or "", spacing)
+    return JsonReading(pattern, (properties[asking] if asking else None) or default, is_asking=asking is not None)
 
 
-def _agreed(fields: Mapping[str, Value | None], subject: str) -> tuple[str, Value | None]:
-    """What the fields say that say anything, and the first of them."""
+def _agreed(fields: Mapping[str, str | None], subject: str) -> str | None:
+    """The first of the fields that say anything; all of them say the same."""
     given = {param: value for param, value in fields.items() if value is not None}
     if len(set(given.values())) > 1:
         names = " and ".join(f"`{param}`" for param in given)
         raise InvalidRequest(f"{names} say different things of {subject}", [*given][-1])
-    return next(iter(given.items()), ("", None))
+    return next(iter(given), None)
 
 
 def in_reading(reading: JsonReading, spec: Callable[[JsonReading], Spec]) -> Spec:

@@ -1,7 +1,7 @@
 """The grammar backend `xgrammar`: regexes, choices, JSON, GBNF and structures. It needs the extra `penstock[xgrammar]`.
 
 xgrammar gets rules that are written here, except for GBNF, the client's own: its translations of JSON schemas and of regexes pass over
-what they do not know. White space in JSON is the default's, `[ \\t]|\\r?\\n[ \\t]{0,40}` once a place, or what `whitespace_pattern` says.
+what they do not know. White space in JSON is as in `json_text`, with up to 40 blanks at every depth, or what `whitespace_pattern` says.
 Compiling runs in a process that can be ended; reading in what it sends releases the interpreter's lock.
 """
 

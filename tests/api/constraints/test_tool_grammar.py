@@ -136,3 +136,21 @@ def test_arguments_that_nest_too_deeply_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="nested too deeply") as caught:
         answer_grammar(deep, None, Slashes(), None)
     assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_arguments_are_closed_in_the_closed_reading() -> None:
+    given: list[CallableTool] = []
+
+    class Recording(Slashes):
+        def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
+            given.extend(tools)
+            return super().calls(tools, is_single=is_single)
+
+    tools = [*STRICT, named("h", {"type": "object", "properties": {}}), named("i", {})]
+    answer_grammar(use_of(tools=tools), None, Recording(), None, JsonReading(additional_properties="closed"))
+    assert [tool.arguments.text for tool in given] == [
+        '{"type": "object", "properties": {"b": {}, "a": {}}, "additionalProperties": false}',
+        '{"type": "object", "properties": {}, "additionalProperties": false}',
+        '{"type": "object", "properties": {}, "additionalProperties": false}',
+        '{"type": "object"}',
+    ]

@@ -374,3 +374,38 @@ def test_a_hundred_constraints_of_one_client_at_once_are_compiled() -> None:
     asyncio.run(run())
     assert len(backend.compiled) == 100
     grammars.check_integrity()
+
+
+def test_a_constraint_is_compiled_as_written_where_nobody_takes_its_closed_reading() -> None:
+    backend, other = opened("as"), opened("closed b")
+    grammars = compiler(backend, other)
+
+    async def run() -> None:
+        for text, expected in (("closed a", "as written"), ("closed b", "closed b")):
+            closed = replace(regex(text), as_written=regex("as written"))
+            assert (await grammars.compile(closed)).text == expected  # type: ignore[attr-defined]
+        with pytest.raises(UnsupportedGrammar, match="written does not start"):
+            await grammars.compile(replace(regex("closed c"), as_written=regex("written")))
+
+    asyncio.run(run())
+    grammars.check_integrity()
+    assert backend.compiled == ["closed a", "as written", "closed b", "closed c", "written"]
+
+
+def test_every_reading_is_tried_exactly_before_any_is_leniently() -> None:
+    attempts: list[tuple[str, bool]] = []
+
+    class Recording(Backend):
+        def compile(self, spec: GrammarSpec) -> Grammar:
+            attempts.append((spec.text, spec.is_lenient))
+            raise UnsupportedGrammar("no", spec.param)
+
+    grammars = compiler(Recording())
+    written = replace(regex("written"), is_lenient=True)
+
+    async def run() -> None:
+        with pytest.raises(UnsupportedGrammar):
+            await grammars.compile(replace(written, text="closed", as_written=written))
+
+    asyncio.run(run())
+    assert attempts == [("closed", False), ("written", False), ("closed", True), ("written", True)]

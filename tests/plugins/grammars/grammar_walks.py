@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from penstock.engine.grammar import GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
 from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
 
@@ -94,7 +94,7 @@ def tokenized(text: str, rng: random.Random) -> Iterator[int]:
         rest = rest[len(token) :]
 
 
-def accepts(grammar: OutlinesCoreGrammar, text: str, rng: random.Random) -> bool:
+def accepts(grammar: CompiledGrammar, text: str, rng: random.Random) -> bool:
     """Walks a text token by token; at each step the mask, `advance` and what may end must agree."""
     matcher = grammar.matcher()
     for token_id in tokenized(text, rng):
@@ -107,7 +107,7 @@ def accepts(grammar: OutlinesCoreGrammar, text: str, rng: random.Random) -> bool
     return bool(stops)
 
 
-def random_answer(grammar: OutlinesCoreGrammar, rng: random.Random, patience: int = 30) -> str:
+def random_answer(grammar: CompiledGrammar, rng: random.Random, patience: int = 30) -> str:
     """A random walk over what is allowed, which after `patience` tokens leans towards what closes something."""
     matcher = grammar.matcher()
     text = b""

@@ -44,7 +44,7 @@ def schema_grammar(backend: XgrammarBackend, schema: Any, **options: Any) -> Xgr
 
 
 def takes(grammar: XgrammarGrammar, text: str) -> bool:
-    return accepts(grammar, text, random.Random(0))  # type: ignore[arg-type]
+    return accepts(grammar, text, random.Random(0))
 
 
 def refusal(backend: XgrammarBackend, kind: GrammarKind, text: str) -> UnsupportedGrammar:
