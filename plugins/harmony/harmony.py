@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
 from penstock.plugins.automaton import split_symbols
@@ -41,6 +41,7 @@ class Harmony:
         self._header = Header(ROLE, [])
         self._call = HarmonyCall()
         self._num_calls = 0
+        self._is_started = False  # the call that is being read
         self._kind: type[Text] | type[Reasoning] = Text
         self._is_outside = True  # of all messages
         self._step = self._read_start
@@ -69,7 +70,14 @@ class Harmony:
         if self._step == self._read_call_head:
             return [Text(piece) for piece in join_pieces([*self._call.head, *rest])]
         if self._step == self._read_arguments_start:
-            self._start_call(events, "{}")
+            self._start_call(events)
+            self._give_out("{}", events)
+            return events
+        if self._step == self._read_arguments:
+            if not self._is_started:
+                self._start_call(events)
+            self._call.arguments.stop()
+            self._give_out(self._call.arguments.take(), events)
             return events
         ends = {self._read_call_end: ENDS, self._read_after_call: ()}.get(self._step)
         if self._reads_calls and ends is not None and is_cut_marker(rest, *ends):
@@ -180,6 +188,7 @@ class Harmony:
         self._is_outside = False
         if self._reads_calls:
             self._call = HarmonyCall(head)
+            self._is_started = False
             self._step = self._read_call_head
         else:
             events += map(Text, join_pieces(head))
@@ -226,31 +235,52 @@ class Harmony:
         if marker is None:
             self._give_back(events, [*self._call.head, *space])
         elif marker == "{":
-            self._call.feed(marker, 0)
-            self._start_call(events, marker)
+            self._call.head += space
             self._step = self._read_arguments
+            self._feed_arguments(marker, 0, events)
         else:
-            self._start_call(events, "{}")
+            self._start_call(events)
+            self._give_out("{}", events)
             self._end_call(marker)
         return True
 
-    def _start_call(self, events: list[Event], arguments: str) -> None:
+    def _start_call(self, events: list[Event]) -> None:
+        self._is_started = True
         events.append(ToolCallStart(self._num_calls, self._call.name, self._new_id()))
-        events.append(ToolCallArguments(self._num_calls, arguments))
         self._num_calls += 1
+
+    def _give_out(self, fragment: str, events: list[Event]) -> None:
+        if fragment:
+            events.append(ToolCallArguments(self._num_calls - 1, fragment))
 
     def _read_arguments(self, events: list[Event]) -> bool:
         piece = self._buffer.peek()
         if piece is None:
             return False
         start = self._buffer.offset
-        end = self._call.feed(piece, start)
-        if end > start:
-            events.append(ToolCallArguments(self._num_calls - 1, str(piece[start:end])))
-            self._buffer.skip(end - start)
-        if self._call.is_over:
+        self._buffer.skip(self._feed_arguments(piece, start, events) - start)
+        if not self._call.is_over:
+            return True
+        if self._is_started:
             self._step = self._read_call_end
+            events += [Text(self._call.arguments.left)] if self._call.arguments.left else []
+        else:
+            self._give_back(events, self._call.head)
         return True
+
+    def _feed_arguments(self, piece: str, start: int, events: list[Event]) -> int:
+        """Reads on in the arguments, which make this a call once more than their first brace has come; returns where that stopped."""
+        arguments = self._call.arguments
+        end = self._call.feed(piece, start)
+        if end > start and not self._is_started:
+            self._call.head.append(piece if isinstance(piece, SpecialText) else piece[start:end])
+        if arguments.is_begun and not self._is_started:
+            self._start_call(events)
+        if self._is_started:
+            if arguments.is_malformed:
+                arguments.close()
+            self._give_out(arguments.take(), events)
+        return end
 
     def _read_call_end(self, events: list[Event]) -> bool:
         start = self._buffer.take_start(ROLE, CHANNEL, *ENDS)

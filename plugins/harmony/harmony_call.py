@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.engine.events import SpecialText
 from penstock.plugins.harmony.harmony_header import CHANNEL, ENDS, MAX_LENGTH
-from penstock.plugins.json_scanner import JsonScanner
+from penstock.plugins.json_repair import JsonRepair
 
 _BOUNDARIES = frozenset({*ENDS, "<|start|>", CHANNEL})
 
@@ -14,12 +14,10 @@ class HarmonyCall:
 
     def __init__(self, head: Sequence[str] = ()) -> None:
         self.head = list(head)
-        self.is_over = False
-        """Nothing more of the arguments comes: they are complete, or what comes is no JSON."""
+        self.arguments = JsonRepair()
         self._words: list[str] = []
         self._is_named = False
         self._length = 0
-        self._scanner = JsonScanner()
 
     @property
     def name(self) -> str:
@@ -43,15 +41,14 @@ class HarmonyCall:
         self.head.append(marker)
         self._is_named = True
 
+    @property
+    def is_over(self) -> bool:
+        """Nothing more of the arguments comes: they are complete, or what comes makes no sense."""
+        return self.arguments.is_complete or self.arguments.is_malformed
+
     def feed(self, text: str, position: int) -> int:
         """Reads arguments from `position`; returns where they stopped. A token that ends messages ends them too."""
         if isinstance(text, SpecialText) and text in _BOUNDARIES:
-            self.is_over = True
+            self.arguments.is_malformed = True
             return position
-        while position < len(text) and not self.is_over:
-            end = self._scanner.take(text, position)
-            self.is_over = self._scanner.is_over
-            if end == position and not self.is_over:
-                continue
-            position = end
-        return position
+        return self.arguments.feed(text, position)

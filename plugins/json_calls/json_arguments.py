@@ -26,11 +26,6 @@ class JsonArguments:
         self._fragments: list[str] = []  # not yet given out
 
     @property
-    def is_begun(self) -> bool:
-        """It is certain that these are arguments: something of them may be given out."""
-        return self.is_complete or self.is_object
-
-    @property
     def is_malformed(self) -> bool:
         return self._scanner.state is State.MALFORMED if self._object is None else self._object.is_malformed
 

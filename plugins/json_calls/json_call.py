@@ -50,10 +50,11 @@ class JsonCall:
 
     @property
     def can_start(self) -> bool:
-        """The name is known and the arguments have begun, or there are none; an id that comes after them is too late."""
+        """The name is known and the arguments have begun; an id that comes after them is too late. Other values than objects wait for
+        the end of the call."""
         if self.name is None or (self._keys.is_bare and not self._arguments.is_object):
             return False
-        return self._arguments.is_begun
+        return self._arguments.is_object or self.is_complete
 
     @property
     def is_named(self) -> bool:

@@ -16,7 +16,7 @@ class NamedCall:
 
     @property
     def can_start(self) -> bool:
-        return self._arguments.is_begun
+        return self._arguments.is_object
 
     @property
     def is_named(self) -> bool:
@@ -45,7 +45,7 @@ class NamedCall:
                 self.is_malformed = True
                 return position
         end = self._arguments.feed(text, position)
-        self.is_malformed = self._arguments.is_malformed
+        self.is_malformed = self._arguments.is_malformed or (self._arguments.is_complete and not self._arguments.is_object)
         return end
 
     def take_arguments(self) -> str:

@@ -58,9 +58,11 @@ class ElementReader:
         if self._open:
             for piece in rest if self._step == self._read_content else ():
                 self._open[-1].feed(piece)
-            while len(self._open) > 1:
-                self._close()
-            self._write(self._open[0].cut())
+            *around, last = self._open
+            name, json_text = last.name, last.cut()
+            for element in reversed(around):
+                name, json_text = element.name, element.cut(name, json_text)
+            self._write(json_text)
         elif self._step == self._read_content:
             self._end()
         return []

@@ -76,9 +76,19 @@ class Element:
         members = (f"{quoted(name)}: {_one_or_all(values)}" for name, values in self._children.items())
         return "{" + ", ".join(members) + "}"
 
-    def cut(self) -> str:
-        """The rest as far as it came."""
-        return self.finish() if self._children else "".join([*self._json, self._text.cut()])
+    def cut(self, name: str = "", json_text: str = "") -> str:
+        """The rest as far as it came, with what came of the child that is open."""
+        if not self._children and not name:
+            return "".join([*self._json, self._text.cut()])
+        types = self._types or frozenset()
+        names = self._children.keys() | {name} - {""}
+        if names == {ITEM} and ("array" in types or "object" not in types):
+            return f"[{', '.join([*self._children.get(ITEM, []), *([json_text] if name else [])])}"
+        members = [f"{quoted(key)}: {_one_or_all(values)}" for key, values in self._children.items() if key != name]
+        if name:
+            values = self._children.get(name, [])
+            members.append(f"{quoted(name)}: {'[' if values else ''}{', '.join([*values, json_text])}")
+        return "{" + ", ".join(members)
 
 
 def _one_or_all(values: list[str]) -> str:

@@ -36,7 +36,8 @@ class ParameterReader:
         self._schemas = schemas
         self._schema = ArgumentsSchema(None)
         self._around = around
-        self._value_ends = (markup.value_end, *markup.implied_ends, *around.tokens)
+        self._ends = (*around.tokens, *filter(around.is_token, (markup.parameter, markup.call_end)))  # of any value
+        self._value_ends = (markup.value_end, *markup.implied_ends, *self._ends)
         self._between = (markup.parameter, markup.call_end, *around.markers)
         self._call = ParameterCall()
         self._body = JsonRepair()
@@ -159,7 +160,7 @@ class ParameterReader:
         if piece is None:
             return Progress.WAITING
         start = self._buffer.offset
-        is_end = isinstance(piece, SpecialText) and piece in self._around.tokens
+        is_end = isinstance(piece, SpecialText) and piece in self._ends
         end = start if is_end else self._body.feed(piece, start)
         if not self.is_certain and end > start:
             self.head.append(piece if isinstance(piece, SpecialText) else piece[start:end])
@@ -261,7 +262,7 @@ class ParameterReader:
         types = frozenset({"object"}) if self._is_wrapper else self._schema.types(tag.name)
         self._call.open(tag.name, self._markup.new_value(types, tag))
         self._step = self._read_literal if self._markup.literal else self._read_value
-        self._value_ends = (self._markup.value_end, *self._markup.implied_ends, *self._around.tokens)
+        self._value_ends = (self._markup.value_end, *self._markup.implied_ends, *self._ends)
         return Progress.READ
 
     def _read_literal(self) -> Progress:
@@ -271,7 +272,7 @@ class ParameterReader:
             return Progress.WAITING
         space, marker = start
         if marker is not None:
-            self._value_ends = (self._markup.literal_end, *self._around.tokens)
+            self._value_ends = (self._markup.literal_end, *self._ends)
         for piece in space if marker is None else ():
             self._call.feed(piece)
         self._step = self._read_value

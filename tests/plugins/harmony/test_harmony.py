@@ -113,7 +113,14 @@ def test_arguments_arrive_character_by_character() -> None:
     parser = HarmonyCalls(AUTO)
     parser.feed(" to=functions.f<|message|>")
     assert [event.fragment for char in '{"x": "ab"}' for event in parser.feed(char) if isinstance(event, ToolCallArguments)] == [
-        *'{"x": "ab"}'
+        '{"',
+        "x",
+        '":',
+        " ",
+        '"',
+        "a",
+        "b",
+        '"}',
     ]
 
 
@@ -127,8 +134,10 @@ def test_a_message_that_is_no_object_is_content() -> None:
 
 
 def test_arguments_that_go_wrong_leave_the_rest_visible() -> None:
-    events = both(' to=functions.f<|message|>{"x": oops}<|call|>')
-    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": '), Text("oops}")]
+    events = both(' to=functions.f<|message|>{"x": 1, oops}<|call|>')
+    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}'), Text(", oops}")]
+    assert both(' to=functions.f<|message|>{"x": oops}<|call|>')[-1] == ToolCallArguments(0, '{"x": "oops"}')
+    assert both(" to=functions.f<|message|>{oops}<|call|>") == [Text(" to=functions.f<|message|>{oops}")]
 
 
 @pytest.mark.parametrize("header", ["<|channel|>commentary to=functions.f <|constrain|>json", "<|channel|>commentary to=functions.f"])

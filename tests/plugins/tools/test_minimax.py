@@ -2,11 +2,13 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.events import ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.tools.dots import dots
 from penstock.plugins.tools.minimax_m2 import minimax_m2
 from penstock.plugins.tools.minimax_m3 import MARK, minimax_m3
 from penstock.plugins.tools.step3 import step3
+from penstock.testing import check_parser, read
 from tests.plugins.tools.parameter_samples import calls, content
 
 ORDER = {
@@ -91,3 +93,27 @@ def test_elements_nest_as_the_schema_says(arguments: tuple[str, ...], expected: 
     text = f"Sure.\n{order(*arguments)}\n"
     assert calls(minimax_m3, text, TURN) == [("order", expected)]
     assert content(minimax_m3, text, TURN) == "Sure.\n"
+
+
+NESTED = f"""{MARK}<tool_call>
+{MARK}<invoke name="order">{MARK}<shipping>{MARK}<city>Oslo{MARK}</city>{MARK}<zip>150{MARK}</zip>{MARK}</shipping>\
+{MARK}<items>{MARK}<item>{MARK}<sku>a{MARK}</sku>{MARK}</item>{MARK}<item>{MARK}<sku>bcd"""
+
+
+@pytest.mark.parametrize(
+    ("end", "arguments"),
+    [
+        ("", '{"shipping": {"city": "Oslo", "zip": 150}, "items": [{"sku": "a"}, {"sku": "bcd'),
+        ("bcd", '{"shipping": {"city": "Oslo", "zip": 150}, "items": [{"sku": "a"}, {"sku": '),
+        (f"<item>{MARK}<sku>bcd", '{"shipping": {"city": "Oslo", "zip": 150}, "items": [{"sku": "a"}'),
+        (NESTED.partition("slo")[2], '{"shipping": {"city": "Oslo'),
+        (NESTED.partition(f"50{MARK}")[2], '{"shipping": {"city": "Oslo", "zip": 150'),
+    ],
+)
+def test_nested_elements_that_are_cut_are_not_closed(end: str, arguments: str) -> None:
+    events = read(minimax_m3(TURN), [NESTED.removesuffix(end)])
+    assert events == [ToolCallStart(0, "order", ""), ToolCallArguments(0, arguments)]
+
+
+def test_nested_elements_may_be_cut_anywhere() -> None:
+    check_parser(minimax_m3, [NESTED], markers=(MARK, "<tool_call>"), turn=TURN, max_examples=10)

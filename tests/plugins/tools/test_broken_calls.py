@@ -1,0 +1,76 @@
+"""What holds for every tool parser where a model writes a call wrong: no call that has ended comes out with arguments that are no JSON."""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+
+from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.format_info import FormatInfo
+from penstock.engine.turn import Turn
+from penstock.plugins.manager import Plugins
+from penstock.testing import read
+from penstock.testing.answers import split_atoms
+
+WRONG = (" oops ", '"', "'", "}", "]", ",", "\n", "\\", "<")
+AFTER = " after"
+
+
+@lru_cache
+def plugins() -> Plugins:
+    return Plugins.start(["none"])
+
+
+DECLARED = "response_template"  # has no example
+TOOL_PARSERS = pytest.mark.parametrize("name", sorted(set(plugins().tool_parsers) - {DECLARED}))
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+
+
+def answer(name: str, text: str, tokens: frozenset[str]) -> list[Event]:
+    registry = plugins().tool_parsers
+    turn = Turn(prompt_tail=registry.infos[name].prompt_tail, added_tokens=tokens, tools=[TOOL], tool_choice="auto")
+    return read(registry[name](turn), split_atoms(text, tokens))
+
+
+def tokens_of(info: FormatInfo) -> frozenset[str]:
+    return frozenset(marker for marker in info.markers if len(marker) > 1 and not marker[0].isspace())
+
+
+def parts_of(info: FormatInfo) -> tuple[str, str, str]:
+    """The example up to its tool's name, the arguments, and what ends the call: from the first marker after the arguments on."""
+    start = info.example.rindex("weather") + len("weather")
+    value_end = info.example.rindex("Oslo") + len("Oslo")
+    ends = [place for marker in tokens_of(info) if (place := info.example.find(marker, value_end)) >= 0]
+    end = min(ends, default=len(info.example))
+    return info.example[:start], info.example[start:end], info.example[end:]
+
+
+def broken(arguments: str) -> Iterator[str]:
+    for place in range(len(arguments)):
+        yield arguments[:place]
+        yield arguments[:place] + arguments[place + 1 :]
+        for wrong in WRONG:
+            yield arguments[:place] + wrong + arguments[place:]
+
+
+@TOOL_PARSERS
+def test_a_call_that_has_ended_has_arguments_in_json_or_is_content(name: str) -> None:
+    info = plugins().tool_parsers.infos[name]
+    head, arguments, end = parts_of(info)
+    for vocabulary in (tokens_of(info), frozenset[str]()):
+        for written in broken(arguments):
+            text = f"{head}{written}{end}{AFTER}"
+            events = answer(name, text, vocabulary)
+            has_ended = "".join(event.text for event in events if isinstance(event, Text)).endswith(AFTER)
+            assert has_ended or not (vocabulary and end), f"{text!r}: the end of the call is part of it in {events}"
+            for index in [event.index for event in events if isinstance(event, ToolCallStart)] if has_ended else ():
+                fragments = [event.fragment for event in events if isinstance(event, ToolCallArguments) and event.index == index]
+                assert is_object("".join(fragments)), f"{text!r} gives {events}"
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
