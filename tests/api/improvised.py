@@ -71,6 +71,9 @@ class Improvised:
         """Untyped, since the library's types know no fields but OpenAI's."""
         return await self.client.chat.completions.create(**_request(about) | fields)
 
+    def num_tokens(self, text: str) -> int:
+        return len(self.context.tokenizer.encode(text, add_special_tokens=False))
+
     async def stream(self, about: object = "", **fields: Any) -> list[Any]:
         return [chunk async for chunk in await self.client.chat.completions.create(**_request(about) | fields, stream=True)]
 
@@ -86,8 +89,12 @@ def improvise(
     tail: str = "",
     plugins: Sequence[str] | Plugins = ("hermes",),
     tokenizer: Tokenizer = MARKER_TOKENS,
+    **core_options: Any,
 ) -> None:
-    """Runs a scenario against a fresh server with these plug-ins, and asserts that nothing is left of its requests."""
+    """Runs a scenario against a fresh server with these plug-ins, and asserts that nothing is left of its requests.
+
+    `core_options` are the fake engine core's.
+    """
 
     async def run() -> None:
         ending = frozenset({tokenizer.token_id("<|im_end|>") or fakes.EOS})
@@ -99,6 +106,7 @@ def improvise(
             max_num_batched_tokens=2048,
             tokenizer=tokenizer,
             stop_token_ids=ending,
+            **core_options,
         )
         loaded = plugins if isinstance(plugins, Plugins) else Plugins.start(plugins)
         compiler = GrammarCompiler(loaded.grammar_backends, tokenizer, tokenizer.vocab_size, ending)
