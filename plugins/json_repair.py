@@ -50,7 +50,7 @@ class JsonRepair:
         self._closers: list[str] = []
         self._next = _Next.VALUE
         self._step = self._read_gap
-        self._held = ""  # a comma or a quotation mark, with white space after it: what follows tells what it is
+        self._held: list[str] = []  # a comma or a quotation mark, then white space: what follows tells what it is
         self._is_key = False
         self._quote = '"'
         self._escape = ""
@@ -83,7 +83,7 @@ class JsonRepair:
         elif self._step == self._read_escape:
             self._end_escape("\\" + self._escape)
         if self._step in (self._read_string, self._read_string_end):
-            self._held = ""
+            self._held.clear()
             self._out.append('"')
             self._next = _Next.COLON if self._is_key else _Next.COMMA
         self._fill_gap()
@@ -93,7 +93,8 @@ class JsonRepair:
 
     def stop(self) -> None:
         """No more comes: what is held is given out as it was written."""
-        self._out.append(self._held + self._escape)
+        self._flush()
+        self._out.append(self._escape)
         bare = "".join(self._bare)
         if self._step == self._read_bare_key:
             self._out.append(quoted(bare)[:-1])
@@ -103,8 +104,8 @@ class JsonRepair:
 
     def _fail(self, position: int, left: str = "") -> int:
         self.is_malformed = True
-        self.left = self._held + left
-        self._held = ""
+        self.left = "".join(self._held) + left
+        self._held.clear()
         return position
 
     # Between keys and values
@@ -112,10 +113,7 @@ class JsonRepair:
     def _read_gap(self, text: str, position: int) -> int:
         space = _SPACE.match(text, position)
         if space is not None:
-            if self._held:
-                self._held += space[0]
-            else:
-                self._out.append(space[0])
+            (self._held or self._out).append(space[0])
             return space.end()
         char = text[position]
         if char in _MARKUP or (char in "]}" and char not in self._closers):
@@ -146,8 +144,8 @@ class JsonRepair:
 
     def _fill_gap(self) -> None:
         """A bracket closes here: a comma before it is too many, and a key without a value has null."""
-        self._out.append(self._held.removeprefix(","))
-        self._held = ""
+        self._out += self._held[1:]
+        self._held.clear()
         if self._next is _Next.COLON:
             self._out.append(": null")
         elif self._next is _Next.VALUE:
@@ -166,13 +164,13 @@ class JsonRepair:
         """After a value. A missing comma is plain where a string or a bracket begins."""
         if char != "," and not (char in "\"'" or (char in _CLOSERS and self._closers[-1] == "]")):
             return self._fail(position)
-        self._held = ","
+        self._held = [","]
         self._next = _Next.KEY if self._closers[-1] == "}" else _Next.ITEM
         return position + (char == ",")
 
     def _flush(self) -> None:
-        self._out.append(self._held)
-        self._held = ""
+        self._out += self._held
+        self._held.clear()
 
     # Keys and values
 
@@ -265,7 +263,7 @@ class JsonRepair:
             return plain.end()
         char = text[position]
         if char == self._quote:
-            self._held = '"'
+            self._held = ['"']
             self._step = self._read_string_end
         elif char == "\\":
             self._escape = char
@@ -295,16 +293,17 @@ class JsonRepair:
         """After a quotation mark, which ends the string where something follows that can follow one."""
         space = _SPACE.match(text, position)
         if space is not None:
-            self._held += space[0]
+            self._held.append(space[0])
             return space.end()
         char = text[position]
         is_missing_comma = char in "\"'" and len(self._held) > 1 and not self._is_key
-        if char in (":," if self._is_key else ",") or char in self._closers or char in _MARKUP or is_missing_comma:
+        is_closer = char in "]}" and char in self._closers
+        if char in (":," if self._is_key else ",") or is_closer or char in _MARKUP or is_missing_comma:
             self._flush()
             self._next = _Next.COLON if self._is_key else _Next.COMMA
             self._step = self._read_gap
         else:
-            self._out.append(quoted(self._quote + self._held[1:])[1:-1])
-            self._held = ""
+            self._out.append(quoted("".join([self._quote, *self._held[1:]]))[1:-1])
+            self._held.clear()
             self._step = self._read_string
         return position

@@ -327,7 +327,8 @@ class PythonCall:
         written = "".join(self._word)
         value = json_of(written)
         char = text[position]
-        is_over = char in ((",", ":", "}") if self._key is not None else (",", *self._closers)) or self._is_bracket_of_list(char)
+        is_closer = char in ")]}" and (char in self._closers or self._is_bracket_of_list(char))
+        is_over = char in ",:}" if self._key is not None else char == "," or is_closer
         if value is None or not is_over:
             if not self.is_started:
                 return self._fail(position)

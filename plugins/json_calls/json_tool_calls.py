@@ -20,7 +20,8 @@ _BETWEEN = " \t\r\n,;"
 
 
 class JsonToolCalls:
-    """A call starts as soon as it is known by name; its arguments are given out as they were written.
+    """A call starts as soon as it is known by name and its arguments have begun; these are given out as they were written where they are
+    JSON.
 
     White space between calls is part of the format. What is no call is `Text` as it stood, and calls after it are read; one that goes
     wrong after it has started is closed there, and the rest is `Text`. With `tool_choice: none`, everything is.

@@ -75,7 +75,9 @@ def test_hunyuans_markers_have_the_suffix_of_the_prompt_or_of_the_vocabulary(tur
     turn = replace(turn, tools=TOOLS, tool_choice="auto")
     events = read(hy_v3(turn), split_atoms(with_suffix(INFO.example), turn.added_tokens))
     assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "Oslo"}')]
-    assert hy_v3(turn).tool_format.opening == f"<tool_calls{SUFFIX}>"
+    tool_format = hy_v3(turn).tool_format
+    assert tool_format is not None
+    assert tool_format.opening == f"<tool_calls{SUFFIX}>"
     quoted = "\n<tool_call>weather<tool_sep>\n</tool_call>"
     assert read(hy_v3(turn), split_atoms(quoted, turn.added_tokens)) == [Text(quoted)]
 
