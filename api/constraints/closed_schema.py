@@ -49,11 +49,11 @@ def closed(schema: Any) -> Any:
     """An equal document with what closes its objects added. Members keep their order.
 
     Left open are objects of given values and those with more `minProperties` than names. A document stays as it is where its parts have
-    identifiers, where references are not all JSON Pointers in it, and where it nests too deeply or is too large to be read for names.
+    identifiers, where references are not all JSON Pointers in it, where it is malformed, and where it nests too deeply or is too large.
     """
     try:
         return _Closing(schema).whole()
-    except (_NotClosed, RecursionError):
+    except (_NotClosed, RecursionError, TypeError, AttributeError):  # the last two where a value is not what its keyword takes
         return schema
 
 
@@ -216,13 +216,10 @@ class _Closing:
     def _names(self, schema: dict[str, Any]) -> _Names | None:
         """Those that any schema of the object has; None where it stays open."""
         names = _Names()
-        try:
-            for keyword, value in self._statements(schema, set()):
-                if keyword in _SAYS_OF_OTHERS or keyword in _GIVEN:
-                    return None
-                names.add(keyword, value)
-        except (TypeError, AttributeError):  # where a value is not what its keyword takes
-            return None
+        for keyword, value in self._statements(schema, set()):
+            if keyword in _SAYS_OF_OTHERS or keyword in _GIVEN:
+                return None
+            names.add(keyword, value)
         self._count(len(names.properties) + len(names.required))
         return names if names.can_close else None
 

@@ -150,6 +150,13 @@ def test_each_forced_token_is_the_only_one_allowed() -> None:
     assert allowed(matcher) == STOPS
 
 
+def test_all_of_an_object_up_to_its_first_value_is_forced() -> None:
+    """No white space could stand in it."""
+    schema = {"type": "object", "properties": {"abc": {"type": "integer"}}, "required": ["abc"], "additionalProperties": False}
+    forced = schema_grammar(schema).matcher().forced_tokens()
+    assert b"".join(TEXTS[token_id] for token_id in forced) == b'{"abc":'
+
+
 def test_nothing_is_forced_without_the_tokenizer() -> None:
     matcher = LlguidanceBackend(VOCABULARY).compile(GrammarSpec(GrammarKind.CHOICE, '["abc"]')).matcher()
     assert matcher.forced_tokens() == []
