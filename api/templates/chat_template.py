@@ -47,7 +47,7 @@ class ChatTemplate:
     source: str | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     tool_source: str | None = None
-    tool_prompt: ToolPrompt = ToolPrompt()
+    tool_prompt: ToolPrompt = field(default_factory=ToolPrompt)
     workers: Executor | None = None
     time_limit: float = TIME_LIMIT_SECONDS
 

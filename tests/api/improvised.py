@@ -26,7 +26,9 @@ from tests.api.scripted import client_of, scripted_context
 MODEL = scripted.MODEL
 MAX_MODEL_LEN = 4096
 PROMPT_END = "\x01"
-TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}{% for message in messages %}{{ message.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}{% for message in messages %}{{ message.content }}\n{% endfor %}"
+)
 MARKER_TOKENS = scripted.byte_tokenizer()
 NO_MARKER_TOKENS = fakes.byte_tokenizer()
 WEIGHTS = {'"': 60.0, "{": 60.0, "}": 60.0, "]": 30.0, ",": 30.0, "<": 5.0, "\n": 5.0}

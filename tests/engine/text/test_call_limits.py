@@ -1,5 +1,6 @@
 """Bounds on the calls of one answer: what is delivered, and where the answer ends."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -75,12 +76,14 @@ def test_a_call_is_held_only_while_it_may_be_a_repetition_and_is_never_lost() ->
     assert again.feed([ToolCallArguments(1, "}")]) == [ToolCallArguments(1, "}")]
 
 
-@given(calls=st.lists(st.tuples(st.sampled_from("fg"), st.sampled_from(["{}", '{"x": 1}', '{"x": 12}'])), max_size=9), cut=st.integers(1, 9))
+@given(
+    calls=st.lists(st.tuples(st.sampled_from("fg"), st.sampled_from(["{}", '{"x": 1}', '{"x": 12}'])), max_size=9), cut=st.integers(1, 9)
+)
 def test_any_cut_gives_the_same_calls_of_which_none_repeats_the_one_before(calls: list[tuple[str, str]], cut: int) -> None:
     said, is_over = read(events_of(calls, cut), FORCED)
     assert (said, is_over) == read(events_of(calls), FORCED)
     assert said == [[*call] for call in calls[: len(said)]]
-    assert all(one != other for one, other in zip(said, said[1:], strict=False))
+    assert all(one != other for one, other in itertools.pairwise(said))
     assert is_over == (len(said) < len(calls))
 
 
