@@ -271,7 +271,7 @@ def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> Non
         "--tool-call-parser",
         metavar=options,
         default=default,
-        help=f"how the model writes tool calls ({default_help})",
+        help=f"how the model writes tool calls ({default_help}{', and hermes where its files show no format' if has_model else ''})",
     )
 
 

@@ -14,7 +14,7 @@ INTRODUCTION = """\
 What the built-in parsers say of themselves: `penstock plugins --markdown` prints this page. A parser is named by `--plugin`, or by
 `--reasoning-parser` and `--tool-parser`, under its name or one of its aliases. Without a name, the server takes the parser whose signs are
 all in the model's own chat template or among its added tokens: where several fit, the one with the most signs. One without signs has to be
-named.
+named. Where no tool parser fits, it is `hermes`, and the server [tells the model](requests.md#tools) how calls are written.
 
 `penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows what parsers make of a text. It assumes that the prompt ended
 as the column *prompt ends with* says, unless `--prompt-tail` says otherwise; the server reads the real prompt.

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from penstock.engine.events import Event, Text
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
+from penstock.plugins.manager import Plugins
+from penstock.plugins.recognition import Evidence
 from penstock.plugins.tools import hermes
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.scripted import scripted_server
@@ -272,6 +274,20 @@ def test_a_parser_is_told_whether_a_grammar_holds_the_answer() -> None:
 
     Told.turns.clear()
     asyncio.run(run())
+
+
+def test_a_model_of_no_known_format_is_held_to_calls_and_has_them_read() -> None:
+    plugins = Plugins.start()
+    plugins.recognize(Evidence(("{{ messages[0].content }}",)))
+
+    async def scenario(server: Improvised) -> None:
+        for fields in ({"tool_choice": "required"}, {"tool_choice": choice_of("Trip")}, {}):
+            for choice in await answers(server, 4, tools=STRICT, **fields):
+                assert (choice["finish_reason"], choice["calls"] != []) == ("tool_calls", True)
+                assert "tool_choice" not in fields or choice["content"] == ""
+                check_calls(choice, STRICT)
+
+    improvise(scenario, plugins=plugins, opening=CALL)
 
 
 REASONING = [

@@ -1,5 +1,7 @@
 """What `--plugin auto` goes by: signs in a model's own files."""
 
+from typing import Any
+
 import pytest
 
 from penstock.engine.errors import ConfigurationError
@@ -66,6 +68,19 @@ def test_what_the_operator_left_open_is_chosen_from_the_model() -> None:
     assert plugins.tool_parsers.active is None
     assert plugins.reasoning_parser is not None
     assert plugins.reasoning_parser(Turn()).end_marker == "</think>"
+
+
+def test_where_a_model_shows_no_format_of_calls_it_is_told_that_of_hermes() -> None:
+    def chosen(*evidence: str, **options: Any) -> tuple[str | None, bool]:
+        plugins = Plugins.start(**options)
+        plugins.recognize(Evidence(evidence))
+        return plugins.tool_parsers.active, plugins.tool_parsers.is_default
+
+    assert chosen("{{ messages[0].content }}") == ("hermes", True)
+    assert chosen("<tool_call>", "arguments") == ("hermes", False)
+    assert chosen("[TOOL_CALLS]") == ("mistral", False)
+    assert chosen(tool_parser="none") == chosen(names=["none"]) == chosen(without=["hermes"]) == (None, False)
+    assert chosen(tool_parser="mistral") == ("mistral", False)
 
 
 def test_what_the_operator_named_stays() -> None:
