@@ -47,6 +47,12 @@ class ToolSchemas:
         return ArgumentsSchema(self._schemas.get(tool))
 
 
+def has_strict_tool(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the request holds the calls of any tool to its schema."""
+    functions = (tool.get("function", tool) for tool in tools)
+    return any(isinstance(function, Mapping) and function.get("strict") for function in functions)
+
+
 class ArgumentsSchema:
     """What one tool's schema says of its parameters."""
 

@@ -12,7 +12,7 @@ class CallEnvelope:
 
     With `is_array`, `openings` are followed by an array of calls; where `may_be_array`, by one call or by an array. `bare` are texts with
     which calls begin that have no opening at all: the first character of an array or of an object, and what more it takes to tell it from
-    prose.
+    prose. `first` are such texts that count only where the answer begins, and after another call.
     """
 
     openings: tuple[str, ...] = ()
@@ -20,9 +20,14 @@ class CallEnvelope:
     closings: tuple[str, ...] = ()
     separators: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
     is_array: bool = False
     may_be_array: bool = False
 
     @property
     def starts(self) -> tuple[str, ...]:
+        return (*self.starts_in_text, *self.first)
+
+    @property
+    def starts_in_text(self) -> tuple[str, ...]:
         return (*self.sections, *self.openings, *self.bare)

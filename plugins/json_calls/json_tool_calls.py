@@ -49,7 +49,7 @@ class JsonToolCalls:
         self._head = head
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._reading = JsonCallReading(self._buffer, (*envelope.starts, *envelope.closings), new_id)
-        self._step = self._read_text
+        self._step = self._read_start if envelope.first else self._read_text
         self._block: list[str] = []  # what to give back where no call comes of it
         self._closings = envelope.closings  # those that may yet follow
         self._is_in_array = False
@@ -68,14 +68,25 @@ class JsonToolCalls:
         self._reading.finish(events)
         rest = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
         self._block = self._reading.block = []
-        if self._step != self._read_text and not "".join(rest).strip(_BETWEEN):
+        if self._step not in (self._read_start, self._read_text) and not "".join(rest).strip(_BETWEEN):
             return events
         if self._step == self._read_end and is_cut_marker(rest, *self._closings):
             return events
         return [*events, *map(Text, rest)]
 
+    def _read_start(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start(*self._envelope.starts)
+        if start is None:
+            return False
+        space, marker = start
+        if marker is not None:
+            return self._enter(marker, space)
+        events += map(Text, space)
+        self._step = self._read_text
+        return True
+
     def _read_text(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(*self._envelope.starts)
+        pieces, marker = self._buffer.take_until(*self._envelope.starts_in_text)
         events += map(Text, pieces)
         return marker is not None and self._enter(marker, [])
 
@@ -85,7 +96,7 @@ class JsonToolCalls:
         self._closings = self._envelope.closings
         if marker in self._envelope.sections:
             self._step = self._read_section
-        elif marker in self._envelope.bare:
+        elif marker in self._envelope.bare or marker in self._envelope.first:
             self._is_in_array = marker[0] == "["
             reader = self._open(self._call())
             reader.feed(marker, int(self._is_in_array))
