@@ -36,6 +36,10 @@ class ToolSchemas:
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
                 self._schemas[function["name"]] = function.get("parameters")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._schemas)
+
     def __contains__(self, tool: str) -> bool:
         return tool in self._schemas
 

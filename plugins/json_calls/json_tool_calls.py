@@ -75,7 +75,7 @@ class JsonToolCalls:
         return [*events, *map(Text, rest)]
 
     def _read_start(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(*self._envelope.starts)
+        start = self._buffer.take_start(*self._envelope.starts_of_answer)
         if start is None:
             return False
         space, marker = start
@@ -86,7 +86,7 @@ class JsonToolCalls:
         return True
 
     def _read_text(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(*self._envelope.starts_in_text)
+        pieces, marker = self._buffer.take_until(*self._envelope.starts)
         events += map(Text, pieces)
         return marker is not None and self._enter(marker, [])
 
@@ -96,7 +96,7 @@ class JsonToolCalls:
         self._closings = self._envelope.closings
         if marker in self._envelope.sections:
             self._step = self._read_section
-        elif marker in self._envelope.bare or marker in self._envelope.first:
+        elif self._envelope.is_bare(marker):
             self._is_in_array = marker[0] == "["
             reader = self._open(self._call())
             reader.feed(marker, int(self._is_in_array))
@@ -209,7 +209,7 @@ class JsonToolCalls:
     def _read_end(self, events: list[Event]) -> bool:
         """After a call, whole or broken."""
         of_array = ("]", ",") if self._is_in_array else ()
-        start = self._buffer.take_start(*of_array, *self._closings, *self._envelope.separators, *self._envelope.starts)
+        start = self._buffer.take_start(*of_array, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
         if start is None:
             return False
         space, marker = start
@@ -236,7 +236,7 @@ class JsonToolCalls:
         self._step = self._read_end
 
     def _read_separated(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(*self._envelope.starts)
+        start = self._buffer.take_start(*self._envelope.starts_after_call)
         if start is None:
             return False
         space, marker = start

@@ -49,7 +49,9 @@ def _parser(markup: ParameterMarkup) -> Callable[[Turn], CallSections]:
     return dsml
 
 
-def _info(markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs: tuple[str, ...]) -> FormatInfo:
+def _info(
+    markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs: tuple[str, ...], other_signs: tuple[tuple[str, ...], ...] = ()
+) -> FormatInfo:
     call = f'{markup.call}"weather">\n{markup.parameter}"city" string="true">Oslo{markup.value_end}\n{markup.call_end}'
     return FormatInfo(
         models=models,
@@ -59,6 +61,7 @@ def _info(markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs:
         "is strict.",
         aliases=aliases,
         signs=signs,
+        other_signs=other_signs,
         example=f"{markup.section}\n{call}\n{markup.section_end}",
     )
 
@@ -74,5 +77,9 @@ deepseek_v41 = _parser(V41)
 @hookimpl
 def register_tool_parsers(register: Register) -> None:
     register("deepseek_v32", deepseek_v32, _info(V32, "DeepSeek-V3.2", ("deepseekv32", "deepseek-v32"), (TOKEN,)))
-    register("deepseek_v4", deepseek_v4, _info(V4, "DeepSeek-V4", ("deepseekv4", "deepseek-v4"), (TOKEN, "<｜latest_reminder｜>")))
+    register(
+        "deepseek_v4",
+        deepseek_v4,
+        _info(V4, "DeepSeek-V4", ("deepseekv4", "deepseek-v4"), (TOKEN, "<｜latest_reminder｜>"), ((TOKEN, "tool_calls>"),)),
+    )
     register("deepseek_v41", deepseek_v41, _info(V41, "DeepSeek-V4.1", ("deepseekv41", "deepseek-v41"), (TOKEN, V41.section, V41.call)))

@@ -1,4 +1,4 @@
-"""Qwen2.5 and Qwen2.5-Coder: asked for `<tool_call>{"name": …, "arguments": …}</tool_call>`, small models write the object bare or fenced."""
+"""Qwen2.5 and Qwen2.5-Coder: Hermes' `<tool_call>` blocks, and the same objects bare, in fences and in `<tools>`."""
 
 from functools import partial
 
@@ -27,6 +27,7 @@ UNTAGGED = CallEnvelope(
     separators=(",",),
     bare=(OPENED,),
     first=("{", "["),
+    following=("{", "["),
     may_be_array=True,
 )
 # What begins in another way is held to nothing, which a strict tool does not allow.
@@ -57,8 +58,8 @@ def register_tool_parsers(register: Register) -> None:
     info = FormatInfo(
         models="Qwen2.5, Qwen2.5-Coder",
         markers=(START, END, TOOLS, TOOLS_END, FENCE, FENCE_END),
-        quirks="Reads `hermes`' blocks, and what small models write in their place: the object of an offered tool in `<tools>`, in a fence, "
-        "bare where the answer begins with it, after another call, or wherever it is spelled "
+        quirks="Reads `hermes`' blocks, and what small models write in their place: the object of an offered tool in `<tools>`, in a "
+        "fence, bare where the answer begins with it, after another call, or wherever it is spelled "
         f"`{OPENED}`, at which grammars take over; with a strict tool, only so. Any other JSON is content. Forced calls are written bare.",
         aliases=("qwen2.5-coder", "qwen2_5_coder"),
         signs=(START, "arguments", "You are Qwen, created by Alibaba Cloud"),

@@ -126,7 +126,9 @@ def test_arguments_are_streamed() -> None:
 @pytest.mark.parametrize("turn", [AUTO, STRICT], ids=["free", "strict"])
 def test_any_cut_and_any_stop_give_the_same_answer(turn: Turn) -> None:
     texts = [f"a\n```json\n{INDENTED}\n```\n{BARE}, {OTHER}, c", f"<tools>{BARE}</tools>b", f"{BARE}\n<tool_call>{OTHER}</tool_call>d"]
-    check_parser(qwen25_coder, texts, markers=[*TOKENS, "<tools>", "</tools>", "```json\n", "```", BARE, OTHER, ","], turn=turn, max_examples=20)
+    check_parser(
+        qwen25_coder, texts, markers=[*TOKENS, "<tools>", "</tools>", "```json\n", "```", BARE, OTHER, ","], turn=turn, max_examples=20
+    )
 
 
 def test_what_the_format_allows_is_read_as_calls() -> None:
