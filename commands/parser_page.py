@@ -29,8 +29,8 @@ UNREAD = """\
 | format | why |
 |---|---|
 | GigaChat 3.5 | neither its template nor a description of its calls was found; `gigachat3` reads 3.0 and 3.1 |
-| Functionary's and Llama's code after `<|python_tag|>`, Functionary 3.2's messages to `python` | it is code, not a call in JSON: content |
-| Kimi-K3's arguments in one tag, `<|open|>json type="object"<|sep|>` | the template writes them only where a client sent arguments as text: content |
+| code after `<\\|python_tag\\|>`, and Functionary 3.2's messages to `python` | it is code and no call in JSON: content |
+| Kimi-K3's arguments in one tag, `<\\|open\\|>json` | its template writes that only for arguments that a client sent as text: content |
 | MiniCPM-V's `\\n`, written as two characters | `minicpmv` is `qwen3` and `qwen3_coder`, which leave text as the model wrote it |
 | MiniMax-M1's reasoning | its template does not mark it; name `holo2` where a checkpoint writes `<think>` |
 | YAML in Apriel 1.5's calls | its template never asks for it by itself |

@@ -106,7 +106,8 @@ def register_tool_parsers(register: Register) -> None:
     messages = FormatInfo(
         models="Functionary 3.2",
         markers=(RECIPIENT, RECIPIENT + ALL),
-        quirks="The prompt ends with `>>>`, so that an answer begins with the name of a tool or with `all`, which is taken out.",
+        quirks="The prompt ends with `>>>`, so that an answer begins with the name of a tool or with `all`, which is taken out. "
+        "So a call may be the very beginning, which no grammar here can say: `required` and strict tools are refused.",
         aliases=("functionary", "functionary-v3.2"),
         signs=(">>>${recipient}", "recipient==all"),
         prompt_tail=RECIPIENT,
