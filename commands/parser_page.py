@@ -13,8 +13,9 @@ INTRODUCTION = """\
 
 What the built-in parsers say of themselves: `penstock plugins --markdown` prints this page. A parser is named by `--plugin`, or by
 `--reasoning-parser` and `--tool-parser`, under its name or one of its aliases. Without a name, the server takes the parser whose signs are
-all in the model's own chat template or among its added tokens: where several fit, the one with the most signs. One without signs has to be
-named. Where no tool parser fits, it is `hermes`, and the server [tells the model](requests.md#tools) how calls are written.
+all in the model's own chat template or among its added tokens: where several fit, the one with the most signs. Where a parser has several
+sets of signs, any of them will do. One without signs has to be named. Where no tool parser fits, it is `hermes`, and the server
+[tells the model](requests.md#tools) how calls are written.
 
 `penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows what parsers make of a text. It assumes that the prompt ended
 as the column *prompt ends with* says, unless `--prompt-tail` says otherwise; the server reads the real prompt.
@@ -22,6 +23,18 @@ as the column *prompt ends with* says, unless `--prompt-tail` says otherwise; th
 Where servers disagree about a format, the choice made here is in its notes below; what concerns all formats is in
 [Reasoning parsers](reasoning-parsers.md#where-other-servers-differ) and
 [Tool parsers](tool-parsers.md#where-other-servers-differ).
+"""
+UNREAD = """\
+## What is not read
+
+| format | why |
+|---|---|
+| GigaChat 3.5 | neither its template nor a description of its calls was found; `gigachat3` reads 3.0 and 3.1 |
+| code after `<\\|python_tag\\|>`, and Functionary 3.2's messages to `python` | it is code and no call in JSON: content |
+| Kimi-K3's arguments in one tag, `<\\|open\\|>json` | its template writes that only for arguments that a client sent as text: content |
+| MiniCPM-V's `\\n`, written as two characters | `minicpmv` is `qwen3` and `qwen3_coder`, which leave text as the model wrote it |
+| MiniMax-M1's reasoning | its template does not mark it; name `holo2` where a checkpoint writes `<think>` |
+| YAML in Apriel 1.5's calls | its template never asks for it by itself |
 """
 TITLES = {"reasoning parser": "Reasoning", "tool parser": "Tool calls"}
 
@@ -38,6 +51,8 @@ def _lines(plugins: Plugins) -> Iterator[str]:
         yield from _table(registry)
         yield ""
         yield from _notes(registry)
+    yield UNREAD.rstrip()
+    yield ""
 
 
 def _table(registry: Registry[Any]) -> Iterator[str]:
@@ -75,7 +90,8 @@ def _signs(info: FormatInfo) -> str:
     if not info.signs:
         return "Has to be named."
     counter = f", and no {' or '.join(map(code, info.counter_signs))}" if info.counter_signs else ""
-    return f"Signs: {' '.join(map(code, info.signs))}{counter}."
+    signs = " or ".join(" ".join(map(code, signs)) for signs in (info.signs, *info.other_signs))
+    return f"Signs: {signs}{counter}."
 
 
 def cell(text: str) -> str:

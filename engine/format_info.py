@@ -11,8 +11,9 @@ class FormatInfo:
     `aliases` are the names by which other servers' users know the parser.
 
     `signs` are texts that a model's own chat template or added tokens hold, all of them, where it writes this format; none of the
-    `counter_signs` may be there. Of several parsers that fit, `--plugin auto` takes the one with the most signs, and of these the one
-    whose signs are longest. Where none fits, it takes one of whose `declared_fields` the checkpoint's own `response_template`
+    `counter_signs` may be there. `other_signs` are further sets, each of which tells as much as `signs` do, for models whose template and
+    whose tokens show different things. Of several parsers that fit, `--plugin auto` takes the one with the most signs, and of these the
+    one whose signs are longest. Where none fits, it takes one of whose `declared_fields` the checkpoint's own `response_template`
     describes any. Without either a parser is never chosen automatically.
 
     `prompt_tail` is how these models' prompts end after the last assistant header, with thinking on where it can be switched: what
@@ -25,6 +26,7 @@ class FormatInfo:
     quirks: str = ""
     aliases: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
+    other_signs: tuple[tuple[str, ...], ...] = ()
     counter_signs: tuple[str, ...] = ()
     declared_fields: tuple[str, ...] = ()
     prompt_tail: str = ""

@@ -99,7 +99,7 @@ class ReasoningBlocks:
             return False
         self._end_block(events)
         if marker not in self._ends:
-            events.append(Text(marker))
+            events += map(Text, self._buffer.marker_pieces)
         if marker in self._asides and not self._is_constrained:
             self._aside_end = self._asides[marker]
             self._step = self._read_aside
@@ -114,7 +114,7 @@ class ReasoningBlocks:
         pieces, marker = self._buffer.take_until(self._aside_end)
         events += map(Text, pieces)
         if marker is not None:
-            events.append(Text(marker))
+            events += map(Text, self._buffer.marker_pieces)
             self._open(has_label=False)
         return marker is not None
 
@@ -128,7 +128,7 @@ class ReasoningBlocks:
         if marker in self._starts:
             self._open()
         elif marker in watched:
-            events.append(Text(marker))
+            events += map(Text, self._buffer.marker_pieces)
         return True
 
     def _give_out(self, pieces: list[str], events: list[Event]) -> None:

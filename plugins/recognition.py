@@ -1,6 +1,6 @@
 """Which format a model writes, told from its own chat templates and added tokens: what `--plugin auto` goes by."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.engine.format_info import FormatInfo
@@ -24,16 +24,16 @@ class Evidence:
 
 def recognize(infos: Mapping[str, FormatInfo], evidence: Evidence) -> str | None:
     """The name whose format fits best by the rule of `FormatInfo`; None where none fits."""
-    fitting = [(name, info) for name, info in infos.items() if fits(info, evidence)]
-    if fitting:
-        return max(fitting, key=lambda item: (len(item[1].signs), _length(item[1].signs), item[0]))[0]
+    shown = [(signs, name) for name, info in infos.items() for signs in signs_shown(info, evidence)]
+    if shown:
+        return max(shown, key=lambda fit: (len(fit[0]), sum(map(len, fit[0])), fit[1]))[1]
     return next((name for name, info in infos.items() if evidence.declared_fields.intersection(info.declared_fields)), None)
 
 
-def fits(info: FormatInfo, evidence: Evidence) -> bool:
-    """All signs are there, of which there is one at least, and no counter-sign."""
-    return bool(info.signs) and all(map(evidence.shows, info.signs)) and not any(map(evidence.shows, info.counter_signs))
-
-
-def _length(signs: Iterable[str]) -> int:
-    return sum(map(len, signs))
+def signs_shown(info: FormatInfo, evidence: Evidence) -> Iterator[tuple[str, ...]]:
+    """Those of its sets of signs that are all there, where no counter-sign is."""
+    if any(map(evidence.shows, info.counter_signs)):
+        return
+    for signs in (info.signs, *info.other_signs):
+        if signs and all(map(evidence.shows, signs)):
+            yield signs

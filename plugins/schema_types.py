@@ -39,6 +39,10 @@ class ToolSchemas:
     def __deepcopy__(self, memo: object) -> "ToolSchemas":
         return self  # it never changes
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._schemas)
+
     def __contains__(self, tool: str) -> bool:
         return tool in self._schemas
 
@@ -48,6 +52,12 @@ class ToolSchemas:
     def of(self, tool: str) -> "ArgumentsSchema":
         """Of a tool that is not offered, one that says nothing."""
         return ArgumentsSchema(self._schemas.get(tool))
+
+
+def has_strict_tool(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the request holds the calls of any tool to its schema."""
+    functions = (tool.get("function", tool) for tool in tools)
+    return any(isinstance(function, Mapping) and function.get("strict") for function in functions)
 
 
 class ArgumentsSchema:

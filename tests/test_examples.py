@@ -30,8 +30,8 @@ CLIENTS = [block for block in BLOCKS if README_URL in block]
 
 @pytest.fixture(scope="module")
 def url(default_model_dir: Path) -> Iterator[str]:
-    """Of a server that runs as in the README."""
-    with server("--plugin", "deepseek_r1", "--chat-template", "think") as (_, url):
+    """Of a server that runs as in the README, and reads calls besides."""
+    with server("--plugin", "deepseek_r1", "--chat-template", "think", "--tool-parser", "hermes") as (_, url):
         yield url
 
 
@@ -110,6 +110,19 @@ def test_chat_shows_reasoning_and_then_content(url: str) -> None:
     flags = ["--base-url", url, "--thinking-token-budget", "8", "--max-tokens", "40"]
     shown = output_of("examples/chat.py", *flags, "Tell me about Venus.")
     assert re.fullmatch(r"\n\[reasoning\]\n.*\S.*\n\[content\]\n.*\S.*\n", shown, re.DOTALL)
+
+
+def test_reasoning_a_call_its_result_and_the_answer_are_shown_in_turn(url: str) -> None:
+    flags = ["--base-url", url, "--force", "--thinking-token-budget", "8", "--max-tokens", "80"]
+    shown = output_of("examples/reasoning_with_tools.py", *flags)
+    turns = re.fullmatch(
+        r"\n\[reasoning\]\n.*\S.*\n\n\[call\]\nget_weather\((.*)\)\n\[result\]\nIt is 18 degrees and cloudy in .*\.\n"
+        r"\n\[reasoning\]\n.*\S.*\n\[content\]\n.*\S.*\n",
+        shown,
+        re.DOTALL,
+    )
+    assert turns is not None, shown
+    assert set(json.loads(turns[1])) == {"city"}
 
 
 def test_structured_gives_an_instance_of_its_model(url: str) -> None:

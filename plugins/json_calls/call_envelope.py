@@ -12,7 +12,7 @@ class CallEnvelope:
 
     With `is_array`, `openings` are followed by an array of calls; where `may_be_array`, by one call or by an array. `bare` are texts with
     which calls begin that have no opening at all: the first character of an array or of an object, and what more it takes to tell it from
-    prose.
+    prose. `first` are such texts that count only where the answer begins, and `following` those that count only after another call.
     """
 
     openings: tuple[str, ...] = ()
@@ -20,9 +20,23 @@ class CallEnvelope:
     closings: tuple[str, ...] = ()
     separators: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    following: tuple[str, ...] = ()
     is_array: bool = False
     may_be_array: bool = False
 
     @property
     def starts(self) -> tuple[str, ...]:
         return (*self.sections, *self.openings, *self.bare)
+
+    @property
+    def starts_of_answer(self) -> tuple[str, ...]:
+        return (*self.starts, *self.first)
+
+    @property
+    def starts_after_call(self) -> tuple[str, ...]:
+        return (*self.starts, *self.following)
+
+    def is_bare(self, start: str) -> bool:
+        """Whether a call or an array begins with this itself."""
+        return start in (*self.bare, *self.first, *self.following)

@@ -1,6 +1,7 @@
 """One tool call written as a JSON object, `{"name": …, "arguments": …}`, read as it arrives."""
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass
 
 from penstock.plugins.json_calls.json_arguments import JsonArguments
@@ -31,15 +32,17 @@ class JsonCall:
     """Reads the object and gives out its arguments as `JsonArguments` does, character by character.
 
     The keys may come in any order, and others are passed over. `is_malformed` at the first character that cannot be right: no JSON, no
-    object, a name that is no string, or an object that ends without one. An object that ends without arguments has `{}`.
+    object, a name that is no string, or an object that ends without one. An object that ends without arguments has `{}`. With `offered`,
+    what calls anything else is refused.
     """
 
-    def __init__(self, keys: CallKeys = USUAL_KEYS) -> None:
+    def __init__(self, keys: CallKeys = USUAL_KEYS, offered: Container[str] | None = None) -> None:
         self.name: str | None = None
         self.call_id: str | None = None
         self.is_malformed = False
         self.is_refused = False
         self._keys = keys
+        self._offered = offered
         self._scanner = JsonScanner(allows_control=True)
         self._arguments = JsonArguments()
         self._key: list[str] = []
@@ -161,6 +164,7 @@ class JsonCall:
 
     def _end_name(self) -> bool:
         self.name = json.loads("".join(self._value), strict=False)
+        self.is_refused = self.is_refused or (self._offered is not None and self.name not in self._offered)
         return is_name(self.name)
 
     def _end_id(self) -> None:

@@ -51,7 +51,7 @@ class JsonToolCalls:
         self._head = head
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._reading = JsonCallReading(self._buffer, (*envelope.starts, *envelope.closings), new_id)
-        self._step = self._read_text
+        self._step = self._read_start if envelope.first else self._read_text
         self._block: list[str] = []  # what to give back where no call comes of it
         self._closings = envelope.closings  # those that may yet follow
         self._is_in_array = False
@@ -79,11 +79,22 @@ class JsonToolCalls:
         self._reading.finish(events)
         rest = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
         self._block = self._reading.block = []
-        if self._was_call and self._step != self._read_text and not "".join(rest).strip(_BETWEEN):
+        if self._was_call and self._step not in (self._read_start, self._read_text) and not "".join(rest).strip(_BETWEEN):
             return events
         if self._step == self._read_end and is_cut_marker(rest, *self._closings):
             return events
         return [*events, *map(Text, rest)]
+
+    def _read_start(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start(*self._envelope.starts_of_answer)
+        if start is None:
+            return False
+        space, marker = start
+        if marker is not None:
+            return self._enter(marker, space)
+        events += map(Text, space)
+        self._step = self._read_text
+        return True
 
     def _read_text(self, events: list[Event]) -> bool:
         pieces, marker = self._buffer.take_until(*self._envelope.starts)
@@ -96,7 +107,7 @@ class JsonToolCalls:
         self._closings = self._envelope.closings
         if marker in self._envelope.sections:
             self._step = self._read_section
-        elif marker in self._envelope.bare:
+        elif self._envelope.is_bare(marker):
             self._is_in_array = marker[0] == "["
             reader = self._open(self._call())
             reader.feed(marker, int(self._is_in_array))
@@ -238,7 +249,7 @@ class JsonToolCalls:
     def _read_end(self, events: list[Event]) -> bool:
         """After a call, whole or broken."""
         of_array = ("]", ",") if self._is_in_array else ()
-        start = self._buffer.take_start(*of_array, *self._closings, *self._envelope.separators, *self._envelope.starts)
+        start = self._buffer.take_start(*of_array, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
         if start is None:
             return False
         space, marker = start
@@ -265,7 +276,7 @@ class JsonToolCalls:
         self._step = self._read_end
 
     def _read_separated(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(*self._envelope.starts)
+        start = self._buffer.take_start(*self._envelope.starts_after_call)
         if start is None:
             return False
         space, marker = start

@@ -1,6 +1,6 @@
 """Tells calls from text for formats with markers around calls: what is common to all of them, whatever a call is made of."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
@@ -9,7 +9,7 @@ from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
 from penstock.plugins.markup_calls.call_reader import CallReader, Progress, Surroundings
-from penstock.plugins.schema_types import ToolSchemas
+from penstock.plugins.schema_types import ToolSchemas, has_strict_tool
 
 _TAIL = 64
 _INDENT = " \t"
@@ -61,7 +61,8 @@ class CallSections:
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._schemas = ToolSchemas(turn.tools)
         self._around = Surroundings(envelope.markers, turn.added_tokens)
-        self._may_lack_section = envelope.may_lack_section and not _is_strict(turn)
+        # Strict calls are held to their tool from the section's marker on, so that a call without one would evade that.
+        self._may_lack_section = envelope.may_lack_section and not has_strict_tool(turn.tools)
         self._step = self._read_text
         self._reader: CallReader | None = None
         self._block: list[str] = []  # what to give back where this is no call: what was read before the call itself
@@ -230,9 +231,3 @@ class CallSections:
         for piece in join_pieces([piece for piece in pieces if piece]):
             self._tail = (self._tail + piece[-_TAIL:])[-_TAIL:]
             events.append(Text(piece))
-
-
-def _is_strict(turn: Turn) -> bool:
-    """Strict calls are held to their tool from the section's marker on, so that a call without one would evade that."""
-    functions = (tool.get("function", tool) for tool in turn.tools)
-    return any(isinstance(function, Mapping) and function.get("strict") for function in functions)

@@ -20,7 +20,7 @@ class Tag:
 class Heads(Enum):
     """Where names stand."""
 
-    TAGS = auto()  # in the opening tags, which end with `>`
+    TAGS = auto()  # in the opening tags
     LINES = auto()  # after the call's marker, up to the next one or the end of the line; a parameter's in a pair of markers
 
 
@@ -28,9 +28,10 @@ class Heads(Enum):
 class ParameterMarkup:
     """`call` opens a call and `call_end` closes it; in between each parameter has a name and, before `value_end`, a value.
 
-    With `Heads.TAGS`, `call` and `parameter` are the beginnings of tags, the rest of which `read_tag` reads, and `lead` is what stands
-    between the call's marker and such a tag, whatever comes before it. With `Heads.LINES`, `name_ends` follow the call's name, where
-    there are any, and `name_end` and `value` stand between a parameter's name and its value.
+    With `Heads.TAGS`, `call` and `parameter` are the beginnings of tags, the rest of which, up to `tag_end`, `read_tag` reads, and `lead`
+    is what stands between the call's marker and such a tag, whatever comes before it. With `Heads.LINES`, `name_ends` follow the call's
+    name, where there are any, and `name_end` and `value` stand between a parameter's name and its value; before `value`, a type may stand
+    between `type_start` and `type_end`.
 
     `section` is what all calls stand in, `skipped` are markers between calls that say nothing. `implied_ends` end a value that was not
     closed; those that are added tokens do so in all formats. A value may also stand between `literal` and `literal_end`, which nothing
@@ -43,9 +44,12 @@ class ParameterMarkup:
     value_end: str
     read_tag: Callable[[str], Tag | None]
     heads: Heads = Heads.TAGS
+    tag_end: str = ">"
     lead: str = ""
     name_ends: tuple[str, ...] = ()
     name_end: str = ""
+    type_start: str = ""
+    type_end: str = ""
     value: str = ""
     section: str = ""
     section_end: str = ""
@@ -62,9 +66,10 @@ class ParameterMarkup:
     @property
     def markers(self) -> tuple[str, ...]:
         """All of them, the outermost first."""
-        tags = (self.section, *self.skipped, self.call, self.lead, *self.name_ends, self.parameter, self.name_end, self.value)
+        tags = (self.section, *self.skipped, self.call, self.lead, *self.name_ends, self.parameter, self.name_end)
+        types = (self.type_start, self.type_end)
         ends = (self.literal_end, self.value_end, self.call_end, self.section_end)
-        return tuple(marker for marker in (*tags, self.literal, *ends) if marker)
+        return tuple(marker for marker in (*tags, *types, self.value, self.literal, *ends) if marker)
 
     def can_write(self, name: str) -> bool:
         """Whether a tool or a parameter of this name is read back as such."""

@@ -43,6 +43,8 @@ class ParameterReader:
         self._body = JsonRepair()
         self._is_wrapper = False
         self._held: list[str] = []  # of a tag or a name that is not complete
+        self._tag = Tag("")  # of the parameter whose value comes next
+        self._type: list[str] = []
         self._step: Callable[[], Progress] = self._read_lead if markup.lead else self._first_step
 
     @property
@@ -88,7 +90,7 @@ class ParameterReader:
         is_closed = self._take_tag()
         if is_closed is None:
             return Progress.WAITING
-        tag = self._markup.read_tag("".join(self._held)[:-1]) if is_closed else None
+        tag = self._markup.read_tag("".join(self._held)[: -len(self._markup.tag_end)]) if is_closed else None
         self.head += self._held
         self._held = []
         self._step = self._read_between
@@ -217,7 +219,7 @@ class ParameterReader:
         is_closed = self._take_tag()
         if is_closed is None:
             return Progress.WAITING
-        tag = self._markup.read_tag("".join(self._held)[:-1]) if is_closed else None
+        tag = self._markup.read_tag("".join(self._held)[: -len(self._markup.tag_end)]) if is_closed else None
         return self._no_parameter() if tag is None else self._open(tag)
 
     def _read_parameter_name(self) -> Progress:
@@ -226,10 +228,12 @@ class ParameterReader:
         self._held += pieces
         if marker is None:
             return Progress.WAITING
+        name = "".join(self._held).strip()
         if marker == self._markup.name_end:
+            self._held += self._around.pieces(marker)
+            self._tag = Tag(name)
             self._step = self._read_value_marker
             return Progress.READ
-        name = "".join(self._held).strip()
         if marker == self._markup.value and name:
             return self._open(Tag(name))
         if marker == self._markup.call_end:
@@ -238,18 +242,36 @@ class ParameterReader:
         return self._no_parameter()
 
     def _read_value_marker(self) -> Progress:
-        start = self._buffer.take_start(self._markup.value, self._markup.parameter)
+        types = (self._markup.type_start,) if self._markup.type_start else ()
+        start = self._buffer.take_start(self._markup.value, self._markup.parameter, *types)
         if start is None:
             return Progress.WAITING
         space, marker = start
-        name = "".join(self._held).strip()
         if marker == self._markup.parameter:  # the model has thought better of the one before, which has no value
             self._held = []
             return self._follow(marker)
-        if marker is not None and name:
-            return self._open(Tag(name))
-        self._held += [*self._around.pieces(self._markup.name_end), *space, *([] if marker is None else self._around.pieces(marker))]
-        return self._no_parameter()
+        if marker == self._markup.value and self._tag.name:
+            return self._open(self._tag)
+        self._held += [*space, *([] if marker is None else self._around.pieces(marker))]
+        if marker is None or marker not in types:
+            return self._no_parameter()
+        self._type = []
+        self._step = self._read_type
+        return Progress.READ
+
+    def _read_type(self) -> Progress:
+        """What the format itself says of the value that follows."""
+        pieces, marker = self._buffer.take_until(self._markup.type_end, self._markup.call_end, *self._around.tokens)
+        self._held += pieces
+        self._type += pieces
+        if marker is None:
+            return Progress.WAITING
+        self._held += self._around.pieces(marker)
+        if marker != self._markup.type_end:
+            return self._no_parameter()
+        self._tag = Tag(self._tag.name, "".join(self._type).strip() == "string")
+        self._step = self._read_value_marker
+        return Progress.READ
 
     def _no_parameter(self) -> Progress:
         """What began like a parameter is text."""
@@ -312,7 +334,9 @@ class ParameterReader:
             self._call.add(name, json_text)
 
     def _take_tag(self) -> bool | None:
-        """Holds what is left of a tag, its `>` included; False where something comes that cannot belong to it, None where it goes on."""
+        """Holds what is left of a tag, its end included; False where something comes that cannot belong to it, None where it goes on."""
+        if self._markup.tag_end != ">":
+            return self._take_tag_until(self._markup.tag_end)
         while (piece := self._buffer.peek()) is not None:
             start = self._buffer.offset
             found = None if isinstance(piece, SpecialText) else _TAG_TEXT.match(piece, start)
@@ -327,6 +351,13 @@ class ParameterReader:
             if is_closed or end < len(piece):
                 return is_closed
         return None
+
+    def _take_tag_until(self, end: str) -> bool | None:
+        pieces, marker = self._buffer.take_until(end, *self._around.tokens)
+        self._held += pieces
+        if marker is not None:
+            self._held += self._around.pieces(marker)
+        return None if marker is None else marker == end
 
 
 def _members(text: str) -> dict[str, str] | None:

@@ -15,6 +15,7 @@ from penstock.plugins.markup_calls.parameter_values import ParameterSchema, valu
 
 _NAME = "NAME"
 _TYPE = "IS_STRING"
+_JSON_TYPE = "JSON_TYPE"
 _UNDERSTOOD = (
     frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id", "id"}) | ANNOTATIONS
 )
@@ -25,8 +26,9 @@ class ParameterToolFormat:
     """`opening`, the calls with `separator` between them, `closing`; each call is `call`, its parameters, `call_end`.
 
     These are texts with the markers in them, as the model's own template writes them; NAME stands for the name of the tool or of the
-    parameter, IS_STRING for `true` or `false`. A parameter is `parameter`, its value with `around` on either side, the markup's
-    `value_end`, and `after`. Required parameters are all there and in the schema's order, others may be left out, and none is added.
+    parameter, IS_STRING for `true` or `false`, JSON_TYPE for the name of the value's type. A parameter is `parameter`, its value with
+    `around` on either side, the markup's `value_end`, and `after`. Required parameters are all there and in the schema's order, others
+    may be left out, and none is added.
     """
 
     markup: ParameterMarkup
@@ -73,9 +75,10 @@ class ParameterToolFormat:
 
     def _parameter(self, parameter: ParameterSchema) -> Structure:
         self._check_name(parameter.name, "a property", parameter.path)
-        head = self.parameter.replace(_NAME, parameter.name).replace(_TYPE, "true" if parameter.is_text else "false")
+        head = self.parameter.replace(_TYPE, "true" if parameter.is_text else "false").replace(_JSON_TYPE, _json_type(parameter))
+        head = head.replace(_NAME, parameter.name)
         markup = self.markup
-        tag = Tag(parameter.name, parameter.is_text if _TYPE in self.parameter else None)
+        tag = Tag(parameter.name, parameter.is_text if _TYPE in self.parameter or _JSON_TYPE in self.parameter else None)
         new_value = partial(markup.new_value, parameter.types, tag)
         if markup.literal and parameter.is_text:
             text = value_structure(parameter, new_value, end=markup.literal_end, around=self.around)
@@ -87,3 +90,11 @@ class ParameterToolFormat:
     def _check_name(self, name: str, what: str, path: str) -> None:
         if not self.markup.can_write(name):
             raise UnsupportedGrammar(f"{what} of this name, {json.dumps(name)}, cannot be written in this model's tool calls", path)
+
+
+def _json_type(parameter: ParameterSchema) -> str:
+    """As the format calls it; where there are several, one that is not written as a string is."""
+    types = parameter.types or frozenset()
+    if parameter.is_text:
+        return "string"
+    return "object" if len(types) != 1 else "number" if types <= {"integer", "number"} else next(iter(types))

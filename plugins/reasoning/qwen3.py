@@ -31,10 +31,10 @@ def register_reasoning_parsers(register: Register) -> None:
         "qwen3",
         qwen3,
         FormatInfo(
-            models="Qwen3, Qwen3.5, Qwen3-Thinking, QwQ",
+            models="Qwen3, Qwen3.5, Qwen3-Thinking, QwQ, MiniCPM-V",
             markers=("<think>", "</think>"),
             quirks="On unless `enable_thinking` is false. `<tool_call>` ends the reasoning; a second `</think>` is taken out.",
-            aliases=("qwen3-thinking", "qwen3_thinking"),
+            aliases=("qwen3-thinking", "qwen3_thinking", "minicpmv"),
             signs=("<think>", "</think>", "<|im_start|>", "<tool_call>"),
             counter_signs=("<｜Assistant｜>",),  # a distillation of DeepSeek-R1 has the vocabulary
             prompt_tail="<think>\n",

@@ -51,7 +51,9 @@ def _parser(markup: ParameterMarkup) -> Callable[[Turn], CallSections]:
     return dsml
 
 
-def _info(markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs: tuple[str, ...]) -> FormatInfo:
+def _info(
+    markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs: tuple[str, ...], other_signs: tuple[tuple[str, ...], ...] = ()
+) -> FormatInfo:
     call = f'{markup.call}"weather">\n{markup.parameter}"city" string="true">Oslo{markup.value_end}\n{markup.call_end}'
     return FormatInfo(
         models=models,
@@ -61,6 +63,7 @@ def _info(markup: ParameterMarkup, models: str, aliases: tuple[str, ...], signs:
         "is strict.",
         aliases=aliases,
         signs=signs,
+        other_signs=other_signs,
         example=f"{markup.section}\n{call}\n{markup.section_end}",
     )
 
@@ -86,7 +89,7 @@ class DeepSeekV4(ParsersInTurn):
 @hookimpl
 def register_tool_parsers(register: Register) -> None:
     register("deepseek_v32", deepseek_v32, _info(V32, "DeepSeek-V3.2", ("deepseekv32", "deepseek-v32"), (TOKEN,)))
-    v4 = _info(V4, "DeepSeek-V4", ("deepseekv4", "deepseek-v4"), (TOKEN, "<｜latest_reminder｜>"))
+    v4 = _info(V4, "DeepSeek-V4", ("deepseekv4", "deepseek-v4"), (TOKEN, "<｜latest_reminder｜>"), ((TOKEN, "tool_calls>"),))
     v4 = replace(v4, markers=(*v4.markers, V32.section, V32.section_end), quirks=f"{v4.quirks} V3.2's section is read as well.")
     register("deepseek_v4", DeepSeekV4, v4)
     register("deepseek_v41", deepseek_v41, _info(V41, "DeepSeek-V4.1", ("deepseekv41", "deepseek-v41"), (TOKEN, V41.section, V41.call)))

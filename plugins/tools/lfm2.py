@@ -33,6 +33,7 @@ INFO = FormatInfo(
     "like `07` are read; so are calls in JSON",
     aliases=("lfm2.5",),
     signs=(START, END),
+    other_signs=(("<|tool_list_start|>",), ("List of tools: [", "keep_past_thinking")),
     example=f"{START}[weather(city='Oslo')]{END}",
 )
 

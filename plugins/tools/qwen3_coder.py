@@ -31,11 +31,11 @@ TOOL_FORMAT = ParameterToolFormat(
     separator="\n<tool_call>",
 )
 INFO = FormatInfo(
-    models="Qwen3-Coder, Qwen3.5, Qwen3.6, MiMo, Nemotron 3, Step 3.5",
+    models="Qwen3-Coder, Qwen3.5, Qwen3.6, MiMo, Nemotron 3, Step 3.5, MiniCPM-V",
     markers=("<tool_call>", "<function=", "<parameter=", "</parameter>", "</function>", "</tool_call>"),
     quirks="One line break at either end of a value belongs to the markup. A missing `<tool_call>` is forgiven at the beginning of a line, "
     "unless a tool is strict, and so is a missing `</parameter>`.",
-    aliases=("qwen3_xml", "qwen3-coder", "qwen3_5", "mimo", "nemotron_v3", "nemotron_3", "step3p5", "step5"),
+    aliases=("qwen3_xml", "qwen3-coder", "qwen3_5", "mimo", "nemotron_v3", "nemotron_3", "step3p5", "step5", "minicpmv"),
     signs=("<tool_call>", "<function=", "<parameter="),
     example="<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
 )

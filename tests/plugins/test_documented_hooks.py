@@ -104,6 +104,28 @@ def test_the_example_of_json_between_markers() -> None:
     check_tool_format(names["call_blocks"], markers=["<call>", "</call>"], num_walks=2)
 
 
+def test_the_example_of_vllms_parser_classes_reads_the_same_calls(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "vllm-parsers.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    theirs, tools, reasoning = blocks
+    names: dict[str, Any] = {}
+    exec(theirs, names)
+    files = [tmp_path / "calls.py", tmp_path / "why.py"]
+    for path, block in zip(files, (tools, reasoning), strict=True):
+        path.write_text(block)
+    plugins = Plugins.start(list(map(str, files)))
+    assert plugins.tool_parser is not None
+    assert plugins.reasoning_parser is not None
+    text = 'Now:<call>{"name": "f", "arguments": {"x": 1}}</call><call>{"name": "g", "arguments": {}}</call>'
+    calls, content = names["CallParser"]().extract_tool_calls(text, None)
+    events = read(plugins.tool_parser(Turn(tool_choice="auto")), [text])
+    assert content == "".join(event.text for event in events if isinstance(event, Text))
+    assert [name for name, _ in calls] == [event.name for event in events if isinstance(event, ToolCallStart)]
+    assert [arguments for _, arguments in calls] == [event.fragment for event in events if isinstance(event, ToolCallArguments)]
+    check_parser(plugins.tool_parser, [text], markers=["<call>", "</call>"], max_examples=10)
+    check_tool_format(plugins.tool_parser, markers=["<call>", "</call>"], num_walks=2)
+    assert read(plugins.reasoning_parser(Turn()), ["<why>so</why>then"]) == [Reasoning("so"), Text("then")]
+
+
 def test_the_example_of_register_logits_processors(tmp_path: Path) -> None:
     factory: Any = load_example("register_logits_processors", tmp_path).logits_processors["recent_tokens"]
     process = factory(window=2, penalty=3.0)

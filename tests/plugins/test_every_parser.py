@@ -14,12 +14,16 @@ from penstock.testing import check_parser, read, split_atoms
 
 MAX_EXAMPLES = 10
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
+SPACE = tuple(" \t\r\n")
 TAKEN = {  # beyond what a format is known by: white space and words that belong to markers
-    "cohere_command": tuple(" \t\r\n"),
+    "apriel": SPACE,
+    "cohere_command": SPACE,
     "ernie45": ("\n", " "),
     "gemma4": ("<|channel>", "thought\n", "thought"),
+    "granite_33": ("\n", " "),
     "granite_thinking": ("\n", " "),
     "hunyuan_a13b": ("\n", " "),
+    "muse_glimmer": SPACE,
     "openai": HARMONY,
     "openai_gptoss": ("<|channel|>", "<|message|>", *HARMONY),
     "step3p5": ("\n", " "),

@@ -41,6 +41,14 @@ def test_most_signs_count_before_longest_ones() -> None:
     assert recognize({"short": info("<a>"), "long": info("<long>")}, evidence) == "long"
 
 
+def test_other_signs_tell_as_much() -> None:
+    infos = {"mine": FormatInfo(models="", markers=(), signs=("<a>", "<b>"), other_signs=(("<c>", "<d>", "<e>"),), counter_signs=("<no>",))}
+    assert recognize(infos, Evidence(("<a><b>",))) == recognize(infos, Evidence(("<c><d><e>",))) == "mine"
+    assert recognize(infos, Evidence(("<a><d>",))) is None
+    assert recognize(infos, Evidence(("<c><d><e><no>",))) is None
+    assert recognize(infos | {"two": info("<c>", "<d>")}, Evidence(("<c><d><e>",))) == "mine"
+
+
 def test_what_a_checkpoint_declares_is_taken_where_no_signs_fit() -> None:
     infos = {"declared": FormatInfo(models="", markers=(), declared_fields=("reasoning", "thinking")), "signed": info("<a>")}
     assert recognize(infos, Evidence(("<a>",), declared_fields=frozenset({"thinking"}))) == "signed"

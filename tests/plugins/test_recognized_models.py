@@ -41,17 +41,49 @@ MODELS = {
     "jiutian-139moe-chat": (None, None),
     "jt-math-8b-instruct": (None, "hermes"),
     "minimax": ("minimax_m2", "minimax_m2"),
-    "minimax-m1-40k": (None, None),
+    "minimax-m1-40k": (None, "minimax_m1"),
     "minimax-m3": ("minimax_m3", "minimax_m3"),
     "minimax-text-01": (None, None),
-    "qwen-2.5": (None, "hermes"),
+    "qwen-2.5": (None, "qwen25_coder"),
     "qwen-3": ("qwen3", "hermes"),
     "qwen-3.5": ("qwen3", "qwen3_coder"),
     "qwen-3.6": ("qwen3", "qwen3_coder"),
     "qwen-vl": (None, None),
-    "qwen2.5-72b-instruct-awq": (None, "hermes"),
+    "qwen2.5-72b-instruct-awq": (None, "qwen25_coder"),
     "qwen3-235b-a22b-mlx-4bit": ("qwen3", "hermes"),
     "qwq-32b": ("qwen3", "hermes"),
+}
+
+# What the templates of other models say of their formats, without the rest of them: none of these come with the package.
+FRAGMENTS = {
+    "apriel-1.5": ("[BEGIN FINAL RESPONSE] <available_tools> <tool_calls>[ ]</tool_calls> <|assistant|>", "apriel", "apriel"),
+    "apriel-1.6": ("[BEGIN FINAL RESPONSE] <available_tools> <tool_calls>[ ]</tool_calls> <|begin_assistant|>", "apriel", "apriel"),
+    "command-r-plus": ("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|> '\\nAction:\\n```json\\n[\\n' `directly-answer`", None, "command_r"),
+    "deepseek-v3.2": ("<think> </think> <｜Assistant｜> thinking '｜DSML｜' + 'function_calls>'", "deepseek_v3", "deepseek_v32"),
+    "deepseek-v4": ("<think> </think> <｜Assistant｜> thinking '｜DSML｜' + 'tool_calls>'", "deepseek_v4", "deepseek_v4"),
+    "functionary-3.1": ("<|start_header_id|> <|python_tag|> <function=example_function_name> </function>", None, "functionary_v31"),
+    "functionary-3.2": ("<|start_header_id|> recipient==all >>>${recipient}", None, "functionary_v32"),
+    "gigachat-3.0": ("<|role_sep|>\\n <|message_sep|>\\n\\n 'role': 'function call'", None, "gigachat3"),
+    "gigachat-3.1": ("<|role_sep|>\\n <|message_sep|>\\n\\n <|function_call|> `function call`", None, "gigachat3"),
+    "granite-3.3": ("<|start_of_role|> <|tool_call|> <think></think> <response></response>", "granite_33", "granite"),
+    "inkling": (
+        "<|message_model|> <|content_thinking|> <|content_text|> <|content_invoke_tool_json|> <|end_message|>",
+        "inkling",
+        "inkling",
+    ),
+    "k2-horizon": ("<ifm|think> </ifm|think> <ifm|tool_calls> <ifm|tool_call>", "k2_horizon", "k2_horizon"),
+    "kimi-k3": ("'<|open|>' + tag '<|close|>' '<|sep|>' '<|end_of_msg|>'", "kimi_k3", "kimi_k3"),
+    "lfm2": ("<|im_start|> List of tools: <|tool_list_start|>[", None, "lfm2"),
+    "lfm2.5-instruct": ("<|im_start|> List of tools: [ keep_past_thinking </think>", None, "lfm2"),
+    "minimax-m1": ("<beginning_of_sentence>ai name=assistant <tool_calls> </tool_calls>", None, "minimax_m1"),
+    "muse-glimmer": ("to=self <|message|> <|eom|> <atem:function_calls>", "muse_glimmer", "muse_glimmer"),
+    "nemotron-nano-v2": ("<think> </think> <AVAILABLE_TOOLS> <TOOLCALL>[ ]</TOOLCALL>", "holo2", "nemotron_nano_v2"),
+    "plamo3": ("<|plamo:begin_think:plamo|> <|plamo:begin_tool_requests:plamo|>", "plamo3", "plamo3"),
+    "solar-open": (
+        "<|begin|>assistant <|think|> <|content|> <|tool_call:begin|> <|tool_call:name|> <|tool_call:args|>",
+        "solar_open",
+        "solar_open",
+    ),
 }
 
 
@@ -91,3 +123,10 @@ def test_a_model_is_recognized(model: str) -> None:
     plugins, evidence = builtin_plugins(), evidence_of(DATA / model)
     chosen = tuple(recognize(registry.infos, evidence) for registry in (plugins.reasoning_parsers, plugins.tool_parsers))
     assert chosen == MODELS[model]
+
+
+@pytest.mark.parametrize(("fragments", "reasoning", "tools"), FRAGMENTS.values(), ids=FRAGMENTS)
+def test_a_template_alone_tells_what_the_model_writes(fragments: str, reasoning: str | None, tools: str | None) -> None:
+    plugins, evidence = builtin_plugins(), Evidence((fragments,))
+    assert recognize(plugins.reasoning_parsers.infos, evidence) == reasoning
+    assert recognize(plugins.tool_parsers.infos, evidence) == tools

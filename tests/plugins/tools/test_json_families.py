@@ -12,8 +12,8 @@ from penstock.engine.turn import Turn
 from penstock.testing import check_parser, check_tool_format, read, split_atoms
 
 MODULES = """
-    apertus cohere deepseek_v3 deepseek_v31 ernie45 granite granite4 granite_20b_fc hermes hunyuan_a13b internlm jamba kimi_k2
-    llama3_json longcat mistral phi4_mini_json xlam
+    apertus apriel cohere deepseek_v3 deepseek_v31 ernie45 gigachat3 granite granite4 granite_20b_fc hermes hunyuan_a13b inkling internlm
+    jamba kimi_k2 llama3_json longcat minimax_m1 mistral nemotron_nano_v2 phi4_mini_json plamo3 solar_open xlam
 """
 FORMATS = sorted({*MODULES.split()} - {"hermes", "granite4", "ernie45"})  # Hermes' is tested with it, and theirs is the same
 AUTO = Turn(tool_choice="auto")

@@ -1,0 +1,116 @@
+"""Functionary: v3.1 writes `<function=NAME>{…}</function>`, v3.2 a line `>>>NAME` before the arguments, and `>>>all` before text."""
+
+from penstock.engine.events import Event, Text
+from penstock.engine.format_info import FormatInfo
+from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.structure import Literal, Sequence, Structure, Value
+from penstock.engine.tool_format import CallableTool
+from penstock.engine.turn import Turn
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.call_head import CallHead
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
+from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
+from penstock.plugins.markers import MarkerBuffer, read_steps
+from penstock.plugins.schema_types import ToolSchemas
+
+START, END = "<function=", "</function>"
+ENVELOPE = CallEnvelope(openings=(START,), closings=(END,))
+HEAD = CallHead({"name": {">": None}})
+
+
+def _call(tool: CallableTool) -> Structure:
+    return Sequence((Literal(f"{tool.name}>"), Value(tool.arguments), Literal(END)))
+
+
+FORMAT = JsonToolFormat(START, call=_call, separator=(Literal(START),))
+
+
+def functionary_v31(turn: Turn) -> JsonToolCalls:
+    return JsonToolCalls(turn, ENVELOPE, FORMAT, head=HEAD)
+
+
+RECIPIENT, ALL = ">>>", "all\n"
+
+
+class FunctionaryMessages:
+    """Functionary 3.2: messages, each with a line that says whom it is for. The prompt has opened the first one.
+
+    A line that names neither an offered tool nor `all` is text.
+    """
+
+    tool_format = None  # of a form that calls at the very start of an answer, which no format can say
+
+    def __init__(self, turn: Turn) -> None:
+        offered = ToolSchemas(turn.tools)
+        envelope = CallEnvelope(openings=(RECIPIENT,))
+        head = CallHead({"name": {"\n": None}}, lambda fields: (fields["name"], None) if fields["name"] in offered else None)
+        self._is_off = turn.tool_choice == "none"
+        self._calls = JsonToolCalls(turn, envelope, head=head)
+        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._names = tuple(f"{name}\n" for name in offered.names)
+        self._is_at_start = True
+        self._is_recipient_implied = False  # the prompt has written it, so that it is no text where no call comes of it
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        return read_steps(self._buffer, text, self._step)
+
+    def finish(self) -> list[Event]:
+        """What both hold."""
+        rest = [event for piece in self._buffer.finish() for event in self._through(piece)]
+        return [*rest, *self._without_implied(self._calls.finish())]
+
+    def _step(self, events: list[Event]) -> bool:
+        if self._is_at_start:
+            return self._read_first_line(events)
+        pieces, marker = self._buffer.take_until(RECIPIENT + ALL)
+        for piece in pieces:
+            events += self._through(piece)
+        return marker is not None
+
+    def _read_first_line(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start(ALL, *(() if self._is_off else self._names))
+        if start is None:
+            return False
+        space, marker = start
+        self._is_at_start = False
+        for piece in space if marker != ALL else ():
+            events += self._through(piece)
+        if marker is not None and marker != ALL:
+            self._is_recipient_implied = True
+            events += self._through(RECIPIENT + marker)
+        return True
+
+    def _through(self, text: str) -> list[Event]:
+        return self._without_implied(self._calls.feed(text))
+
+    def _without_implied(self, events: list[Event]) -> list[Event]:
+        if not events or not self._is_recipient_implied:
+            return events
+        self._is_recipient_implied = False
+        first = events[0]
+        return [Text(first.text.removeprefix(RECIPIENT)), *events[1:]] if isinstance(first, Text) else events
+
+
+@hookimpl
+def register_tool_parsers(register: Register) -> None:
+    info = FormatInfo(
+        models="Functionary 3.1, Llama 3.1 with functions of one's own",
+        markers=(START, END),
+        quirks="Code after `<|python_tag|>` is content.",
+        aliases=("functionary-v3.1",),
+        signs=(START, END, "<|python_tag|>"),
+        example='<function=weather>{"city": "Oslo"}</function>',
+    )
+    register("functionary_v31", functionary_v31, info)
+    messages = FormatInfo(
+        models="Functionary 3.2",
+        markers=(RECIPIENT, RECIPIENT + ALL),
+        quirks="The prompt ends with `>>>`, so that an answer begins with the name of a tool or with `all`, which is taken out. "
+        "So a call may be the very beginning, which no grammar here can say: `required` and strict tools are refused.",
+        aliases=("functionary", "functionary-v3.2"),
+        signs=(">>>${recipient}", "recipient==all"),
+        prompt_tail=RECIPIENT,
+        example='weather\n{"city": "Oslo"}',
+    )
+    register("functionary_v32", FunctionaryMessages, messages)
