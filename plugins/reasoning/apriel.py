@@ -24,6 +24,7 @@ def apriel(turn: Turn) -> ReasoningBlocks:
         wrappers=[WRAPPER_END, f"\n{WRAPPER_END}"],
         trims_space=True,
         added_tokens=turn.added_tokens,
+        is_constrained=turn.is_constrained,
     )
 
 

@@ -29,7 +29,12 @@ def granite(turn: Turn) -> ThinkTags:
 def granite_33(turn: Turn) -> ContentWrapper:
     """The model decides, and writes both pairs of tags itself."""
     untold = Phase.CONTENT if is_switched_off(turn, "thinking") else Phase.UNDECIDED
-    parser = ThinkTags(start_phase(turn, untold), newlines_after_end=sys.maxsize, added_tokens=turn.added_tokens)
+    parser = ThinkTags(
+        start_phase(turn, untold),
+        newlines_after_end=sys.maxsize,
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
+    )
     return ContentWrapper(parser, "<response>", "</response>", turn.added_tokens)
 
 

@@ -19,6 +19,7 @@ def inkling(turn: Turn) -> ReasoningBlocks:
         implicit_ends=[CALL],
         wrappers=[TEXT, MESSAGE + TEXT, TURN_END],
         added_tokens=turn.added_tokens,
+        is_constrained=turn.is_constrained,
     )
 
 

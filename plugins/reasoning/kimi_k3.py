@@ -25,6 +25,7 @@ def kimi_k3(turn: Turn) -> ReasoningBlocks:
         implicit_ends=[TOOLS],
         wrappers=[RESPONSE, RESPONSE_END, MESSAGE_END, "<|end_of_msg|>"],
         added_tokens=turn.added_tokens,
+        is_constrained=turn.is_constrained,
     )
 
 

@@ -24,6 +24,7 @@ def muse_glimmer(turn: Turn) -> ReasoningBlocks:
         wrappers=[*headers, *(f"{HEADER} {header}" for header in headers), HEADER + MESSAGE, TURN_END],
         trims_space=True,
         added_tokens=turn.added_tokens,
+        is_constrained=turn.is_constrained,
     )
 
 

@@ -18,6 +18,7 @@ def solar_open(turn: Turn) -> ReasoningBlocks:
         ends=[END],
         wrappers=[HEADER, HEADER + CONTENT, CONTENT],
         added_tokens=turn.added_tokens,
+        is_constrained=turn.is_constrained,
     )
 
 

@@ -4,6 +4,7 @@ from penstock.engine.events import Event, Text
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Sequence, Structure, Value
+from penstock.engine.text.parser_chain import split_at_calls
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
 from penstock.plugins.json_calls.call_envelope import CallEnvelope
@@ -51,9 +52,14 @@ class FunctionaryMessages:
         self._is_at_start = True
         self._is_recipient_implied = False  # the prompt has written it, so that it is no text where no call comes of it
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether what comes next belongs to a call's arguments."""
+        return self._calls.is_in_call
+
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
-        return read_steps(self._buffer, text, self._step)
+        return [event for part in split_at_calls(text) for event in read_steps(self._buffer, part, self._step)]
 
     def finish(self) -> list[Event]:
         """What both hold."""
@@ -63,7 +69,7 @@ class FunctionaryMessages:
     def _step(self, events: list[Event]) -> bool:
         if self._is_at_start:
             return self._read_first_line(events)
-        pieces, marker = self._buffer.take_until(RECIPIENT + ALL)
+        pieces, marker = self._buffer.take_until(*(() if self.is_in_call else (RECIPIENT + ALL,)))
         for piece in pieces:
             events += self._through(piece)
         return marker is not None

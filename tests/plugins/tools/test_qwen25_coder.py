@@ -138,8 +138,8 @@ def test_what_the_format_allows_is_read_as_calls() -> None:
 
 
 def test_a_token_within_a_bare_call_is_part_of_the_text() -> None:
-    """The tags are tokens of the vocabulary; one that is spelled out in a string is no tag."""
+    """Whether it is spelled out or the vocabulary's own."""
     text = json.dumps({"name": "f", "arguments": {"x": "</tool_call>"}})
     assert read(qwen25_coder(AUTO), [text]) == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": "</tool_call>"}')]
-    cut = read(qwen25_coder(AUTO), ['{"name": "f", "arguments": {"x": "', SpecialText("<tool_call>"), BARE])
-    assert [event.name for event in cut if isinstance(event, ToolCallStart)] == ["f", "f"]
+    pieces = ['{"name": "f", "arguments": {"x": "', SpecialText("</tool_call>"), '"}}']
+    assert read(qwen25_coder(AUTO), pieces) == read(qwen25_coder(AUTO), [text])
