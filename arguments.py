@@ -157,9 +157,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         choices=get_args(QuantizationMode),
         default="auto",
-        help="how a model on the CPU keeps its weights. auto: a GGUF file's of type Q4_0, Q4_1 and Q8_0 in their own precision, all others "
-        "as --dtype says; none: all as --dtype says; int4, int8: rounded to so many bits, 32 at a time, where they are not in as few "
-        "already (default: auto)",
+        help="how a model on the CPU keeps its weights. auto: those that a GGUF file quantizes in 4 or 8 bits, close to its own precision, "
+        "all others as --dtype says; none: all as --dtype says; int4, int8: rounded to so many bits, 32 at a time, where they do not "
+        "have as few already (default: auto)",
     )
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, CUDA where there is one)")
     group.add_argument("--max-model-len", type=integer(1), metavar="TOKENS", help="prompt and answer together (default: the model's)")
