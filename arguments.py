@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import os
 import re
 import sys
@@ -32,6 +33,9 @@ class Arguments:
     reasoning_parser: str
     tool_parser: str
     chat_template: str | None
+    default_chat_template_kwargs: dict[str, Any]
+    generation_config: str
+    override_generation_config: dict[str, Any]
     thinking_token_budget: int | None
     trust_request_chat_template: bool
     allow_unknown_fields: bool
@@ -99,6 +103,9 @@ def parse_arguments(argv: list[str] | None = None, parser: argparse.ArgumentPars
         reasoning_parser=given.reasoning_parser,
         tool_parser=given.tool_parser,
         chat_template=given.chat_template,
+        default_chat_template_kwargs=given.default_chat_template_kwargs,
+        generation_config=given.generation_config,
+        override_generation_config=given.override_generation_config,
         thinking_token_budget=given.thinking_token_budget,
         trust_request_chat_template=given.trust_request_chat_template,
         allow_unknown_fields=given.allow_unknown_fields,
@@ -209,11 +216,32 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
     add_parser_choice(group, has_model=True)
     group.add_argument("--chat-template", metavar="FILE|NAME", help="a Jinja file, or one of: think, chatml (default: the model's own)")
     group.add_argument(
+        "--default-chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="arguments for the chat template that requests do not give, such as '{\"enable_thinking\": false}'",
+    )
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="auto|vllm|PATH",
+        help="where defaults for sampling and max_tokens come from. auto: the model's generation_config.json; vllm: nowhere, which means "
+        "temperature 1 and no bound but the context; PATH: another generation_config.json, or its directory (default: auto)",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help='defaults that go before those of --generation-config, such as \'{"temperature": 0.5, "max_new_tokens": 512}\'',
+    )
+    group.add_argument(
         "--thinking-token-budget",
         type=integer(0),
         metavar="TOKENS",
         help="reasoning is closed after so many tokens where a request does not say (default: no bound, "
-        "or 256 on a model that never learned the parser's markers)",
+        "or 64 on a model that was not trained on the parser's markers)",
     )
     group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
     group.add_argument(
@@ -343,6 +371,16 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -1,5 +1,6 @@
 """Everything a handler needs, in one object in the aiohttp application."""
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +29,7 @@ class ServerOptions:
     keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a request's own go before them
 
 
 class RunningEngine(Protocol):

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -56,7 +57,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "enable_prompt_embeds": ("prompts are texts or token ids", (False,)),
     "enable_sleep_mode": ("`sleep` is always there", (True, False)),
     "enforce_eager": ("use `compile='off'`", (False,)),
-    "generation_config": ("the model's own is used: `get_default_sampling_params()` shows it", ("auto",)),
     "gpu_memory_utilization": ("use `kv_cache_memory`, in bytes or such as '8GiB'", ()),
     "guided_decoding_backend": ("say `StructuredOutputsParams(backend=...)` in the sampling parameters", ("auto",)),
     "hf_overrides": ("change the model's config.json", ({},)),
@@ -71,7 +71,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mm_processor_kwargs": ("only text can be read", ({},)),
     "model_impl": ("models are those of transformers", ("auto", "transformers")),
     "num_gpu_blocks_override": ("use `kv_cache_memory`", ()),
-    "override_generation_config": ("give `SamplingParams`", ({},)),
     "pipeline_parallel_size": ("a model runs on one device", (1,)),
     "pooler_config": ("the model's own files say how it pools", ({},)),
     "revision": ("name a local directory that holds it", ("main",)),
@@ -151,5 +150,10 @@ def spelled(flag: argparse.Action, name: str, value: Any) -> Iterator[str]:
     is_list = isinstance(value, list | tuple)
     if is_list and flag.default != []:
         raise ConfigurationError(f"`{name}`: expected one value, got {value!r}")
+    if isinstance(value, dict):
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"`{name}`: {error}") from error
     for item in value if is_list else [value]:
         yield f"{long}={str(item).removeprefix('torch.') if isinstance(item, torch.dtype) else item}"

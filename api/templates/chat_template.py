@@ -1,6 +1,7 @@
 """From messages to the prompt's text, and to the part of it that tells a parser where the answer starts."""
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -108,6 +109,16 @@ def load_chat_template(name: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the chat template {name!r}: {error}") from error
+
+
+def with_open_reasoning(source: str, start: str, end: str) -> str:
+    """The template, with answers that start inside the reasoning. `enable_thinking=false` closes it at once."""
+    opened, closed = (json.dumps(text, ensure_ascii=False) for text in (f"{start}\n", f"\n{end}\n\n"))
+    return (
+        source.removesuffix("\n")
+        + f"{{{{ {opened} if add_generation_prompt else '' }}}}"
+        + f"{{{{ {closed} if add_generation_prompt and enable_thinking is defined and enable_thinking is false else '' }}}}"
+    )
 
 
 def shipped_names() -> list[str]:

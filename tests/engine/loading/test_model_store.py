@@ -139,6 +139,26 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.bin"))
 
 
+def test_a_packaged_model_goes_by_its_full_name_too_unless_there_is_a_directory_of_it(
+    default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_model("SmolLM2-135M-Instruct") == resolve_model("smollm2-135m-instruct") == default_model_dir
+    assert model_name("smollm2-135m-instruct") == "SmolLM2-135M-Instruct"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    (tmp_path / "SmolLM2-135M-Instruct" / "config.json").write_text("{}")
+    assert resolve_model("SmolLM2-135M-Instruct") == (tmp_path / "SmolLM2-135M-Instruct").resolve()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("smollm", "smollm2"), ("HuggingFaceTB/SmolLM2-135M", "smollm2"), ("qwen2.5-coder-0.5b", "qwen-coder")]
+)
+def test_a_name_near_to_a_packaged_models_gets_a_hint(given: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigurationError, match=rf"\(did you mean --model {meant}\?\)"):
+        resolve_model(given)
+
+
 def test_an_id_offline_is_named_and_a_directory_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigurationError, match=r"some-org/some-model: .*cannot be reached.*a local directory"):
