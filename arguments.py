@@ -201,7 +201,10 @@ def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> Non
     options = "NAME|auto|none" if has_model else "NAME|none"
     default = "auto" if has_model else None
     default_help = "default: auto" if has_model else "default: the one that --plugin names, or none"
-    group.add_argument("--reasoning-parser", metavar=options, default=default, help=f"how the model writes its reasoning ({default_help})")
+    opened = "; where the model was not trained on that, its chat template begins it" if has_model else ""
+    group.add_argument(
+        "--reasoning-parser", metavar=options, default=default, help=f"how the model writes its reasoning{opened} ({default_help})"
+    )
     group.add_argument(
         "--tool-parser",
         "--tool-call-parser",

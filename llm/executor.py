@@ -74,7 +74,7 @@ Ids = int | Iterable[int] | None
 class Executor:
     """Serves requests of all kinds in one batch, beam widths mixed.
 
-        with Executor("HuggingFaceTB/SmolLM2-135M-Instruct") as executor:
+        with Executor() as executor:
             prompt = executor.tokenizer.encode("The capital of France is", add_special_tokens=True)
             executor.enqueue_request(Request(prompt, max_tokens=8))
             for response in executor.await_responses():
