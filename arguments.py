@@ -43,6 +43,9 @@ class Arguments:
     reasoning_parser: str
     tool_parser: str
     chat_template: str | None
+    default_chat_template_kwargs: dict[str, Any]
+    generation_config: str
+    override_generation_config: dict[str, Any]
     thinking_token_budget: int | None
     reasoning_field: ReasoningField
     max_tool_calls: int
@@ -126,6 +129,9 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
         reasoning_parser=given.reasoning_parser,
         tool_parser=given.tool_parser,
         chat_template=given.chat_template,
+        default_chat_template_kwargs=given.default_chat_template_kwargs,
+        generation_config=given.generation_config,
+        override_generation_config=given.override_generation_config,
         thinking_token_budget=given.thinking_token_budget,
         reasoning_field=given.reasoning_field,
         max_tool_calls=given.max_tool_calls,
@@ -221,9 +227,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         choices=get_args(QuantizationMode),
         default="auto",
-        help="how a model on the CPU keeps its weights. auto: a GGUF file's of type Q4_0, Q4_1 and Q8_0 in their own precision, all others "
-        "as --dtype says; none: all as --dtype says; int4, int8: rounded to so many bits, 32 at a time, where they are not in as few "
-        "already (default: auto)",
+        help="how a model on the CPU keeps its weights. auto: those that a GGUF file quantizes in 4 or 8 bits, close to its own precision, "
+        "all others as --dtype says; none: all as --dtype says; int4, int8: rounded to so many bits, 32 at a time, where they do not "
+        "have as few already (default: auto)",
     )
     group.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, CUDA where there is one)")
     group.add_argument(
@@ -240,8 +246,8 @@ def add_model_choice(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model",
         metavar="ID|DIR|GGUF",
-        help="a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2, or minilm, which embeds texts "
-        "(default: smollm2, which is SmolLM2-135M-Instruct)",
+        help="a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2 (SmolLM2-135M-Instruct), "
+        "qwen-coder (Qwen2.5-Coder-0.5B-Instruct, for tools and structured output) or minilm, which embeds texts (default: smollm2)",
     )
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model (default: never)")
 
@@ -265,7 +271,10 @@ def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> Non
     options = "NAME|auto|none" if has_model else "NAME|none"
     default = "auto" if has_model else None
     default_help = "default: auto" if has_model else "default: the one that --plugin names, or none"
-    group.add_argument("--reasoning-parser", metavar=options, default=default, help=f"how the model writes its reasoning ({default_help})")
+    opened = "; where the model was not trained on that, its chat template begins it" if has_model else ""
+    group.add_argument(
+        "--reasoning-parser", metavar=options, default=default, help=f"how the model writes its reasoning{opened} ({default_help})"
+    )
     group.add_argument(
         "--tool-parser",
         "--tool-call-parser",
@@ -290,11 +299,32 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
     add_parser_choice(group, has_model=True)
     group.add_argument("--chat-template", metavar="FILE|NAME", help="a Jinja file, or one of: think, chatml (default: the model's own)")
     group.add_argument(
+        "--default-chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="arguments for the chat template that requests do not give, such as '{\"enable_thinking\": false}'",
+    )
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="auto|vllm|PATH",
+        help="where defaults for sampling and max_tokens come from. auto: the model's generation_config.json; vllm: nowhere, which means "
+        "temperature 1 and no bound but the context; PATH: another generation_config.json, or its directory (default: auto)",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help='defaults that go before those of --generation-config, such as \'{"temperature": 0.5, "max_new_tokens": 512}\'',
+    )
+    group.add_argument(
         "--thinking-token-budget",
         type=integer(0),
         metavar="TOKENS",
         help="reasoning is closed after so many tokens where a request does not say (default: no bound, "
-        "or 256 on a model that never learned the parser's markers)",
+        "or 64 on a model that was not trained on the parser's markers)",
     )
     group.add_argument(
         "--reasoning-field",
@@ -473,6 +503,16 @@ def number_of_tokens(text: str) -> int:
     if num_tokens < 1 or not num_tokens.is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens of 1 or more, such as 8192 or 8K")
     return int(num_tokens)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -7,12 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from penstock import __version__
 from penstock.api.context import PoolingContext, ServerContext, ServerOptions
+from penstock.api.messages import RESERVED_KWARGS
 from penstock.api.model_abilities import description
-from penstock.api.templates.chat_template import ChatTemplate, load_chat_template
+from penstock.api.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
 from penstock.api.templates.tool_prompt import ToolPrompt
 from penstock.api.workers import Workers
 from penstock.arguments import Arguments
@@ -21,12 +20,14 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.gguf.conversion import inflation
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
+from penstock.engine.loading.generation_defaults import sampling_defaults
+from penstock.engine.loading.model_config import read_config, read_generation_config
 from penstock.engine.loading.model_store import model_name, resolve_model
 from penstock.engine.loading.packaged_model import PACKAGED_MODELS
+from penstock.engine.parsing import ReasoningParser
 from penstock.engine.pooling.model_kind import model_kind
 from penstock.engine.pooling.pooling_build import build_pooling_engine
 from penstock.engine.pooling.pooling_engine import PoolingEngine
@@ -39,16 +40,7 @@ from penstock.plugins.registry import Registry
 
 log = logging.getLogger(__name__)
 
-UNLEARNED_THINKING_BUDGET = 256
-# Ours by generation_config's names. `do_sample` is left out, as in vLLM: a client that wants greedy says temperature 0.
-SAMPLING_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+UNLEARNED_THINKING_BUDGET = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +96,16 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
     workers = Workers()
     plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
-    budget = thinking_budget(arguments.thinking_token_budget, plugins.reasoning_parser, tokenizer, files.template)
+    unlearned = unlearned_parser(plugins.reasoning_parser, tokenizer)
+    chat_template = build_chat_template(files.template, tokenizer, workers, unlearned)
+    budget = thinking_budget(arguments.thinking_token_budget, unlearned, chat_template.source)
+    defaults = default_sampling(arguments, files.directory)
     loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
-    suggest_quantization(files.directory, config, loaded.device.type)
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
-        chat_template=replace(build_chat_template(files.template, tokenizer, workers), tool_prompt=tool_prompt(plugins)),
+        chat_template=replace(chat_template, tool_prompt=tool_prompt(plugins)),
         model_names=served_names(arguments),
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
@@ -121,11 +115,17 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         tool_parser=plugins.tool_parser,
         compile_grammar=GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids),
         default_thinking_budget=budget,
-        default_sampling=sampling_defaults(loaded.generation_config),
+        default_sampling=defaults,
         workers=workers,
         options=server_options(arguments),
     )
     return Assembled(context, summarize(arguments, context, core), core)
+
+
+def default_sampling(arguments: Arguments, directory: Path) -> dict[str, Any]:
+    """What holds where a request says nothing. Raises `ConfigurationError`."""
+    own = read_generation_config(directory, read_config(directory, arguments.engine.trust_remote_code))
+    return sampling_defaults(own, arguments.generation_config, arguments.override_generation_config)
 
 
 def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPooling:
@@ -153,6 +153,7 @@ def check_pooling_flags(arguments: Arguments) -> None:
         "--reasoning-parser": arguments.reasoning_parser not in ("auto", "none"),
         "--tool-parser": arguments.tool_parser not in ("auto", "none"),
         "--thinking-token-budget": arguments.thinking_token_budget is not None,
+        "--override-generation-config": bool(arguments.override_generation_config),
         "--compile on": arguments.engine.compile == "on",
     }
     flags = [flag for flag, is_asked in asked.items() if is_asked]
@@ -168,6 +169,9 @@ def served_names(arguments: Arguments) -> tuple[str, ...]:
 
 
 def server_options(arguments: Arguments) -> ServerOptions:
+    """Raises `ConfigurationError` for what a chat template gets from nobody but the server."""
+    if reserved := RESERVED_KWARGS & arguments.default_chat_template_kwargs.keys():
+        raise ConfigurationError(f"--default-chat-template-kwargs: {', '.join(sorted(reserved))}: no argument for the template")
     return ServerOptions(
         allow_unknown_fields=arguments.allow_unknown_fields,
         trust_request_chat_template=arguments.trust_request_chat_template,
@@ -180,6 +184,7 @@ def server_options(arguments: Arguments) -> ServerOptions:
         reasoning_field=arguments.reasoning_field,
         system_fingerprint=system_fingerprint(arguments.engine),
         max_tool_calls=arguments.max_tool_calls,
+        chat_template_kwargs=arguments.default_chat_template_kwargs,
     )
 
 
@@ -236,29 +241,21 @@ def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
     return Evidence(own or asked, frozenset(token.text for token in tokenizer.added_tokens.values()), fields)
 
 
-def build_chat_template(override: str | None, tokenizer: Tokenizer, workers: Workers) -> ChatTemplate:
-    """The operator's template, else the model's own, which may bring another one for conversations with tools."""
+def build_chat_template(
+    override: str | None, tokenizer: Tokenizer, workers: Workers, unlearned: ReasoningParser | None = None
+) -> ChatTemplate:
+    """The operator's template, else the model's own, which may bring another one for conversations with tools.
+
+    Where the model never learned to begin its reasoning as `unlearned` expects, its own template begins it.
+    """
     if override is not None:
         return ChatTemplate(override, tokenizer.special_tokens_map, workers=workers)
-    return ChatTemplate(
-        tokenizer.chat_template, tokenizer.special_tokens_map, tool_source=tokenizer.chat_templates.get("tool_use"), workers=workers
-    )
-
-
-def suggest_quantization(directory: Path, config: EngineConfig, device_type: str) -> None:
-    """Says what to start a GGUF with whose quantized weights had to be inflated, as those of most types are."""
-    path = Path(config.model or "").expanduser()
-    if path.suffix != ".gguf" or config.quantization != "auto" or device_type != "cpu":
-        return
-    growth = inflation(path, directory)
-    if growth < 1.5:
-        return
-    log.warning(
-        "most weights of %s are served in 16 bits, %.1f times the size of the file: of quantized types only Q4_0, Q4_1 and Q8_0 are kept. "
-        "--quantization int4 serves them in 4 bits, in less memory and faster, --quantization int8 in 8",
-        path.name,
-        growth,
-    )
+    own, with_tools = tokenizer.chat_template, tokenizer.chat_templates.get("tool_use")
+    if unlearned is not None and unlearned.start_marker.strip():
+        own, with_tools = (
+            source and with_open_reasoning(source, unlearned.start_marker, unlearned.end_marker) for source in (own, with_tools)
+        )
+    return ChatTemplate(own, tokenizer.special_tokens_map, tool_source=with_tools, workers=workers)
 
 
 def tool_prompt(plugins: Plugins) -> ToolPrompt:
@@ -271,23 +268,29 @@ def tool_prompt(plugins: Plugins) -> ToolPrompt:
     return ToolPrompt(tool_format, "" if info is None else info.example, is_default=registry.is_default)
 
 
-def thinking_budget(asked: int | None, parser: ReasoningParserFactory | None, tokenizer: Tokenizer, template: str | None) -> int | None:
+def unlearned_parser(factory: ReasoningParserFactory | None, tokenizer: Tokenizer) -> ReasoningParser | None:
+    """The reasoning parser, where neither the model's vocabulary nor its own template knows its markers."""
+    parser = None if factory is None else factory(Turn(response_template=tokenizer.response_template))
+    return parser if parser is not None and parser.end_marker and not knows_marker(parser.end_marker, tokenizer) else None
+
+
+def thinking_budget(asked: int | None, unlearned: ReasoningParser | None, template: str | None) -> int | None:
     """The operator's default budget; where there is none, one of ours for a model that would never close its reasoning by itself.
 
-    `template` is the operator's chat template; with one that writes the parser's markers this is nothing to warn of.
+    Warns where nothing in the chat template begins the reasoning of such a model.
     """
-    marker = "" if parser is None else parser(Turn(response_template=tokenizer.response_template)).end_marker
-    if not marker or knows_marker(marker, tokenizer):
+    if unlearned is None:
         return asked
     budget = UNLEARNED_THINKING_BUDGET if asked is None else asked
-    is_expected = template is not None and marker.strip() in template
+    marker = unlearned.end_marker
+    is_opened = template is not None and marker.strip() in template
     log.log(
-        logging.INFO if is_expected else logging.WARNING,
-        "the model never learned to reason in this format: neither its vocabulary nor its own chat template knows %r. "
-        "The server ends its reasoning after %d tokens (--thinking-token-budget)%s",
+        logging.INFO if is_opened else logging.WARNING,
+        "the model was not trained to reason in this format: neither its vocabulary nor its own chat template knows %r. %s "
+        "The server ends the reasoning after %d tokens (--thinking-token-budget)",
         marker,
+        "The chat template begins the reasoning." if is_opened else "A --chat-template could begin the reasoning.",
         budget,
-        "" if is_expected else "; a --chat-template that opens the reasoning has it begin there",
     )
     return budget
 
@@ -297,9 +300,3 @@ def knows_marker(marker: str, tokenizer: Tokenizer) -> bool:
     text = marker.strip()
     has_token = any(token.text in text for token in tokenizer.added_tokens.values())
     return has_token or any(text in template for template in tokenizer.chat_templates.values())
-
-
-def sampling_defaults(config: GenerationConfig) -> dict[str, Any]:
-    """What the model's authors recommend, by our names; only what differs from transformers' own defaults."""
-    given = config.to_diff_dict()
-    return {ours: given[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if given.get(theirs) is not None}

@@ -108,7 +108,7 @@ def check(context: ServerContext, body: ChatCompletionRequest) -> None:
 
 async def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
     """Where the answer starts, and the prompt's token ids."""
-    kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort)
+    kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.chat_template_kwargs)
     prompt = await render_conversation(context, body, body.messages, tools.shown, kwargs)
     await check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.
@@ -169,7 +169,7 @@ def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, nu
         raise InvalidRequest(f"`{name}` must be at least 1, got {requested}", name)
     if body.top_logprobs is not None and body.top_logprobs < 0:
         raise InvalidRequest(f"`top_logprobs` must be from 0 to 20, got {body.top_logprobs}", "top_logprobs")
-    max_tokens = token_limit(
+    limit = token_limit(
         requested,
         name,
         prompt_param="messages",
@@ -179,10 +179,10 @@ def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, nu
     )
     return sampling_params(
         body,
-        max_tokens=max_tokens,
+        limit=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        thinking_token_budget=thinking_budget(context, body, max_tokens),
+        thinking_token_budget=thinking_budget(context, body, limit.max_tokens),
         defaults=searched_defaults(body, context.default_sampling),
         vocab_size=context.vocab_size,
     )

@@ -17,7 +17,7 @@ from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics.metrics import begin_timer
 from penstock.api.preparing import answer_reader, check_streaming, client_of, compiled_grammar, logits_processors, special_token_ids
 from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length, path_of, split_prompts
-from penstock.api.sampling import sampling_params, token_limit
+from penstock.api.sampling import TokenLimit, sampling_params, token_limit
 from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
@@ -84,7 +84,7 @@ async def prepare(
 
 def checked_params(context: ServerContext, body: CompletionRequest, encoded: list[list[int]]) -> list[SamplingParams]:
     """Each prompt's: the same object for all that may grow by as many tokens."""
-    by_limit: dict[int, SamplingParams] = {}
+    by_limit: dict[TokenLimit, SamplingParams] = {}
     params: list[SamplingParams] = []
     for position, token_ids in enumerate(encoded):
         path = path_of("prompt", position, len(encoded))
@@ -105,14 +105,14 @@ def checked_params(context: ServerContext, body: CompletionRequest, encoded: lis
     return params
 
 
-def completion_sampling_params(context: ServerContext, body: CompletionRequest, max_tokens: int) -> SamplingParams:
+def completion_sampling_params(context: ServerContext, body: CompletionRequest, limit: TokenLimit) -> SamplingParams:
     """Where the prompt is echoed with logprobs, its own tokens' are needed too."""
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     return sampling_params(
         body,
-        max_tokens=max_tokens,
+        limit=limit,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
         defaults=searched_defaults(body, context.default_sampling),

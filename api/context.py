@@ -1,5 +1,6 @@
 """Everything a handler needs, in one object in the aiohttp application."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,6 +39,7 @@ class ServerOptions:
     reasoning_field: ReasoningField = "reasoning_content"
     system_fingerprint: str | None = None
     max_tool_calls: int = 16
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a request's own go before them
 
 
 class RunningEngine(Protocol):

@@ -1,5 +1,6 @@
 """Checks the conversation and hands it to the chat template as plain data."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.api.chat_protocol import ChatMessage
@@ -46,10 +47,11 @@ def check_part(part: dict[str, Any], path: str) -> None:
         raise InvalidRequest(f"`{path}.{TEXT_PARTS[kind]}` must be a string", f"{path}.{TEXT_PARTS[kind]}")
 
 
-def template_kwargs(given: dict[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+def template_kwargs(given: dict[str, Any] | None, reasoning_effort: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What templates read beside the conversation. An effort of `none` is also said in the two words that templates without efforts know.
 
-    Raises `InvalidRequest` for a name that is the request's own: a template, above all, must not come in through here.
+    `defaults` are the server's, and give way to what the request says. Raises `InvalidRequest` for a name that is the request's own: a
+    template, above all, must not come in through here.
     """
     kwargs = dict(given or {})
     for name in kwargs:
@@ -60,4 +62,4 @@ def template_kwargs(given: dict[str, Any] | None, reasoning_effort: str | None) 
         if reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
             kwargs.setdefault("thinking", False)
-    return kwargs
+    return {**defaults, **kwargs}

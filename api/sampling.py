@@ -1,5 +1,6 @@
 """From a request's fields to `SamplingParams`: what the request says, else what the model's generation_config says, else the default."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.api.common_protocol import GenerationFields
@@ -7,6 +8,7 @@ from penstock.api.errors import ContextLengthExceeded
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.sampling_params import SamplingParams
 
+DEFAULT_LIMIT = "default_max_tokens"  # what `stop_reason` says where a default bound ended the answer
 TAKEN_AS_THEY_ARE = (
     "n",
     "temperature",
@@ -27,7 +29,7 @@ TAKEN_AS_THEY_ARE = (
 def sampling_params(
     body: GenerationFields,
     *,
-    max_tokens: int,
+    limit: "TokenLimit",
     logprobs: int | None,
     prompt_logprobs: int | None,
     thinking_token_budget: int | None = None,
@@ -36,12 +38,13 @@ def sampling_params(
 ) -> SamplingParams:
     """Raises `InvalidRequest` naming the field that is out of range.
 
-    `max_tokens`, `logprobs` and `prompt_logprobs` are given apart because the endpoints spell them differently.
+    `limit`, `logprobs` and `prompt_logprobs` are given apart because the endpoints spell them differently.
     """
     chosen = {name: value for name in TAKEN_AS_THEY_ARE if (value := getattr(body, name)) is not None}
     params = SamplingParams(
         **{name: value for name, value in defaults.items() if name in TAKEN_AS_THEY_ARE and value is not None} | chosen,
-        max_tokens=max_tokens,
+        max_tokens=limit.max_tokens,
+        length_stop_reason=DEFAULT_LIMIT if limit.is_default else None,
         stop=stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
@@ -64,10 +67,18 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """How many tokens may be generated, and whether that is a default bound: neither the request's own nor the end of the context."""
+
+    max_tokens: int
+    is_default: bool
+
+
 def token_limit(
     requested: int | None, param: str, *, prompt_param: str, default: int | None, num_prompt_tokens: int, max_model_len: int
-) -> int:
-    """How many tokens may be generated: what was asked for; else the default, or all that the context has room for.
+) -> TokenLimit:
+    """What was asked for; else the default, or all that the context has room for.
 
     Raises `ContextLengthExceeded` with the numbers where the prompt, or what was asked for, does not fit.
     """
@@ -79,11 +90,11 @@ def token_limit(
             prompt_param,
         )
     if requested is None:
-        return room if default is None else min(default, room)
+        return TokenLimit(room, is_default=False) if default is None or default > room else TokenLimit(default, is_default=True)
     if requested > room:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested {requested + num_prompt_tokens} tokens "
             f"({num_prompt_tokens} in the prompt, {requested} for the answer). Please reduce `{param}` or the prompt.",
             param,
         )
-    return requested
+    return TokenLimit(requested, is_default=False)

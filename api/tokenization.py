@@ -95,5 +95,5 @@ async def detokenize(request: web.Request) -> web.Response:
 async def _render(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> str:
     """The prompt that /v1/chat/completions would make of the same fields."""
     check_template_fields(context, body)
-    kwargs = template_kwargs(body.chat_template_kwargs, None)
+    kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.chat_template_kwargs)
     return (await render_conversation(context, body, messages, body.tools or [], kwargs)).text

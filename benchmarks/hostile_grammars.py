@@ -187,7 +187,12 @@ async def run(options: argparse.Namespace) -> dict[str, list[Trial]]:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parent.parent
-    parser.add_argument("--launch", metavar="COMMAND", default=f"{sys.executable} {here / 'server.py'} --port {{port}}", help="the server")
+    parser.add_argument(
+        "--launch",
+        metavar="COMMAND",
+        default=f"{sys.executable} {here / 'server.py'} --generation-config vllm --port {{port}}",
+        help="the server",
+    )
     parser.add_argument("--input", action="append", choices=[hostile.name for hostile in INPUTS], help="only this one; repeatable")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=600, metavar="SECONDS", help="(default: %(default)s)")

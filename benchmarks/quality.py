@@ -112,6 +112,7 @@ class Subject:
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             do_sample=False,
+            repetition_penalty=1.0,
             max_new_tokens=ANSWER_TOKENS,
         )
         return Text(output[0].tolist(), len(prompt))

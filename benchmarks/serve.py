@@ -1,12 +1,13 @@
 """Measures servers that speak OpenAI's chat completions: one, or several in turn.
 
     python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --pid 1234
-    python benchmarks/serve.py --launch penstock='python server.py --plugin deepseek_r1 --port {port}'
+    python benchmarks/serve.py --launch penstock='python server.py --generation-config vllm --port {port}'
     python benchmarks/serve.py --launch penstock='python server.py --port {port}' --against other=http://127.0.0.1:9000 --rounds 5
 
 Every prompt differs from every other, in all rounds, so no server finds one in its prefix cache; only those of shared-prefix have words
 in common, others in every round. All servers get the same prompts. Their lengths are in tokens of the default model; the numbers printed
-are from the usage that the server reports. Sampling is greedy, and answers run to their full length (ignore_eos) where the server takes
+are from the usage that the server reports. Sampling is greedy (`--generation-config vllm`: without the default
+model's repetition penalty), and answers run to their full length (ignore_eos) where the server takes
 that; elsewhere the prompt asks for a long answer, and only tokens really produced are counted.
 
 TTFT is the time to the first token, TPOT the time per output token after it. A ratio above 1 says that the first server is better.

@@ -50,7 +50,7 @@ from penstock.plugins.manager import Plugins
 
 ROOT = Path(__file__).resolve().parent.parent
 LOAD = next(scenario for scenario in SCENARIOS if scenario.name == "concurrency-8")
-COMMAND = shlex.join([sys.executable, str(ROOT / "server.py"), "--no-prefix-caching", "--port"]) + " {port}"
+COMMAND = shlex.join([sys.executable, str(ROOT / "server.py"), "--generation-config", "vllm", "--no-prefix-caching", "--port"]) + " {port}"
 VARIANTS = ("free", "schema", "distinct")
 Fields = dict[str, Any]
 

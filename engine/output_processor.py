@@ -182,7 +182,8 @@ class OutputProcessor:
             if named and sequence.request.params.include_stop_str_in_output:
                 delta.events += sequence.answer.feed(token_id)
             if sequence.gate is not None and not sequence.gate.is_open(sequence.answer):
-                return self._finish(sequence, delta, FinishReason.LENGTH)  # the marker that would have ended the reasoning has no room
+                # The marker that would have ended the reasoning has no room.
+                return self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         was_reasoning = sequence.answer.phase is Phase.REASONING
         self._append(sequence, token_id, delta, logprobs)
@@ -232,7 +233,7 @@ class OutputProcessor:
         elif self._is_grammar_finished(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:
-            self._finish(sequence, delta, FinishReason.LENGTH)
+            self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
 
     def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         delta.events += sequence.answer.finish()

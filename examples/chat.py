@@ -1,4 +1,7 @@
-"""Streams one answer, its reasoning apart from its content: `python examples/chat.py "Tell me about Mars."`. Needs `pip install openai`."""
+"""Streams one answer, its reasoning apart from its content: `python examples/chat.py "Tell me about Mars."`.
+
+The server has a reasoning parser: `python server.py --plugin deepseek_r1`. Needs `pip install openai`.
+"""
 
 import argparse
 

@@ -24,18 +24,13 @@ TOOLS = [
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Answer conversations.")
     parser.add_argument("questions", nargs="*", default=["What is the capital of France?", "Name a fruit."])
-    parser.add_argument("--model", help="a Hugging Face id, a directory or a .gguf file (default: a small one, fetched once)")
+    parser.add_argument("--model", default="qwen-coder", help="an id, a directory or a .gguf file (default: %(default)s, fetched once)")
     parser.add_argument("--max-tokens", type=int, default=60)
     parser.add_argument("--reasoning-parser", default="deepseek_r1", help="or auto: the one that the model's own files show")
     parser.add_argument("--tool-parser", default="hermes", help="or auto")
-    parser.add_argument("--chat-template", default="think", help="or that of a file: the default model has none that opens its reasoning")
     arguments = parser.parse_args(argv)
 
-    formats = {
-        "reasoning_parser": arguments.reasoning_parser,
-        "tool_parser": arguments.tool_parser,
-        "chat_template": arguments.chat_template,
-    }
+    formats = {"reasoning_parser": arguments.reasoning_parser, "tool_parser": arguments.tool_parser}
     params = SamplingParams(temperature=0, max_tokens=arguments.max_tokens)
     with LLM(arguments.model, thinking_token_budget=16, **formats) as llm:
         conversations = [[{"role": "user", "content": question}] for question in arguments.questions]

@@ -1,4 +1,7 @@
-"""An answer that is an instance of a pydantic model, after free reasoning: `python examples/structured.py`. Needs `pip install openai`."""
+"""An answer that is an instance of a pydantic model, after reasoning where there is any: `python examples/structured.py`.
+
+The server runs a model that is good at it: `python server.py --model qwen-coder`. Needs `pip install openai`.
+"""
 
 import argparse
 from typing import Literal
@@ -27,7 +30,7 @@ def main() -> None:
             messages=[{"role": "user", "content": arguments.question}],
             temperature=0,
             max_tokens=300,
-            extra_body={"guided_json": City.model_json_schema(), "guided_whitespace_pattern": "", "thinking_token_budget": 32},
+            extra_body={"guided_json": City.model_json_schema(), "thinking_token_budget": 32},
         )
     message = answer.choices[0].message
     print("reasoning:", (message.model_extra or {}).get("reasoning_content"))

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -96,5 +97,10 @@ def spelled(flag: argparse.Action, name: str, value: Any) -> Iterator[str]:
     is_list = isinstance(value, list | tuple)
     if is_list and flag.default != []:
         raise ConfigurationError(f"`{name}`: expected one value, got {value!r}")
+    if isinstance(value, dict):
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"`{name}`: {error}") from error
     for item in value if is_list else [value]:
         yield f"{long}={str(item).removeprefix('torch.') if isinstance(item, torch.dtype) else item}"

@@ -158,7 +158,7 @@ def check_params(context: ServerContext, params: SamplingParams, num_prompt_toke
         default=params.max_tokens,
         num_prompt_tokens=num_prompt_tokens,
         max_model_len=context.max_model_len,
-    )
+    ).max_tokens
 
 
 async def prepare_each(requests: Iterable[tuple[str, Awaitable[Prepared]]]) -> list[Prepared]:

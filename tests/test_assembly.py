@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 
 from penstock import assembly
 from penstock.arguments import parse_arguments
-from penstock.assembly import ModelFiles, assemble_generation, suggest_quantization, system_fingerprint
-from penstock.engine.config import EngineConfig, QuantizationMode
+from penstock.assembly import ModelFiles, assemble_generation, system_fingerprint
+from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
 from tests.tiny_models import tiny_model
@@ -69,25 +69,6 @@ def test_a_server_says_how_many_layers_are_in_few_bits(model_dir: Path, flags: l
     assert ("layers in 8 bits" in assembled.summary) == says
     assembled.context.workers.shutdown()
     assembled.context.compile_grammar.close()
-
-
-@pytest.mark.parametrize(
-    ("weights", "quantization", "device", "is_suggested"),
-    [
-        (3000, "auto", "cpu", True),
-        (1000, "auto", "cpu", False),
-        (3000, "int4", "cpu", False),
-        (3000, "none", "cpu", False),
-        (3000, "auto", "cuda", False),
-    ],
-)
-def test_fewer_bits_are_suggested_for_a_gguf_that_was_inflated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, weights: int, quantization: QuantizationMode, device: str, is_suggested: bool
-) -> None:
-    (tmp_path / "tiny.gguf").write_bytes(bytes(1000))
-    (tmp_path / "model.safetensors").write_bytes(bytes(weights))
-    suggest_quantization(tmp_path, EngineConfig(model=str(tmp_path / "tiny.gguf"), quantization=quantization), device)
-    assert ("--quantization int4" in caplog.text) == is_suggested
 
 
 def test_the_fingerprint_is_that_of_version_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ EVERY_FLAG = """
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
-    --async-scheduling --threads 2 --seed 11
+    --async-scheduling --threads 2 --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
+    --default-chat-template-kwargs '{"enable_thinking": false}'
 """
 
 
@@ -110,6 +111,9 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         reasoning_parser="deepseek_r1",
         tool_parser="hermes",
         chat_template="think",
+        default_chat_template_kwargs={"enable_thinking": False},
+        generation_config="vllm",
+        override_generation_config={"top_k": 5},
         thinking_token_budget=5,
         reasoning_field="both",
         max_tool_calls=3,
@@ -172,6 +176,8 @@ def test_a_mistyped_flag_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]
         (["--drain-timeout", "-1"], "not a number of seconds"),
         (["--keep-alive-interval", "nan"], "not a number of seconds"),
         (["--dtype", "int3"], "bfloat16"),
+        (["--override-generation-config", "{top_k: 5}"], "is not JSON"),
+        (["--default-chat-template-kwargs", "[]"], "is not a JSON object"),
         (["--mod", "x"], "unknown flag --mod"),
         (["plug"], "plugins"),
     ],

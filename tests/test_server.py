@@ -1,5 +1,6 @@
 """The server as a process: what it prints, what it refuses to start with, and how it ends."""
 
+import asyncio
 import json
 import logging
 import re
@@ -10,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ import openai
 import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
-from transformers import GenerationConfig
 
-from penstock.assembly import build_chat_template, evidence_of, knows_marker, sampling_defaults, thinking_budget
+from penstock.api.templates.chat_template import ChatTemplate
+from penstock.assembly import UNLEARNED_THINKING_BUDGET, build_chat_template, evidence_of, knows_marker, thinking_budget, unlearned_parser
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
@@ -59,7 +61,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_reasoning_and_content_are_told_apart_over_the_official_client(default_model_dir: Path) -> None:
-    flags = ["--plugin", "deepseek_r1", "--chat-template", "think", "--thinking-token-budget", "12", "--served-model-name", "tiny"]
+    flags = ["--plugin", "deepseek_r1", "--thinking-token-budget", "12", "--served-model-name", "tiny"]
     with server(*flags, "--api-key", "k") as (_, url), openai.OpenAI(base_url=url, api_key="k") as client:
         messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
         options: Any = {"model": "tiny", "messages": messages, "max_tokens": 40, "temperature": 0}
@@ -179,29 +181,45 @@ def tokenizer_that_knows(*texts: str, template: str = "{{ messages }}") -> Token
     return Tokenizer(backend, {"bos_token": "a"}, {"default": template, "tool_use": "tools"})
 
 
-def test_a_model_that_knows_the_marker_has_no_budget_of_ours(caplog: pytest.LogCaptureFixture) -> None:
-    assert thinking_budget(None, deepseek_r1, tokenizer_that_knows("</think>"), None) is None
-    assert thinking_budget(None, deepseek_r1, tokenizer_that_knows(template="{{ x.split('</think>') }}"), None) is None
-    assert thinking_budget(7, deepseek_r1, tokenizer_that_knows("</think>"), None) == 7
+def test_a_model_that_knows_the_marker_needs_no_help() -> None:
+    assert unlearned_parser(deepseek_r1, tokenizer_that_knows("</think>")) is None
+    assert unlearned_parser(deepseek_r1, tokenizer_that_knows(template="{{ x.split('</think>') }}")) is None
+    assert unlearned_parser(None, tokenizer_that_knows()) is None
+
+
+def test_the_budget_is_the_operators_or_one_that_closes_reasoning_the_model_would_not_close(caplog: pytest.LogCaptureFixture) -> None:
+    unlearned = unlearned_parser(deepseek_r1, tokenizer_that_knows())
+    assert [thinking_budget(asked, None, None) for asked in (None, 7)] == [None, 7]
     assert caplog.records == []
-
-
-def test_a_model_that_never_learned_the_marker_gets_a_warning_and_a_budget(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert thinking_budget(None, deepseek_r1, tokenizer_that_knows(), None) == 256
-        assert thinking_budget(9, deepseek_r1, tokenizer_that_knows(), None) == 9
+    assert [thinking_budget(asked, unlearned, "{{ messages }}") for asked in (None, 9)] == [UNLEARNED_THINKING_BUDGET, 9]
     assert "'</think>'" in caplog.text
 
 
-def test_an_operator_whose_template_opens_the_reasoning_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_operator_whose_template_begins_the_reasoning_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    unlearned = unlearned_parser(deepseek_r1, tokenizer_that_knows())
     with caplog.at_level(logging.INFO):
-        assert thinking_budget(None, deepseek_r1, tokenizer_that_knows(), "<think></think>") == 256
+        thinking_budget(None, unlearned, "<think></think>")
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
-def test_without_a_reasoning_parser_there_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert thinking_budget(None, None, tokenizer_that_knows(), None) is None
-    assert caplog.records == []
+def test_the_template_of_a_model_that_never_learned_the_markers_begins_the_reasoning(caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}{% if add_generation_prompt %}answer: {% endif %}\n"
+    tokenizer = tokenizer_that_knows(template=template)
+    unlearned = unlearned_parser(deepseek_r1, tokenizer)
+
+    async def render(chat_template: ChatTemplate, **kwargs: Any) -> tuple[str, str]:
+        messages = [{"role": "user", "content": "Hi"}]
+        prompt = await chat_template.render(messages, **kwargs)
+        return prompt.text, prompt.tail
+
+    with ThreadPoolExecutor(1) as workers, caplog.at_level(logging.INFO):
+        chat_template = build_chat_template(None, tokenizer, workers, unlearned)
+        thinking_budget(None, unlearned, chat_template.source)
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert asyncio.run(render(chat_template)) == ("Hi answer: <think>\n", "answer: <think>\n")
+        closed = asyncio.run(render(chat_template, template_kwargs={"enable_thinking": False}))
+        assert closed == ("Hi answer: <think>\n\n</think>\n\n", "answer: <think>\n\n</think>\n\n")
+        assert asyncio.run(render(chat_template, add_generation_prompt=False))[0] == "Hi "
 
 
 def test_an_operators_template_teaches_the_model_nothing() -> None:
@@ -219,10 +237,3 @@ def test_the_models_own_templates_are_used_unless_the_operator_brings_one() -> N
     assert (own.source, own.tool_source, own.special_tokens) == ("{{ messages }}", "tools", {"bos_token": "a"})
     given = build_chat_template("mine", tokenizer, workers)
     assert (given.source, given.tool_source) == ("mine", None)
-
-
-def test_a_models_recommended_sampling_becomes_the_default() -> None:
-    config_of: Any = GenerationConfig
-    config = config_of(temperature=0.6, top_p=0.95, max_new_tokens=50, do_sample=True)
-    assert sampling_defaults(config) == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 50}
-    assert sampling_defaults(config_of()) == {}

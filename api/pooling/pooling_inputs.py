@@ -71,7 +71,8 @@ async def rendered(context: PoolingContext, body: InputFields) -> str:
         raise InvalidRequest("the model has no chat template: give `input`, or start the server with --chat-template", "messages")
     if body.add_generation_prompt is None:
         body.add_generation_prompt = False
-    prompt = await render_conversation(context, body, body.messages or [], [], template_kwargs(body.chat_template_kwargs, None))
+    kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.chat_template_kwargs)
+    prompt = await render_conversation(context, body, body.messages or [], [], kwargs)
     return prompt.text
 
 

@@ -143,6 +143,16 @@ def load_chat_template(name: str) -> str:
         raise ConfigurationError(f"cannot read the chat template {name!r}: {error}") from error
 
 
+def with_open_reasoning(source: str, start: str, end: str) -> str:
+    """The template, with answers that start inside the reasoning. `enable_thinking=false` closes it at once."""
+    opened, closed = (json.dumps(text, ensure_ascii=False) for text in (f"{start}\n", f"\n{end}\n\n"))
+    return (
+        source.removesuffix("\n")
+        + f"{{{{ {opened} if add_generation_prompt else '' }}}}"
+        + f"{{{{ {closed} if add_generation_prompt and enable_thinking is defined and enable_thinking is false else '' }}}}"
+    )
+
+
 def shipped_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.jinja"))
 

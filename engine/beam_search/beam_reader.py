@@ -104,7 +104,8 @@ class BeamReader:
         if ending.is_token and ending.stop_reason is not None and params.include_stop_str_in_output:
             events += answer.feed(hypothesis.token_ids[-1])
         events += answer.finish()
-        reason, stop_reason = ending.reason, ending.stop_reason
+        reason = ending.reason
+        stop_reason = params.length_stop_reason if reason is FinishReason.LENGTH else ending.stop_reason
         if reason is FinishReason.LENGTH and answer.has_ended:
             # What a parser had held back completed a stop string after all, or was a call too many.
             reason, stop_reason = FinishReason.STOP, answer.stop_match

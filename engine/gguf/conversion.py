@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 # Part of every converted directory's name: raised whenever a conversion comes out differently.
-CONVERSION_VERSION = 2
+CONVERSION_VERSION = 3
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +113,11 @@ def converted_gguf(gguf_file: Path) -> Path:
     return build_once(directory, build)
 
 
-def inflation(gguf_file: Path, directory: Path) -> float:
-    """By how much the weights have grown in conversion: 1 where they have kept their own types."""
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / gguf_file.stat().st_size
-
-
 def convert_gguf(gguf_file: Path, directory: Path) -> None:
     """Writes config, weights, tokenizer and chat template of `gguf_file` into `directory`, as `from_pretrained` reads them.
 
-    Matrices of the types that `blocks.py` reads stay in their codes, in a file of their own (`quantized_file`). Other quantized weights
-    come out as bfloat16: rounding to it is far below the error that quantization made. F16 and F32 files keep their type.
+    Quantized matrices stay in few bits, in a file of their own (`quantized_file`). Other quantized weights come out as bfloat16: rounding
+    to it is far below the error that quantization made. F16 and F32 files keep their type.
     Raises `ConfigurationError` where the file or its architecture cannot be read.
     """
     header = _Header.read(gguf_file)

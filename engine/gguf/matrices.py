@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.engine.gguf.blocks import read_blocks
+from penstock.engine.gguf.blocks import dequantized, is_quantized, read_blocks
 from penstock.engine.gguf.row_matching import RowIndex
 from penstock.engine.quantization.quantized_weight import QuantizedWeight
 from penstock.engine.quantization.stored_weights import leave_out
@@ -23,21 +23,19 @@ def take_quantized_matrices(model: PreTrainedModel, file_tensors: "Iterable[Read
     this looks at what came out: `model`, whose weights were dequantized and rounded to its type. A matrix that is not exactly what its
     codes stand for stays where it is.
     """
-    tensors = {tensor.name: tensor for tensor in file_tensors}
-    stored = ((name, read_blocks(tensor)) for name, tensor in tensors.items())
-    index = RowIndex((name, weight.dequantized().to(model.dtype)) for name, weight in stored if weight is not None)
+    tensors = {tensor.name: tensor for tensor in file_tensors if is_quantized(tensor)}
+    index = RowIndex((name, dequantized(tensor).to(model.dtype)) for name, tensor in tensors.items())
     matrices = {}
     for name in [name for name, _ in model.named_parameters()]:
         matrix_OI = model.get_parameter(name).detach()
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding) or matrix_OI.ndim != 2:
             continue
         found = index.find(matrix_OI)
-        weight = None if found is None else read_blocks(tensors[found[0]])
-        if found is None or weight is None:
+        if found is None:
             continue
-        rows_O = found[1]
-        weight = QuantizedWeight(weight.bits, weight.codes_OI[rows_O], weight.scales_OG[rows_O], weight.minimums_OG[rows_O])
-        if torch.equal(weight.dequantized().to(matrix_OI.dtype), matrix_OI):
-            matrices[name] = weight
+        tensor, rows_O = tensors[found[0]], found[1]
+        if torch.equal(dequantized(tensor).to(matrix_OI.dtype)[rows_O], matrix_OI):
+            weight = read_blocks(tensor)
+            matrices[name] = QuantizedWeight(weight.bits, weight.codes_OI[rows_O], weight.scales_OG[rows_O], weight.minimums_OG[rows_O])
             leave_out(model, [name])
     return matrices

@@ -30,11 +30,15 @@ def answer_tokens(logits_width: int, eos_token_ids: frozenset[int], tokenizer: T
 def read_answer_tokens(directory: Path, tokenizer: Tokenizer, trust_remote_code: bool = False) -> AnswerTokens:
     """Those of the model that would be loaded from there. Raises `ConfigurationError` as `read_config` does."""
     config = read_config(directory, trust_remote_code)
+    return answer_tokens(int(config.vocab_size), eos_token_ids(config, read_generation_config(directory, config)), tokenizer)
+
+
+def read_generation_config(directory: Path, config: PretrainedConfig) -> GenerationConfig:
+    """That of the model that would be loaded from there."""
     try:
-        generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
     except OSError:  # there is no such file; a model then makes one of its config
-        generation_config = GenerationConfig.from_model_config(config)
-    return answer_tokens(int(config.vocab_size), eos_token_ids(config, generation_config), tokenizer)
+        return GenerationConfig.from_model_config(config)
 
 
 def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig) -> frozenset[int]:

@@ -1,8 +1,10 @@
 """Where a model's files are: what `--model` names, as a local directory that `from_pretrained` reads."""
 
+import difflib
 import errno
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.engine.errors import ConfigurationError
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def resolve_model(model: str | None, trust_remote_code: bool = False) -> Path:
     """The local directory of a model: None for the default one, the name of a packaged one, a directory, a `.gguf` file or a
-    Hugging Face id. A directory that is called like a packaged model is named `./minilm`.
+    Hugging Face id. A directory that has the short name of a packaged model is given as `./minilm`.
 
     Fetches and converts where needed, with progress on standard error. `trust_remote_code` also fetches a repository's Python files.
     Raises `ConfigurationError` with what to change.
@@ -58,7 +60,25 @@ def model_name(model: str | None) -> str:
 
 
 def _packaged(model: str | None) -> PackagedModel | None:
-    return DEFAULT_MODEL if model is None else PACKAGED_MODELS.get(model)
+    """By its short name, or by its full one where nothing here is called so, in capitals or not."""
+    if model is None:
+        return DEFAULT_MODEL
+    if model in PACKAGED_MODELS or Path(model).expanduser().exists():
+        return PACKAGED_MODELS.get(model)
+    return {spelling.casefold(): packaged for spelling, packaged in _spellings()}.get(model.casefold())
+
+
+def _spellings() -> Iterator[tuple[str, PackagedModel]]:
+    for short, packaged in PACKAGED_MODELS.items():
+        yield from ((short, packaged), (packaged.name, packaged))
+
+
+def _hint(model: str) -> str:
+    """The packaged model that may be meant by a name that leads nowhere."""
+    short_names = {packaged: short for short, packaged in PACKAGED_MODELS.items()}
+    by_spelling = {spelling.casefold(): short_names[packaged] for spelling, packaged in _spellings()}
+    near = difflib.get_close_matches(model.rpartition("/")[2].casefold(), by_spelling, n=1)
+    return f" (did you mean --model {by_spelling[near[0]]}?)" if near else ""
 
 
 def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
@@ -72,7 +92,7 @@ def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
         RepositoryNotFoundError,
     )
 
-    otherwise = "a local directory or a .gguf file also works"
+    otherwise = f"a local directory or a .gguf file also works{_hint(model_id)}"
     try:
         if try_to_load_from_cache(model_id, "config.json") is None:
             logger.info("Downloading %s from Hugging Face; this happens once", model_id)

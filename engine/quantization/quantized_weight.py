@@ -14,7 +14,7 @@ class QuantizedWeight:
     """O rows of I weights, I a multiple of 32: weight[o, i] = scales[o, i // 32] * codes[o, i] + minimums[o, i // 32].
 
     `codes_OI` is uint8, one code below 2**bits in each byte; `bits` is 4 or 8. `scales_OG` and `minimums_OG` are float16 [O, I / 32].
-    GGUF's Q4_0, Q4_1 and Q8_0 are exactly of this form (minimums of -8, any and -128 scales). Minimums of 8 bits are always -128 scales.
+    GGUF's Q4_0, Q4_1, Q5_0 and Q8_0 are exactly of this form. Minimums of 8 bits are always -128 scales.
     """
 
     bits: int

@@ -41,6 +41,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     thinking_token_budget: int | None = None
+    length_stop_reason: str | None = None  # the answer's `stop_reason` where `max_tokens` ends it
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):

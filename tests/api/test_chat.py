@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 
 from penstock.api.chat_protocol import ReasoningField
 from penstock.api.context import ServerOptions
+from penstock.api.sampling import DEFAULT_LIMIT
 from penstock.plugins.tools import hermes
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, client_of, scripted_server
 
@@ -383,6 +384,16 @@ def test_fields_reach_the_engine() -> None:
         assert request.prompt_token_ids == scripted.engine.tokenizer.encode(prompt, add_special_tokens=False)
 
     serve(scenario, thinks=True, default_sampling={"top_p": 0.75, "temperature": 0.1}, default_thinking_budget=4)
+
+
+def test_a_default_bound_is_told_from_the_requests_own() -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        for fields, max_tokens, reason in (({}, 5, DEFAULT_LIMIT), ({"max_tokens": 5}, 5, None), ({"max_completion_tokens": 9}, 9, None)):
+            await ask(client, **fields)
+            params = scripted.engine.requests[-1].params
+            assert (params.max_tokens, params.length_stop_reason) == (max_tokens, reason)
+
+    serve(scenario, default_sampling={"max_tokens": 5})
 
 
 def test_the_servers_thinking_budget_holds_where_the_request_has_none() -> None:

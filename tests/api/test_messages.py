@@ -58,14 +58,21 @@ def test_an_empty_conversation_is_refused() -> None:
 
 
 def test_an_effort_reaches_the_template_and_none_turns_thinking_off() -> None:
-    assert template_kwargs(None, None) == {}
-    assert template_kwargs({"a": 1}, "low") == {"a": 1, "reasoning_effort": "low"}
-    assert template_kwargs(None, "none") == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
-    assert template_kwargs({"enable_thinking": True}, "none")["enable_thinking"]
+    assert template_kwargs(None, None, {}) == {}
+    assert template_kwargs({"a": 1}, "low", {}) == {"a": 1, "reasoning_effort": "low"}
+    assert template_kwargs(None, "none", {}) == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    assert template_kwargs({"enable_thinking": True}, "none", {})["enable_thinking"]
+
+
+def test_the_operators_template_arguments_hold_where_the_request_says_nothing() -> None:
+    defaults = {"enable_thinking": True, "style": "plain"}
+    assert template_kwargs(None, None, defaults) == defaults
+    assert template_kwargs({"style": "formal"}, None, defaults) == {"enable_thinking": True, "style": "formal"}
+    assert template_kwargs(None, "none", defaults)["enable_thinking"] is False
 
 
 @pytest.mark.parametrize("name", ["chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt"])
 def test_the_requests_own_fields_cannot_come_in_as_template_arguments(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        template_kwargs({name: "x"}, None)
+        template_kwargs({name: "x"}, None, {})
     assert caught.value.param == f"chat_template_kwargs.{name}"

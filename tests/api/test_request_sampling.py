@@ -6,14 +6,16 @@ import pytest
 from penstock.api.chat_protocol import ChatCompletionRequest
 from penstock.api.decoding import decode
 from penstock.api.errors import ContextLengthExceeded
-from penstock.api.sampling import TAKEN_AS_THEY_ARE, sampling_params, token_limit
+from penstock.api.sampling import TAKEN_AS_THEY_ARE, TokenLimit, sampling_params, token_limit
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.sampling_params import SamplingParams
 
 
 def params_of(defaults: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
     body, _ = decode(json.dumps({"messages": []} | fields).encode(), ChatCompletionRequest)
-    return sampling_params(body, max_tokens=100, logprobs=None, prompt_logprobs=None, defaults=defaults or {}, vocab_size=50)
+    return sampling_params(
+        body, limit=TokenLimit(100, is_default=False), logprobs=None, prompt_logprobs=None, defaults=defaults or {}, vocab_size=50
+    )
 
 
 def test_without_fields_the_defaults_hold() -> None:
@@ -57,19 +59,19 @@ def test_what_is_out_of_range_is_refused_by_name(fields: dict[str, Any], param: 
     assert caught.value.param == param
 
 
-def limit(requested: int | None, num_prompt_tokens: int, default: int | None = None) -> int:
+def limit(requested: int | None, num_prompt_tokens: int, default: int | None = None) -> TokenLimit:
     return token_limit(
         requested, "max_tokens", prompt_param="prompt", default=default, num_prompt_tokens=num_prompt_tokens, max_model_len=100
     )
 
 
 def test_an_answer_gets_what_it_asked_for_else_the_default_else_the_rest_of_the_context() -> None:
-    assert limit(7, 90) == 7
-    assert limit(10, 90, default=3) == 10
-    assert limit(None, 90, default=3) == 3
-    assert limit(None, 90, default=50) == 10
-    assert limit(None, 90) == 10
-    assert limit(0, 100) == 0
+    assert limit(7, 90) == TokenLimit(7, is_default=False)
+    assert limit(10, 90, default=3) == TokenLimit(10, is_default=False)
+    assert limit(None, 90, default=3) == TokenLimit(3, is_default=True)
+    assert limit(None, 90, default=50) == TokenLimit(10, is_default=False)
+    assert limit(None, 90) == TokenLimit(10, is_default=False)
+    assert limit(0, 100) == TokenLimit(0, is_default=False)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Event, Text
@@ -17,6 +19,7 @@ from tests.fakes import (
     LETTERS,
     TOKENIZER,
     VOCAB_SIZE,
+    beam_request,
     content,
     drive,
     generate,
@@ -27,6 +30,7 @@ from tests.fakes import (
     runner_of,
     saying,
     tokens,
+    undecided,
 )
 
 
@@ -92,6 +96,19 @@ def test_without_max_tokens_an_answer_goes_on_to_the_end_of_the_context() -> Non
     deltas = generate(make_core(max_model_len=30), make_request(prompt="hello"))
     assert len(tokens(deltas)) == 25
     assert last(deltas).finish_reason is FinishReason.LENGTH
+
+
+def test_the_bound_that_ended_an_answer_has_the_stop_reason_that_the_request_gave_it() -> None:
+    request = make_request(prompt="hello", max_tokens=3)
+    params = replace(request.params, length_stop_reason="bound")
+    assert last(generate(make_core(), replace(request, params=params))).stop_reason == "bound"
+    cut_by_the_eos = make_core(lambda token_ids: EOS)
+    assert last(generate(cut_by_the_eos, replace(request, params=params))).stop_reason is None
+
+
+def test_the_bound_that_ended_a_search_has_its_stop_reason_too() -> None:
+    deltas = generate(make_core(undecided), beam_request("r", "hello", BeamSearchParams(2, 3), length_stop_reason="bound"))
+    assert {delta.stop_reason for delta in deltas if delta.finish_reason is FinishReason.LENGTH} == {"bound"}
 
 
 def test_more_tokens_than_the_context_holds_are_cut_at_its_end() -> None:

@@ -213,7 +213,7 @@ def answer_to(
         added_tokens=added_token_texts(tokenizer(model)),
         tools=[TOOL],
         tool_choice="none" if tools is None else "auto",
-        chat_template_kwargs=template_kwargs(dict(kwargs), None),
+        chat_template_kwargs=template_kwargs(dict(kwargs), None, {}),
     )
     prompt_token_ids = tokenizer(model).encode(prompt, add_special_tokens=False)
     return answer_reader(tokenizer(model), prompt_token_ids, SamplingParams(), reasoning=parsers()[parser], tools=tools, turn=turn)()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.engine.gguf.blocks import TYPES, read_blocks
+from penstock.engine.gguf.blocks import EXACT_TYPES, dequantized, is_quantized, read_blocks
 
 
 def tensors(path: Path, matrices: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:
@@ -27,25 +27,27 @@ def matrix(*shape: int) -> np.ndarray:
     return values
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", EXACT_TYPES)
 def test_a_weight_is_what_the_file_stands_for_exactly(name: str, tmp_path: Path) -> None:
     kind = GGMLQuantizationType[name]
     tensor = tensors(tmp_path / "one.gguf", {"one": (matrix(7, 96), kind)})["one"]
     weight = read_blocks(tensor)
-    assert weight is not None
-    assert weight.bits == (8 if name == "Q8_0" else 4)
+    assert weight.bits == (4 if name in ("Q4_0", "Q4_1") else 8)
     assert int(weight.codes_OI.max()) < 2**weight.bits
     np.testing.assert_array_equal(weight.dequantized().numpy(), gguf.dequantize(tensor.data, kind))
 
 
 def test_codes_are_those_of_the_file_bit_for_bit(tmp_path: Path) -> None:
-    kinds = {name: (matrix(2, 32), GGMLQuantizationType[name]) for name in TYPES}
+    kinds = {name: (matrix(2, 32), GGMLQuantizationType[name]) for name in EXACT_TYPES}
     for name, tensor in tensors(tmp_path / "all.gguf", kinds).items():
         weight = read_blocks(tensor)
-        assert weight is not None
         data = torch.from_numpy(tensor.data.copy())
         if name == "Q8_0":
             assert torch.equal(weight.codes_OI, (data[:, 2:].view(torch.int8).short() + 128).to(torch.uint8))
+        elif name == "Q5_0":
+            fifth_bits = np.unpackbits(tensor.data[:, 2:6], axis=1, bitorder="little")
+            nibbles = np.concatenate([tensor.data[:, -16:] % 16, tensor.data[:, -16:] // 16], axis=1)
+            assert torch.equal(weight.codes_OI - 112, torch.from_numpy(nibbles + 16 * fifth_bits))
         else:
             nibbles = data[:, -16:]
             assert torch.equal(weight.codes_OI, torch.cat([nibbles % 16, nibbles // 16], dim=1))
@@ -54,7 +56,50 @@ def test_codes_are_those_of_the_file_bit_for_bit(tmp_path: Path) -> None:
             assert torch.equal(weight.minimums_OG, data[:, 2:4].view(torch.float16))
 
 
-def test_other_types_and_what_is_no_matrix_are_not_read(tmp_path: Path) -> None:
+def random_blocks(rows: int, kind: GGMLQuantizationType, scales: list[int]) -> np.ndarray:
+    """Blocks of any codes, with half-precision numbers of a sensible size at the bytes where a block has its scales of scales."""
+    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (rows, 3, num_bytes), dtype=np.uint8)
+    for start in scales:
+        blocks[..., start : start + 2] = random.uniform(0.001, 0.01, (rows, 3, 1)).astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def raw_tensor(path: Path, data: np.ndarray, kind: GGMLQuantizationType) -> gguf.ReaderTensor:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("one", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (tensor,) = gguf.GGUFReader(path).tensors
+    return tensor
+
+
+def test_q4_k_keeps_its_codes_and_rounds_what_they_are_multiplied_with(tmp_path: Path) -> None:
+    kind = GGMLQuantizationType.Q4_K
+    tensor = raw_tensor(tmp_path / "one.gguf", random_blocks(5, kind, [0, 2]), kind)
+    weight = read_blocks(tensor)
+    assert weight.bits == 4
+    exact = dequantized(tensor)
+    largest = weight.scales_OG.float().abs() * 15 + weight.minimums_OG.float().abs()  # of a group, by which both roundings are bounded
+    bound = (largest * 2**-11).repeat_interleave(32, dim=1)
+    assert ((weight.dequantized() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("name", "scales"), [("Q6_K", [208]), ("Q5_K", [0, 2]), ("Q3_K", [108]), ("Q2_K", [80, 82])])
+def test_other_types_are_rounded_to_8_bits(name: str, scales: list[int], tmp_path: Path) -> None:
+    kind = GGMLQuantizationType[name]
+    tensor = raw_tensor(tmp_path / "one.gguf", random_blocks(5, kind, scales), kind)
+    weight = read_blocks(tensor)
+    assert weight.bits == 8
+    exact = dequantized(tensor)
+    largest = exact.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, dim=1)  # type: ignore[no-untyped-call]
+    assert ((weight.dequantized() - exact).abs() <= largest / 250).all()
+
+
+def test_plain_matrices_and_what_is_no_matrix_are_not_quantized(tmp_path: Path) -> None:
     Q8_0, Q5_1, F32 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_1, GGMLQuantizationType.F32
     found = tensors(tmp_path / "x.gguf", {"row": (matrix(32), Q8_0), "five": (matrix(2, 32), Q5_1), "plain": (matrix(2, 32), F32)})
-    assert [read_blocks(tensor) for tensor in found.values()] == [None, None, None]
+    assert [is_quantized(tensor) for tensor in found.values()] == [False, True, False]

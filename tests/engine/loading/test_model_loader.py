@@ -50,7 +50,7 @@ def test_the_default_model_speaks(default_model_dir: Path, quantization: Quantiz
     question = [{"role": "user", "content": "Tell me the capital of France."}]
     prompt: Any = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     model: Any = loaded.model
-    answer = model.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    answer = model.generate(**prompt, max_new_tokens=10, do_sample=False, repetition_penalty=1.0)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
     assert answer[-1].item() in loaded.eos_token_ids
 

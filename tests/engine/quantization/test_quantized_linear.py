@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.decoder.decoder_form import read_linear
 from penstock.engine.decoder.decoder_layers import decoder_layers, layer_kind
 from penstock.engine.layers.fused_linear import FusedPart, fuse_linears
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, processor_features
@@ -174,6 +175,21 @@ def test_quantized_layers_are_fused_and_compute_what_they_did(bits: int) -> None
     assert isinstance(module.q_proj, FusedPart)
     for result, wanted in zip(module(x), expected, strict=True):
         assert torch.equal(result, wanted)
+
+
+def test_layers_of_different_bits_are_fused_with_the_most_of_them() -> None:
+    """As in GGUF files of type Q4_K_M, where some values have more bits than queries and keys."""
+    module = Attention().requires_grad_(False)
+    quantize_linears(module, 4, skip=["v_proj"])
+    quantize_linears(module, 8)
+    x = torch.randn(3, 64)
+    *expected, values = module(x)
+    assert fuse_linears(module) == 1
+    assert read_linear(module.q_proj.fused.linear).bits == 8  # type: ignore[union-attr, arg-type]
+    *results, fused_values = module(x)
+    assert torch.equal(fused_values, values)
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0.02)
 
 
 def test_quantized_layers_that_end_within_a_tile_stay_apart() -> None:
