@@ -10,7 +10,7 @@ from typing import Any
 
 from openai import OpenAI
 
-TOOLS = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {

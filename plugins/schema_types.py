@@ -43,7 +43,7 @@ class ToolSchemas:
     def names(self) -> tuple[str, ...]:
         return tuple(self._schemas)
 
-    def __contains__(self, tool: str) -> bool:
+    def __contains__(self, tool: object) -> bool:
         return tool in self._schemas
 
     def __bool__(self) -> bool:
