@@ -53,8 +53,8 @@ def engine_arguments(model: str | os.PathLike[str] | None, given: Mapping[str, A
     if not isinstance(model, str | os.PathLike | None):
         raise TypeError(f"`model` must be a path or a name, got {model!r:.100}")
     words = [] if model is None else [f"--model={os.fspath(model)}"]
-    for name, value in ({"max_waiting_requests": UNBOUNDED} | dict(given)).items():
-        dest = ALIASES.get(name, name)
+    for name, value in {"max_waiting_requests": UNBOUNDED, **given}.items():
+        dest: str = ALIASES.get(name, name)
         flag = flags.get(dest)
         if flag is not None and flag.dest not in OF_THE_SERVER:
             words += () if value is None else spelled(flag, name, value)

@@ -24,6 +24,7 @@ from penstock import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from penstock.llm.prompts import Prompt
 from tests.llm.model_directory import SETTINGS
 
 PROMPTS = ["hello", "the rain in Spain stays mainly in the plain", "a", "one two three four five six seven"]
@@ -372,9 +373,13 @@ def test_a_bound_on_waiting_requests_refuses_the_whole_batch(model_dir: Path) ->
 def test_what_is_not_supported_is_refused_by_name(llm: LLM) -> None:
     lora: Any = object()
     calls: list[Callable[..., Any]] = [llm.generate, llm.beam_search, llm.encode, llm.embed, llm.classify]
-    for call in (*calls, lambda prompt, **given: llm.chat([{"role": "user", "content": prompt}], **given), llm.get_tokenizer):
+    for call in calls:
         with pytest.raises(InvalidRequest, match="`lora_request`: adapters are not supported"):
-            call(*([] if call == llm.get_tokenizer else ["a"]), lora_request=lora)
+            call("a", lora_request=lora)
+    with pytest.raises(InvalidRequest, match="`lora_request`: adapters are not supported"):
+        llm.chat([{"role": "user", "content": "a"}], lora_request=lora)
+    with pytest.raises(InvalidRequest, match="`lora_request`: adapters are not supported"):
+        llm.get_tokenizer(lora)
     assert llm.generate("a", SamplingParams(max_tokens=1), lora_request=None, use_tqdm=False)[0].finished
     assert llm.get_tokenizer(lora_request=None) is llm.get_tokenizer()
     with pytest.raises(InvalidRequest, match="profile"):
@@ -435,7 +440,8 @@ def test_a_search_says_what_kind_of_parameters_it_takes(llm: LLM) -> None:
 def test_a_search_has_defaults_and_takes_parameters_for_each_prompt(llm: LLM) -> None:
     assert BeamSearchParams().beam_width == 4
     each = [BeamSearchParams(2, 3, ignore_eos=True), BeamSearchParams(3, 4, ignore_eos=True, stop=["zz"])]
-    found = llm.beam_search(["hello", {"prompt": "one"}], each, None, False, 1)
+    prompts: list[Prompt] = ["hello", {"prompt": "one"}]
+    found = llm.beam_search(prompts, each, None, False, 1)
     assert [len(output.sequences) for output in found] == [2, 3]
     alone = [llm.beam_search(prompt, own)[0] for prompt, own in zip(["hello", "one"], each, strict=True)]
     assert [[answer.tokens for answer in output.sequences] for output in found] == [
