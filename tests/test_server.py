@@ -11,7 +11,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from penstock.api.templates.chat_template import ChatTemplate
+from penstock.api.workers import Workers
 from penstock.assembly import UNLEARNED_THINKING_BUDGET, build_chat_template, evidence_of, knows_marker, thinking_budget, unlearned_parser
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.tokenizer import Tokenizer
@@ -212,7 +212,7 @@ def test_the_template_of_a_model_that_never_learned_the_markers_begins_the_reaso
         prompt = await chat_template.render(messages, **kwargs)
         return prompt.text, prompt.tail
 
-    with ThreadPoolExecutor(1) as workers, caplog.at_level(logging.INFO):
+    with Workers() as workers, caplog.at_level(logging.INFO):
         chat_template = build_chat_template(None, tokenizer, workers, unlearned)
         thinking_budget(None, unlearned, chat_template.source)
         assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -25,7 +25,7 @@ def sampling_defaults(own: GenerationConfig, source: str = "auto", override: Map
 
     `override` goes before either, by generation_config's names. Raises `ConfigurationError` for what cannot be read or is out of range.
     """
-    given = override or {}
+    given = dict(override or {})
     if unknown := given.keys() - SAMPLING_DEFAULTS.keys():
         names = ", ".join(sorted(unknown))
         raise ConfigurationError(f"--override-generation-config: {names}: the names are {', '.join(SAMPLING_DEFAULTS)}")

@@ -55,7 +55,7 @@ class NotationCalls:
     @property
     def is_in_call(self) -> bool:
         """From the brace that opens the arguments to their end."""
-        return self._step == self._read_arguments
+        return self._step in (self._read_arguments, self._read_past_end)
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""

@@ -62,8 +62,9 @@ class JsonToolCalls:
 
     @property
     def is_in_call(self) -> bool:
-        """From the first character of a call's JSON to its last."""
-        return self._step == self._read_call
+        """From the first character of a call's JSON to its last, and within what turned out to be none."""
+        is_in_malformed = self._step == self._read_malformed and self._malformed is not None and not self._malformed.is_over
+        return self._step == self._read_call or is_in_malformed
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""

@@ -49,8 +49,8 @@ def test_codes_are_those_of_the_file_bit_for_bit(tmp_path: Path) -> None:
             nibbles = np.concatenate([tensor.data[:, -16:] % 16, tensor.data[:, -16:] // 16], axis=1)
             assert torch.equal(weight.codes_OI - 112, torch.from_numpy(nibbles + 16 * fifth_bits))
         else:
-            nibbles = data[:, -16:]
-            assert torch.equal(weight.codes_OI, torch.cat([nibbles % 16, nibbles // 16], dim=1))
+            halves = data[:, -16:]
+            assert torch.equal(weight.codes_OI, torch.cat([halves % 16, halves // 16], dim=1))
         assert torch.equal(weight.scales_OG, data[:, :2].view(torch.float16))
         if name == "Q4_1":
             assert torch.equal(weight.minimums_OG, data[:, 2:4].view(torch.float16))
