@@ -30,7 +30,7 @@ def sampling_defaults(own: GenerationConfig, source: str = "auto", override: Map
         names = ", ".join(sorted(unknown))
         raise ConfigurationError(f"--override-generation-config: {names}: the names are {', '.join(SAMPLING_DEFAULTS)}")
     recommended = {} if source == "vllm" else (own if source == "auto" else _read(source)).to_diff_dict()
-    chosen = {theirs: (recommended | given).get(theirs) for theirs in SAMPLING_DEFAULTS}
+    chosen = {theirs: given.get(theirs, recommended.get(theirs)) for theirs in SAMPLING_DEFAULTS}
     defaults = {SAMPLING_DEFAULTS[theirs]: value for theirs, value in chosen.items() if value is not None}
     try:
         SamplingParams(**defaults)

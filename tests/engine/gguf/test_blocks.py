@@ -10,10 +10,15 @@ from penstock.engine.gguf.blocks import EXACT_TYPES, dequantized, is_quantized, 
 
 
 def tensors(path: Path, matrices: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:
-    """What a reader finds in a file of these."""
+    """What a reader finds in a file of these, quantized."""
+    return stored(path, {name: (gguf.quantize(matrix, kind), kind) for name, (matrix, kind) in matrices.items()})
+
+
+def stored(path: Path, data: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:
+    """What a reader finds in a file that holds these bytes."""
     writer = gguf.GGUFWriter(path, "llama")
-    for name, (matrix, kind) in matrices.items():
-        writer.add_tensor(name, gguf.quantize(matrix, kind), raw_dtype=kind)
+    for name, (content, kind) in data.items():
+        writer.add_tensor(name, content, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -45,9 +50,8 @@ def test_codes_are_those_of_the_file_bit_for_bit(tmp_path: Path) -> None:
         if name == "Q8_0":
             assert torch.equal(weight.codes_OI, (data[:, 2:].view(torch.int8).short() + 128).to(torch.uint8))
         elif name == "Q5_0":
-            fifth_bits = np.unpackbits(tensor.data[:, 2:6], axis=1, bitorder="little")
-            nibbles = np.concatenate([tensor.data[:, -16:] % 16, tensor.data[:, -16:] // 16], axis=1)
-            assert torch.equal(weight.codes_OI - 112, torch.from_numpy(nibbles + 16 * fifth_bits))
+            fifth_bits = torch.from_numpy(np.unpackbits(tensor.data[:, 2:6], axis=1, bitorder="little"))
+            assert torch.equal(weight.codes_OI - 112, torch.cat([data[:, -16:] % 16, data[:, -16:] // 16], dim=1) + 16 * fifth_bits)
         else:
             halves = data[:, -16:]
             assert torch.equal(weight.codes_OI, torch.cat([halves % 16, halves // 16], dim=1))
@@ -66,20 +70,9 @@ def random_blocks(rows: int, kind: GGMLQuantizationType, scales: list[int]) -> n
     return blocks.reshape(rows, -1)
 
 
-def raw_tensor(path: Path, data: np.ndarray, kind: GGMLQuantizationType) -> gguf.ReaderTensor:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("one", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    (tensor,) = gguf.GGUFReader(path).tensors
-    return tensor
-
-
 def test_q4_k_keeps_its_codes_and_rounds_what_they_are_multiplied_with(tmp_path: Path) -> None:
     kind = GGMLQuantizationType.Q4_K
-    tensor = raw_tensor(tmp_path / "one.gguf", random_blocks(5, kind, [0, 2]), kind)
+    tensor = stored(tmp_path / "one.gguf", {"one": (random_blocks(5, kind, [0, 2]), kind)})["one"]
     weight = read_blocks(tensor)
     assert weight.bits == 4
     exact = dequantized(tensor)
@@ -91,7 +84,7 @@ def test_q4_k_keeps_its_codes_and_rounds_what_they_are_multiplied_with(tmp_path:
 @pytest.mark.parametrize(("name", "scales"), [("Q6_K", [208]), ("Q5_K", [0, 2]), ("Q3_K", [108]), ("Q2_K", [80, 82])])
 def test_other_types_are_rounded_to_8_bits(name: str, scales: list[int], tmp_path: Path) -> None:
     kind = GGMLQuantizationType[name]
-    tensor = raw_tensor(tmp_path / "one.gguf", random_blocks(5, kind, scales), kind)
+    tensor = stored(tmp_path / "one.gguf", {"one": (random_blocks(5, kind, scales), kind)})["one"]
     weight = read_blocks(tensor)
     assert weight.bits == 8
     exact = dequantized(tensor)

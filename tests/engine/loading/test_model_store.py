@@ -7,11 +7,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from transformers import GenerationConfig
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.loading import model_store
+from penstock.engine.loading.generation_defaults import sampling_defaults
 from penstock.engine.loading.model_store import model_name, resolve_model
-from penstock.engine.loading.packaged_model import DEFAULT_MODEL, PACKAGED_MODELS
+from penstock.engine.loading.packaged_model import DEFAULT_MODEL, MAX_NEW_TOKENS, PACKAGED_MODELS
 
 
 @pytest.fixture
@@ -51,6 +53,12 @@ def test_the_default_model_is_found_again_without_a_network(default_model_dir: P
     }
     assert not list(default_model_dir.glob("**/*.whl"))
     assert not list(default_model_dir.glob("**/*.gguf"))
+
+
+def test_the_default_model_has_defaults_that_end_its_answers(default_model_dir: Path) -> None:
+    config = GenerationConfig.from_pretrained(default_model_dir)
+    assert sampling_defaults(config) == {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": MAX_NEW_TOKENS}
+    assert config.eos_token_id == 2  # what the conversion wrote is still there
 
 
 def test_without_a_connection_the_message_says_what_else_to_do(empty_cache: Path) -> None:
