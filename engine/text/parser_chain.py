@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from penstock.engine.events import Event, SpecialText, Text
 from penstock.engine.parsing import Parser, is_in_call
 
-_PARTS = re.compile(r"\w+|\W")  # calls begin and end at no character of a word
+_PARTS = re.compile(r" ?\w+|\W")  # calls begin and end at no character of a word, nor at the blank before one
 
 
 class ParserChain:
