@@ -158,7 +158,7 @@ def test_instructor_gets_its_model_at_the_first_try(mode: Mode) -> None:
         for seed, model in enumerate(MODELS * 2):
             answer = await client.create(response_model=model, max_retries=0, **asking(seed))
             assert isinstance(answer, model)
-            message = answer._raw_response.choices[0].message
+            message = answer._raw_response.choices[0].message  # type: ignore[attr-defined]
             said = message.tool_calls[0].function.arguments if message.tool_calls else message.content
             assert json.loads(said) == answer.model_dump()  # nothing that the model does not name
 
