@@ -67,7 +67,7 @@ def test_a_call_is_held_only_while_it_may_be_a_repetition_and_is_never_lost() ->
     limited = LimitedCalls(FORCED)
     first, start = events_of([("f", '{"x": 1}')], 4), ToolCallStart(1, "f", "call_1")
     assert limited.feed(first) == first, "the first one is never held"
-    held = [start, ToolCallArguments(1, '{"x"')]
+    held: list[Event] = [start, ToolCallArguments(1, '{"x"')]
     assert limited.feed(held) == []
     assert limited.finish([]) == held, "it was cut"
     again = LimitedCalls(FORCED)
