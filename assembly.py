@@ -105,7 +105,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
-        chat_template=replace(chat_template, tool_prompt=tool_prompt(plugins)),
+        chat_template=replace(chat_template, tool_prompt=tool_prompt(plugins, tokenizer)),
         model_names=served_names(arguments),
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
@@ -258,12 +258,12 @@ def build_chat_template(
     return ChatTemplate(own, tokenizer.special_tokens_map, tool_source=with_tools, workers=workers)
 
 
-def tool_prompt(plugins: Plugins) -> ToolPrompt:
+def tool_prompt(plugins: Plugins, tokenizer: Tokenizer) -> ToolPrompt:
     """The format in which the model is told of tools where its chat template does not: that of the tool parser, if there is one."""
     registry = plugins.tool_parsers
     if registry.active is None or registry.active_factory is None:
         return ToolPrompt()
-    tool_format = getattr(registry.active_factory(Turn()), "tool_format", None)
+    tool_format = getattr(registry.active_factory(Turn(response_template=tokenizer.response_template)), "tool_format", None)
     info = registry.infos.get(registry.active)
     return ToolPrompt(tool_format, "" if info is None else info.example, is_default=registry.is_default)
 

@@ -30,7 +30,7 @@ FLAGS = [
     "--dtype",
     "float32",
     "--max-model-len",
-    "320",
+    "1024",
     "--kv-cache-memory",
     "200MiB",
     "--compile",
@@ -164,10 +164,12 @@ def test_a_constraint_begins_after_the_reasoning(server: Server) -> None:
 
 
 class Walk(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     kilometres: Literal[1, 2, 3]
 
 
 class Ride(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     by: Literal["bus", "自行车"]
 
 

@@ -42,8 +42,8 @@ def output_of(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that says nothing in particular, but at once."""
-    return str(write_model(tmp_path_factory.mktemp("model")))
+    """A model that says nothing in particular, but at once. What it is told of tools takes a token for each byte."""
+    return str(write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024))
 
 
 def shown_by(name: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -200,9 +200,10 @@ def shown_by(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Shown:
     variables = {"tools": None, "documents": None, **dict(special_tokens)}
 
     def text(*messages: Message, **others: Any) -> str:
+        prepared = [prepare_message(message) for message in messages]
         try:
-            return _Rendering(source, list(map(prepare_message, messages)), variables | others).text(list(map(prepare_message, messages)))
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+            return _Rendering(source, prepared, variables | others).text(prepared)
+        except Exception:  # a template is a program: it refuses this conversation, in whatever way
             return ""
 
     if not text(user):

@@ -17,7 +17,7 @@ INSTRUCTIONS = (
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
     "For each function call, answer in this form:\n{form}"
 )
-ANY_ARGUMENTS = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}', "arguments")
+ANY_ARGUMENTS = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}', "arguments", is_lenient=True)
 
 
 @dataclass(frozen=True, slots=True)

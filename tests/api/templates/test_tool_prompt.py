@@ -77,6 +77,12 @@ def test_odd_calls_of_earlier_turns_are_no_error(calls: list[dict[str, Any]]) ->
     assert RESPONSES in text
 
 
+def test_a_template_that_fails_at_tools_is_spared_them() -> None:
+    source = ANY_ROLE + "{% if tools %}{{ 1 // 0 }}{% endif %}{% for m in messages if m.tool_calls %}{{ m.tool_calls.none.no }}{% endfor %}"
+    text = prompt(source, USER, CALLS, *RESULTS, tools=[WEATHER])
+    assert all(part in text for part in ("# Tools", WRITTEN, RESPONSES))
+
+
 def test_a_template_that_knows_tools_is_given_them() -> None:
     text = prompt(KNOWING, USER, CALLS, *RESULTS, tools=[WEATHER])
     shown = 'CALL weather{"city": "Zürich"}'
