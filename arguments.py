@@ -264,8 +264,7 @@ def add_parser_choice(group: argparse._ArgumentGroup, *, has_model: bool) -> Non
     meaning = "load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable"
     if has_model:
         meaning += (
-            ". auto, the default: parsers that are not named are those that the model's own chat template and vocabulary show; "
-            "none: there are no others"
+            ". auto, the default: choose unnamed parsers from the model's chat template and vocabulary; none: use only the parsers named"
         )
     add_plugin_choice(group, meaning, is_before_file=not has_model)
     options = "NAME|auto|none" if has_model else "NAME|none"
@@ -420,7 +419,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(KVCacheDtype),
         default="auto",
         help="of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later: "
-        "twice as many tokens fit, and what attention gives is less exact (default: %(default)s)",
+        "fits twice as many tokens at some cost in accuracy (default: %(default)s)",
     )
     group.add_argument(
         "--prefix-caching",
@@ -429,7 +428,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="reuse what earlier prompts began with (default: on)",
     )
     group.add_argument(
-        "--max-waiting-requests", type=integer(1), default=1024, metavar="N", help="beyond it requests get 429 (default: %(default)s)"
+        "--max-waiting-requests",
+        type=integer(1),
+        default=1024,
+        metavar="N",
+        help="reject further requests with 429 when N are waiting (default: %(default)s)",
     )
     group.add_argument(
         "--compile",
