@@ -55,10 +55,12 @@ class Arguments:
     host: str
     port: int
     api_keys: tuple[str, ...]
+    share_prefix_cache: bool
     metrics_without_key: bool
     allowed_origins: tuple[str, ...]
     max_body_size: int
     keep_alive_interval: float
+    write_timeout: float
     drain_timeout: float
     log_level: str
     access_log: bool
@@ -141,10 +143,12 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
         host=given.host,
         port=given.port,
         api_keys=api_keys,
+        share_prefix_cache=given.share_prefix_cache,
         metrics_without_key=given.metrics_without_key,
         allowed_origins=tuple(origin for origins in given.allowed_origins for origin in origins),
         max_body_size=given.max_body_size,
         keep_alive_interval=given.keep_alive_interval,
+        write_timeout=given.write_timeout,
         drain_timeout=given.drain_timeout,
         log_level=given.log_level,
         access_log=given.access_log,
@@ -358,6 +362,11 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"ask for it on every route but /health and /ping; repeatable (default: those in {API_KEY_VARIABLE}, separated by commas)",
     )
+    group.add_argument(
+        "--share-prefix-cache",
+        action="store_true",
+        help="reuse prefixes between API keys (default: only within one, if there are several)",
+    )
     group.add_argument("--metrics-without-key", action="store_true", help="answer /metrics without an API key (default: with one)")
     group.add_argument(
         "--allowed-origins",
@@ -377,6 +386,13 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         default=15.0,
         metavar="SECONDS",
         help="a comment in silent streams so that proxies keep them open; 0: none (default: 15)",
+    )
+    group.add_argument(
+        "--write-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="end the stream of a client that does not read it for so long; 0: never (default: 60)",
     )
     group.add_argument(
         "--drain-timeout",

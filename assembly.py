@@ -179,6 +179,8 @@ def server_options(arguments: Arguments) -> ServerOptions:
         max_body_bytes=arguments.max_body_size,
         keep_alive_seconds=arguments.keep_alive_interval,
         api_keys=arguments.api_keys,
+        share_prefix_cache=arguments.share_prefix_cache,
+        write_timeout_seconds=arguments.write_timeout,
         cors_origins=arguments.allowed_origins,
         metrics_without_key=arguments.metrics_without_key,
         reasoning_field=arguments.reasoning_field,

@@ -19,7 +19,15 @@ from penstock.api.constraints.tool_grammar import answer_grammar, callable_tool
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.messages import template_kwargs
 from penstock.api.metrics.metrics import begin_timer
-from penstock.api.preparing import added_token_texts, answer_reader, check_streaming, client_of, compiled_grammar, logits_processors
+from penstock.api.preparing import (
+    added_token_texts,
+    answer_reader,
+    cache_salt,
+    check_streaming,
+    client_of,
+    compiled_grammar,
+    logits_processors,
+)
 from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
 from penstock.api.sampling import sampling_params, token_limit
 from penstock.api.templates.rendering import check_template_fields, render_conversation
@@ -90,7 +98,7 @@ async def conversation_request(
         grammar=await compiled_grammar(context, body, spec, client),
         logits_processors=processors,
         priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        cache_salt=cache_salt(context, body, client),
         beam=beam_search(body),
     )
 

@@ -15,7 +15,15 @@ from penstock.api.constraints.constraint_size import is_large
 from penstock.api.constraints.constraints import grammar_spec, open_schema
 from penstock.api.context import CONTEXT, ServerContext
 from penstock.api.metrics.metrics import begin_timer
-from penstock.api.preparing import answer_reader, check_streaming, client_of, compiled_grammar, logits_processors, special_token_ids
+from penstock.api.preparing import (
+    answer_reader,
+    cache_salt,
+    check_streaming,
+    client_of,
+    compiled_grammar,
+    logits_processors,
+    special_token_ids,
+)
 from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length, path_of, split_prompts
 from penstock.api.sampling import TokenLimit, sampling_params, token_limit
 from penstock.api.workers import MANY, run
@@ -74,7 +82,7 @@ async def prepare(
             grammar=grammar,
             logits_processors=processors,
             priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            cache_salt=cache_salt(context, body, client),
             beam=beam,
         )
         for position, (token_ids, prompt_params) in enumerate(zip(encoded, params, strict=True))

@@ -34,6 +34,8 @@ class ServerOptions:
     max_body_bytes: int = 16 * 2**20
     keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
     api_keys: tuple[str, ...] = ()
+    share_prefix_cache: bool = False  # between several keys
+    write_timeout_seconds: float = 60.0  # for a client that does not read its stream; 0: none
     cors_origins: tuple[str, ...] = ()
     metrics_without_key: bool = False
     reasoning_field: ReasoningField = "reasoning_content"

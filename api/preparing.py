@@ -38,6 +38,12 @@ def client_of(http: web.Request) -> str | None:
     return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
 
 
+def cache_salt(context: ServerContext, body: GenerationFields, client: str | None) -> str:
+    """Keeps cached prefixes within one API key where the server has several: a hit would tell one client what another has asked."""
+    salt, options = body.cache_salt or "", context.options
+    return salt if client is None or len(options.api_keys) < 2 or options.share_prefix_cache else f"{client} {salt}"
+
+
 async def compiled_grammar(
     context: ServerContext, body: GenerationFields, spec: GrammarSpec | None, client: str | None = None
 ) -> CompiledGrammar | None:

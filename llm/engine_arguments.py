@@ -27,8 +27,12 @@ OF_THE_SERVER = frozenset(
         "keep_alive_interval",
         "log_level",
         "max_body_size",
+        "metrics_without_key",
         "port",
+        "reasoning_field",
+        "share_prefix_cache",
         "trust_request_chat_template",
+        "write_timeout",
     }
 )
 ALIASES = {"num_threads": "threads", "plugins": "plugin"}

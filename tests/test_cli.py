@@ -21,7 +21,7 @@ EVERY_FLAG = """
     --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10
     --trust-remote-code --matryoshka
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
-    --reasoning-field both --metrics-without-key --max-tool-calls 3
+    --reasoning-field both --metrics-without-key --max-tool-calls 3 --share-prefix-cache --write-timeout 4
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
@@ -123,10 +123,12 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         host="0.0.0.0",
         port=0,
         api_keys=("k1", "k2"),
+        share_prefix_cache=True,
         metrics_without_key=True,
         allowed_origins=("http://a", "http://b"),
         max_body_size=2**20,
         keep_alive_interval=2.5,
+        write_timeout=4.0,
         drain_timeout=3.0,
         log_level="debug",
         access_log=False,

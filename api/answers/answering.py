@@ -62,7 +62,8 @@ async def _stream(
     try:
         # An error before the first token keeps its status, unless the client has to wait so long that it needs a sign of life.
         await source.wait(keep_alive_seconds or None)
-        events = EventStream(http, keep_alive_seconds=keep_alive_seconds, headers=headers)
+        write_timeout_seconds = http.app[SHARED].options.write_timeout_seconds
+        events = EventStream(http, keep_alive_seconds=keep_alive_seconds, headers=headers, write_timeout_seconds=write_timeout_seconds)
         async with events:
             await events.send(fold.opening())
             async for delta in source.deltas():

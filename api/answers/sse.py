@@ -25,12 +25,16 @@ class EventStream:
     """One streamed response. Entering it sends the headers; leaving it sends what ends the stream.
 
     An exception inside becomes an error event and `[DONE]`: the status is long sent. Cancellation, and a client that is gone, pass through.
+    One that has not read for `write_timeout_seconds` is taken for gone, and its connection is cut: what is unread would pile up here.
     """
 
-    def __init__(self, request: web.Request, *, keep_alive_seconds: float, headers: dict[str, str]) -> None:
+    def __init__(
+        self, request: web.Request, *, keep_alive_seconds: float, headers: dict[str, str], write_timeout_seconds: float = 0.0
+    ) -> None:
         self.response = web.StreamResponse(headers={**HEADERS, **headers})
         self._request = request
         self._keep_alive_seconds = keep_alive_seconds
+        self._write_timeout = write_timeout_seconds or None
         self._last_write = 0.0
         self._keep_alive: asyncio.Task[None] | None = None
 
@@ -51,8 +55,8 @@ class EventStream:
             if isinstance(error, ConnectionResetError):
                 return True  # the client is gone: there is nobody to tell
             if error is not None:
-                await self.response.write(encode_event(body_of(error)))
-            await self.response.write(DONE)
+                await self._write(encode_event(body_of(error)))
+            await self._write(DONE)
             await self.response.write_eof()
         except ConnectionResetError:
             return True
@@ -63,7 +67,17 @@ class EventStream:
         data = b"".join(map(encode_event, chunks))
         if data:
             self._last_write = asyncio.get_running_loop().time()
-            await self.response.write(data)
+            await self._write(data)
+
+    async def _write(self, data: bytes) -> None:
+        """Raises `ConnectionResetError` where the client is gone, or has not read for too long."""
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await self.response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client does not read its stream") from None
 
     async def _comment_when_idle(self) -> None:
         loop = asyncio.get_running_loop()
