@@ -1,12 +1,17 @@
 """What one client does, or has done, tells others nothing and takes nothing from them."""
 
 import asyncio
-import json
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
+from penstock.api.answers.sse import EventStream
 from penstock.api.context import ServerOptions
-from tests.api.running_server import CHAT, Running, serve, until
+from penstock.api.errors import ErrorInfo
+from tests.api.running_server import CHAT, Running, serve
 
 KEYS = ("one", "two")
 
@@ -28,19 +33,27 @@ def test_cached_prefixes_stay_within_a_key_where_there_are_several(
     serve(scenario, ServerOptions(**options))  # type: ignore[arg-type]
 
 
-def test_a_stream_that_nobody_reads_is_ended_and_others_go_on() -> None:
-    async def scenario(server: Running) -> None:
-        server.engine.answers = ["word " * 400_000]
-        server.engine.tokens_per_step = 20_000
-        host, port = server.url.removeprefix("http://").split(":")
-        body = json.dumps(CHAT | {"stream": True, "max_tokens": 2_000_000}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        _, writer = await asyncio.open_connection(host, int(port), limit=2**10)
-        writer.write(head.encode() + body)
-        await writer.drain()
-        await until(lambda: server.engine.aborted == 1)
-        server.engine.answers, server.engine.tokens_per_step = ["Hello"], 1
-        assert (await server.post("/v1/chat/completions", CHAT))[0] == 200
-        writer.close()
+class Unread(web.StreamResponse):
+    """Takes one write; the client reads nothing after it."""
 
-    serve(scenario, ServerOptions(write_timeout_seconds=0.2))
+    num_writes = 0
+
+    async def write(self, data: Any) -> None:
+        self.num_writes += 1
+        if self.num_writes > 1:
+            await asyncio.Event().wait()
+
+
+def test_a_stream_that_nobody_reads_is_cut() -> None:
+    async def scenario() -> None:
+        transport = Mock(asyncio.Transport)
+        request = make_mocked_request("POST", "/", transport=transport)
+        stream = EventStream(request, keep_alive_seconds=0, headers={}, write_timeout_seconds=0.01)
+        stream.response = Unread()
+        await stream.send([ErrorInfo("first", "")])
+        assert not transport.abort.called
+        with pytest.raises(ConnectionResetError):
+            await stream.send([ErrorInfo("second", "")])
+        assert transport.abort.called
+
+    asyncio.run(scenario())
