@@ -326,7 +326,7 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         "--thinking-token-budget",
         type=integer(0),
         metavar="TOKENS",
-        help="reasoning is closed after so many tokens where a request does not say (default: no bound, "
+        help="reasoning is closed after so many tokens, or after half of max_tokens, where a request does not say (default: no bound, "
         "or 64 on a model that was not trained on the parser's markers)",
     )
     group.add_argument(

@@ -58,7 +58,7 @@ DEFAULT_MODEL = PackagedModel(
         ("do_sample", True),
         ("temperature", 0.2),
         ("top_p", 0.9),
-        # Not the publisher's: the smallest with which ten everyday questions, three times each, were answered without a loop.
+        # Not the publisher's. Of 40 everyday answers, 15 looped up to the bound at 1.0, 14 at 1.05, 5 at 1.1 and 6 at 1.15.
         ("repetition_penalty", 1.1),
         ("max_new_tokens", MAX_NEW_TOKENS),
     ),

@@ -53,7 +53,7 @@ def register_tool_parsers(register: Register) -> None:
     info = FormatInfo(
         models="Kimi-K3",
         markers=(*MARKUP.markers, SEPARATOR),
-        quirks="A `type` of `string` is a string where the schema allows one, any other is JSON. The index is not looked at, and forced "
+        quirks="A `type` of `string` is a string where the schema allows one, any other is JSON. The index is ignored, and forced "
         "calls all have 1. Arguments in one block of JSON are content.",
         aliases=("kimi-k3",),
         signs=("<|open|>", "<|close|>", SEPARATOR, "<|end_of_msg|>"),
