@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import pytest
 
-from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.text.parser_chain import ParserChain
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
@@ -13,6 +13,7 @@ from penstock.testing import join_atoms, read, split_atoms
 
 PAIRS = (
     ("apertus", "apertus"),
+    ("apriel", "apriel"),
     ("cohere_command", "cohere"),
     ("deepseek_r1", "deepseek_v3"),
     ("deepseek_v3", "deepseek_v31"),
@@ -114,3 +115,17 @@ def test_markers_are_read_again_after_a_call(reasoning: str, tools: str, after: 
         events = read(chain(reasoning, tools, frozenset()), pieces)
         assert arguments_of(events) == [{"city": "Bergen"}]
         assert [event for event in events if isinstance(event, Text)][-1] == Text("done")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "text"),
+    [
+        ("apriel", "apriel", "<tool_calls>[Hr"),
+        ("apriel", "apriel", "</tool_calls<tool_calls>[<to HerH"),
+        ("mistral", "mistral", "[[TO[TOOL_CALLS][[CALL_ID[/T[TO"),
+    ],
+)
+def test_no_text_overtakes_what_the_reasoning_parser_holds_when_a_call_begins(reasoning: str, tools: str, text: str) -> None:
+    for pieces in cuts(list(text)):
+        events = read(chain(reasoning, tools, frozenset()), pieces)
+        assert "".join(event.text for event in events if isinstance(event, Text | Reasoning)) == text, pieces
