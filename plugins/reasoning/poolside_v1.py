@@ -16,6 +16,7 @@ def poolside_v1(turn: Turn) -> ThinkTags:
         start_phase(turn, untold, boundaries=("<assistant>",)),
         implicit_ends=("<tool_call>",),
         drops_leading_end=True,
+        num_stray_ends=1,
         is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )

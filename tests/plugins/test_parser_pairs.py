@@ -32,6 +32,7 @@ PAIRS = (
     ("hunyuan_a13b", "hunyuan_a13b"),
     ("hy_v3", "hy_v3"),
     ("interns1", "internlm"),
+    ("k2_horizon", "k2_horizon"),
     ("kimi_k2", "kimi_k2"),
     ("mimo", "qwen3_coder"),
     ("minimax_m2", "minimax_m2"),
@@ -40,6 +41,7 @@ PAIRS = (
     ("nemotron_v3", "qwen3_coder"),
     ("olmo3", "olmo3"),
     ("openai_gptoss", "openai"),
+    ("plamo3", "plamo3"),
     ("poolside_v1", "glm45"),
     ("qwen3", "hermes"),
     ("qwen3", "qwen3_coder"),
@@ -107,6 +109,9 @@ def test_a_marker_of_reasoning_in_an_argument_is_part_of_it(reasoning: str, tool
         ("gemma4", "gemma4", "<|channel>thought\nmore<channel|>done"),
         ("apertus", "apertus", "<|inner_prefix|>more<|inner_suffix|>done"),
         ("qwen3", "hermes", "</think>done"),  # one end marker too many
+        ("poolside_v1", "glm45", "</think>done"),
+        ("k2_horizon", "k2_horizon", "</ifm|think>done"),
+        ("plamo3", "plamo3", "<|plamo:end_think:plamo|>done"),
     ],
 )
 def test_markers_are_read_again_after_a_call(reasoning: str, tools: str, after: str) -> None:
@@ -129,3 +134,19 @@ def test_no_text_overtakes_what_the_reasoning_parser_holds_when_a_call_begins(re
     for pieces in cuts(list(text)):
         events = read(chain(reasoning, tools, frozenset()), pieces)
         assert "".join(event.text for event in events if isinstance(event, Text | Reasoning)) == text, pieces
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools"),
+    [("poolside_v1", "glm45"), ("k2_horizon", "k2_horizon"), ("plamo3", "plamo3"), ("qwen3", "hermes"), ("kimi_k2", "kimi_k2")],
+)
+@pytest.mark.parametrize("is_token", [False, True], ids=["text", "token"])
+def test_the_end_marker_after_a_call_that_ended_the_reasoning_is_no_content(reasoning: str, tools: str, is_token: bool) -> None:
+    infos = plugins().reasoning_parsers.infos[reasoning], plugins().tool_parsers.infos[tools]
+    added_tokens = frozenset(marker for info in infos for marker in info.markers) if is_token else frozenset()
+    end = infos[0].markers[1]
+    for pieces in cuts(split_atoms(f"why{infos[1].example} then{end}done", added_tokens)):
+        events = read(chain(reasoning, tools, added_tokens), pieces)
+        assert events[0] == Reasoning("why")
+        assert arguments_of(events) == [{"city": "Oslo"}]
+        assert "".join(event.text for event in events if isinstance(event, Text)).strip() == "thendone"
