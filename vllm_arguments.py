@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from itertools import combinations
 from typing import Any
 
 from penstock.engine.errors import ConfigurationError
@@ -38,6 +39,7 @@ def _switch(hint: str, *neutral: bool, meanings: Sequence[tuple[Any, str, Any]] 
     return VllmArgument(hint, neutral, meanings=meanings, is_switch=True)
 
 
+NO_MEDIA = tuple({kind: 0 for kind in kinds} for size in range(4) for kinds in combinations(("image", "video", "audio"), size))
 WITHOUT_EFFECT = _switch("it is True or False", True, False)
 ONE_DEVICE = VllmArgument("a model runs on one device", (1,))
 ONE_PROCESS = VllmArgument("a model runs on one device, in this process")
@@ -53,6 +55,7 @@ BACKEND = VllmArgument("a request chooses the grammar backend: `backend` in its 
 OWN_CONFIG = VllmArgument("change the model's config.json", ({},))
 LOCAL_COPY = VllmArgument("name a local directory that holds this revision", ("main",))
 TRACES = VllmArgument("there is no tracing; metrics are always counted", (False,))
+NO_REQUEST_LOG = "what requests hold is not logged; the access log, on by default, has a line for each ({access_log})"
 TLS = VllmArgument("put a proxy in front that speaks TLS")
 
 # What `LLM` and the command line both know.
@@ -84,7 +87,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "disable_chunked_mm_input": WITHOUT_EFFECT,
     "disable_custom_all_reduce": WITHOUT_EFFECT,
     "disable_hybrid_kv_cache_manager": WITHOUT_EFFECT,
-    "disable_log_requests": _switch("requests are not logged; {access_log} prints a line for each", True),
+    "disable_log_requests": _switch(NO_REQUEST_LOG, True),
     "disable_log_stats": WITHOUT_EFFECT,  # none are logged, and they are always counted
     "disable_mm_preprocessor_cache": WITHOUT_EFFECT,
     "disable_sliding_window": _switch("the model's own windows are kept", False),
@@ -96,7 +99,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "enable_eplb": _switch("a model runs on one device", False),
     "enable_expert_parallel": _switch("a model runs on one device", False),
     "enable_flashinfer_autotune": WITHOUT_EFFECT,
-    "enable_log_requests": _switch("requests are not logged; {access_log} prints a line for each", False),
+    "enable_log_requests": _switch(NO_REQUEST_LOG, False),
     "enable_lora*": _switch("adapters are not supported", False),
     "enable_mm_embeds": _switch("only text can be read", False),
     "enable_prompt_adapter": _switch("adapters are not supported", False),
@@ -120,7 +123,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "kv_sharing_fast_prefill": _switch("prompts are computed by all layers", False),
     "kv_*": CACHE_STAYS,
     "language_model_only": WITHOUT_EFFECT,
-    "limit_mm_per_prompt": TEXT_ONLY,
+    "limit_mm_per_prompt": VllmArgument("only text can be read", ("", *NO_MEDIA)),
     "linear_backend": OWN_KERNELS,
     "load_format": VllmArgument("models are read from safetensors or GGUF files", ("auto", "safetensors")),
     "logits_processors": VllmArgument("{plugin=FILE.py} registers them, and requests name them"),
@@ -217,7 +220,7 @@ SERVER: Mapping[str, VllmArgument] = {
     "enable_server_load_tracking": _switch("/metrics says how many requests run and wait", False),
     "enable_ssl_refresh": TLS,
     "enable_tokenizer_info_endpoint": _switch("there is /tokenize, and no /tokenizer_info", False),
-    "exclude_tools_when_tool_choice_none": _switch("a client leaves its tools out", False),
+    "exclude_tools_when_tool_choice_none": _switch("tools are not in the prompt where `tool_choice` is `none`", True),
     "grpc": _switch("there is HTTP alone", False),
     "h11_*": VllmArgument("use {max_body_size}"),
     "headless": _switch("a model runs on one device, in this process", False),
@@ -287,7 +290,9 @@ def to_our_flags(words: Sequence[str], known: Container[str]) -> list[str]:
             value = _value(text if equals else rest.pop(0))
         else:
             raise ConfigurationError(f"{flag} needs a value")
-        for ours, setting in argument.settings(value, _refusal(flag, flag_shown), is_dotted="." in flag):
+        is_dotted = "." in flag
+        refused = f"{flag} {value}" if _is_about_value(argument, value) and not is_dotted else f"{flag} is not supported"
+        for ours, setting in argument.settings(value, _refusal(refused, flag_shown), is_dotted=is_dotted):
             translated += flag_words(ours, setting)
     return translated
 
@@ -296,7 +301,8 @@ def to_our_keywords(name: str, value: Any) -> list[tuple[str, Any]]:
     """Keyword arguments of ours that stand for one of vLLM's in `ENGINE`. Raises `ConfigurationError` where it is not supported."""
     argument = find(name, ENGINE)
     assert argument is not None
-    return argument.settings(value, _refusal(f"`{name}`", keyword_shown))
+    refused = f"`{name}={value!r}`" if _is_about_value(argument, value) else f"`{name}` is not supported"
+    return argument.settings(value, _refusal(refused, keyword_shown))
 
 
 def flag_of(name: str) -> str:
@@ -343,9 +349,14 @@ def _value(text: str) -> Any:
         return text
 
 
-def _refusal(name: str, shown: Callable[[str, str | None], str]) -> Callable[[str], ConfigurationError]:
+def _is_about_value(argument: VllmArgument, value: Any) -> bool:
+    """Whether another value would be taken, so that an error has to show this one; no long one."""
+    return bool(argument.neutral) and not argument.is_switch and isinstance(value, str | int | float) and len(str(value)) <= 40
+
+
+def _refusal(refused: str, shown: Callable[[str, str | None], str]) -> Callable[[str], ConfigurationError]:
     def refuse(hint: str) -> ConfigurationError:
         told = re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda found: shown(found[1], found[2]), hint)
-        return ConfigurationError(f"{name} is not supported: {told}")
+        return ConfigurationError(f"{refused}: {told}")
 
     return refuse

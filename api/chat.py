@@ -37,7 +37,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 
@@ -175,8 +175,8 @@ def chat_sampling_params(context: ServerContext, body: ChatCompletionRequest, nu
         name, requested = "max_completion_tokens", body.max_completion_tokens
     if requested is not None and requested < 1:
         raise InvalidRequest(f"`{name}` must be at least 1, got {requested}", name)
-    if body.top_logprobs is not None and body.top_logprobs < 0:
-        raise InvalidRequest(f"`top_logprobs` must be from 0 to 20, got {body.top_logprobs}", "top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"`top_logprobs` must be from 0 to {MAX_LOGPROBS}, got {body.top_logprobs}", "top_logprobs")
     limit = token_limit(
         requested,
         name,

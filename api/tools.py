@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.decoding import mistaken_path
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
 
@@ -117,7 +118,8 @@ def read_tool(definition: dict[str, Any], path: str) -> Tool:
     try:
         tool = msgspec.convert(definition, ToolDefinition)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error).replace("`$", f"`$.{path}"), path) from None
+        mistake = mistaken_path(error)
+        raise InvalidRequest(str(error).replace("`$", f"`$.{path}"), f"{path}.{mistake}" if mistake else path) from None
     if tool.type != "function":
         raise InvalidRequest(f"`{path}.type` must be `function`, got {tool.type[:100]!r}", f"{path}.type")
     function = tool.function

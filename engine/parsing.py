@@ -1,7 +1,7 @@
 """The contract of every parser: sans I/O, sans tokenizer, sans request."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from penstock.engine.events import Event
@@ -61,6 +61,12 @@ class ToolParser(Parser, Protocol):
 
     @property
     def is_in_call(self) -> bool: ...
+
+
+def release(parser: Parser) -> list[Event]:
+    """What a parser holds, where it can give that back and read on. A parser says so with a method `release`."""
+    give_back: Callable[[], Iterable[Event]] | None = getattr(parser, "release", None)
+    return [] if give_back is None else list(give_back())
 
 
 def is_in_call(parser: Parser) -> bool:

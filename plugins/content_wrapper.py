@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from penstock.engine.events import Event, Text
-from penstock.engine.parsing import Phase, ReasoningParser
+from penstock.engine.parsing import Phase, ReasoningParser, release
 from penstock.plugins.markers import MarkerBuffer
 
 
@@ -36,6 +36,11 @@ class ContentWrapper:
     def finish(self) -> list[Event]:
         """Gives back what is held."""
         events = self._through(self._parser.finish())
+        return [*events, *self._texts(self._buffer.finish())]
+
+    def release(self) -> list[Event]:
+        """Gives back what both hold: a tool call has begun before it. Reading goes on after the call."""
+        events = self._through(release(self._parser))
         return [*events, *self._texts(self._buffer.finish())]
 
     def _through(self, inner: Iterable[Event]) -> list[Event]:

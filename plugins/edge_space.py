@@ -38,4 +38,5 @@ class EdgeSpace:
 
     def finish(self) -> list[str]:
         """All that is held."""
-        return self._held
+        held, self._held = self._held, []
+        return held

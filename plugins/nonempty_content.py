@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from penstock.engine.events import Event, Reasoning, Text
-from penstock.engine.parsing import Phase, ReasoningParser
+from penstock.engine.parsing import Phase, ReasoningParser, release
 
 
 class NonemptyContent:
@@ -33,6 +33,10 @@ class NonemptyContent:
         events += [Text(event.text) if isinstance(event, Reasoning) else event for event in self._held]
         self._held = []
         return events
+
+    def release(self) -> list[Event]:
+        """Gives back what the other parser holds: a tool call has begun before it. Reading goes on after the call."""
+        return self._through(release(self._parser))
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
         if self._is_decided:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser, is_in_call
+from penstock.engine.parsing import Parser, is_in_call, release
 from penstock.engine.text.parser_chain import split_at_calls
 
 
 class ParsersInTurn:
     """A tool parser made of two, whose calls are numbered as one row. A call that the first finds ends whatever the second was reading.
 
-    While the second is inside a call, text goes around the first.
+    While the second is inside a call, text goes around the first, and so does what that one still holds when the call begins.
     """
 
     def __init__(self, first: Parser, new_second: Callable[[], Parser]) -> None:
@@ -28,7 +28,12 @@ class ParsersInTurn:
         """Takes text as it arrived, however it is cut."""
         events: list[Event] = []
         for part in split_at_calls(text):
-            events += self._through([Text(part)] if is_in_call(self._second) else self._first.feed(part))
+            if is_in_call(self._second):
+                events += self._through([Text(part)])
+                continue
+            events += self._through(self._first.feed(part))
+            if is_in_call(self._second):
+                events += self._through(release(self._first))
         return self._numbered(events)
 
     def finish(self) -> list[Event]:

@@ -63,6 +63,10 @@ class ReasoningBlocks:
         self._give_out(self._buffer.finish(), events)
         return events + self._events(self._space.finish() if self._space is not None else [])
 
+    def release(self) -> list[Event]:
+        """Gives back what is held: a tool call has begun before it. Reading goes on after the call."""
+        return self.finish()
+
     def _read_start(self, events: list[Event]) -> bool:
         """A start marker at the very start is taken out, though the prompt may have opened the block before."""
         start = self._buffer.take_start(*self._first_starts)

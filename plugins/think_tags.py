@@ -68,6 +68,10 @@ class ThinkTags:
         """Gives back what is held: a marker that was never completed is part of what it stood in."""
         return self._events(self._buffer.finish())
 
+    def release(self) -> list[Event]:
+        """Gives back what is held: a tool call has begun before it. Reading goes on after the call."""
+        return self.finish()
+
     def _step(self, events: list[Event]) -> bool:
         """Reads up to the next marker; False where that has not come yet."""
         if self._is_at_start:

@@ -1,12 +1,15 @@
 """A model directory through transformers, refused where its weights cannot be read or some are missing."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from penstock.engine.errors import ConfigurationError
 
@@ -28,15 +31,16 @@ def load_pretrained(
     Raises `ConfigurationError`.
     """
     try:
-        model, report = factory.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **options,
-        )
+        with _progress_for_terminals():
+            model, report = factory.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **options,
+            )
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise ConfigurationError(f"{directory} cannot be loaded: {error}") from error
     # transformers fills what is missing with random numbers and goes on.
@@ -44,3 +48,16 @@ def load_pretrained(
         raise ConfigurationError(f"{directory} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}, ...")
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextmanager
+def _progress_for_terminals() -> Iterator[None]:
+    """No progress bars in logs: transformers draws them wherever stderr goes."""
+    if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.events import Event, SpecialText, Text
-from penstock.engine.parsing import Parser, is_in_call
+from penstock.engine.parsing import Parser, is_in_call, release
 
 _PARTS = re.compile(r" ?\w+|\W")  # calls begin and end at no character of a word, nor at the blank before one
 
@@ -13,7 +13,7 @@ class ParserChain:
     """Feeds each parser the `Text` of the one before it; all other events pass by. Without parsers, everything is `Text`.
 
     While the last parser is inside a call, text goes around the `reasoning` parser, which otherwise is the first: what looks like one of
-    its markers there belongs to the call's arguments.
+    its markers there belongs to the call's arguments. So does what that parser still holds when the call begins.
     """
 
     def __init__(self, parsers: Sequence[Parser], *, reasoning: Parser | None = None) -> None:
@@ -32,7 +32,12 @@ class ParserChain:
             return self._read_content([Text(piece)] if piece else [])
         events: list[Event] = []
         for part in split_at_calls(piece) if self._has_calls else (piece,):
-            events += self._read_content([Text(part)] if self.is_in_call else self._reasoning.feed(part))
+            if self.is_in_call:
+                events += self._read_content([Text(part)])
+                continue
+            events += self._read_content(self._reasoning.feed(part))
+            if self.is_in_call:
+                events += self._read_content(release(self._reasoning))
         return events
 
     def finish(self) -> list[Event]:

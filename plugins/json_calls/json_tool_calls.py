@@ -86,6 +86,14 @@ class JsonToolCalls:
             return events
         return [*events, *map(Text, rest)]
 
+    def release(self) -> list[Event]:
+        """Gives back as text what is no call yet: one in another format has begun before it. Reading goes on after that call."""
+        held = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
+        self._block = self._reading.block = []
+        if self._step != self._read_start:
+            self._step = self._read_text
+        return [] if self._is_off else [Text(piece) for piece in held]
+
     def _read_start(self, events: list[Event]) -> bool:
         start = self._buffer.take_start(*self._envelope.starts_of_answer)
         if start is None:

@@ -17,7 +17,13 @@ def k2_horizon(turn: Turn) -> ThinkTags:
     ends = [f"</ifm|{NAMES[effort]}>" for effort in efforts]
     phase = start_phase(turn, starts=starts, ends=ends)
     return ThinkTags(
-        phase, starts=starts, ends=ends, implicit_ends=(TOOL_CALLS,), is_constrained=turn.is_constrained, added_tokens=turn.added_tokens
+        phase,
+        starts=starts,
+        ends=ends,
+        implicit_ends=(TOOL_CALLS,),
+        num_stray_ends=1,
+        is_constrained=turn.is_constrained,
+        added_tokens=turn.added_tokens,
     )
 
 

@@ -20,6 +20,7 @@ def plamo3(turn: Turn) -> ThinkTags:
         starts=(START,),
         ends=(END,),
         implicit_ends=(TOOL_REQUESTS,),
+        num_stray_ends=1,
         is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )

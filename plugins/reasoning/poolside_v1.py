@@ -16,6 +16,7 @@ def poolside_v1(turn: Turn) -> ThinkTags:
         start_phase(turn, untold, boundaries=("<assistant>",)),
         implicit_ends=("<tool_call>",),
         drops_leading_end=True,
+        num_stray_ends=1,
         is_constrained=turn.is_constrained,
         added_tokens=turn.added_tokens,
     )
@@ -30,7 +31,8 @@ def register_reasoning_parsers(register: Register) -> None:
             models="Laguna",
             markers=("<think>", "</think>"),
             quirks=(
-                "Off unless `thinking` or `enable_thinking` is true. `<tool_call>` ends the reasoning. A leading end marker is taken out."
+                "Off unless `thinking` or `enable_thinking` is true. `<tool_call>` ends the reasoning. An end marker that leads the answer, or "
+                "comes once more, is taken out."
             ),
             signs=("<think>", "</think>", "<tool_call>", "<assistant>", "</assistant>", "<arg_key>"),
             prompt_tail="<think>",

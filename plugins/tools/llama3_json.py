@@ -29,6 +29,7 @@ def register_tool_parsers(register: Register) -> None:
         "with all that is in it. So are text around calls and code after the tag.",
         aliases=("llama4_json", "llama3"),
         signs=("Environment: ipython", '"parameters": '),
+        other_signs=(("<|header_start|>ipython<|header_end|>", '"parameters": '),),
         counter_signs=("<function=",),
         example='{"name": "weather", "parameters": {"city": "Oslo"}}',
     )

@@ -21,6 +21,7 @@ INFO = FormatInfo(
     models="Llama 3.2 (1B, 3B), ToolACE, Gemma 3",
     markers=("[", "]"),
     quirks="only where the answer begins with the list; literals only, each by a keyword; the last bracket of a call may be missing",
+    signs=("[func_name1(params_name1=params_value1, ",),
     example="[weather(city='Oslo')]",
 )
 

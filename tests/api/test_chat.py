@@ -439,7 +439,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -7}, "top_k"),
     ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),

@@ -87,3 +87,15 @@ def test_the_thinking_budget_closes_the_reasoning_and_the_form_is_kept(family: F
         assert unlimited.usage.completion_tokens_details.reasoning_tokens == 60
 
     reason(family, has_markers, scenario, "m" * 100)
+
+
+@pytest.mark.parametrize("opening", ["", "<tool_call>"])
+def test_a_parameter_of_free_text_ends_at_its_tag_and_stays_within_the_limits(opening: str) -> None:
+    tools = [function("note", {"type": "object", "properties": {"text": {"type": "string"}}})]
+
+    async def scenario(server: Improvised) -> None:
+        for about in range(5):
+            answer = await server.ask(about, tools=tools, parallel_tool_calls=False, max_tokens=300)
+            assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+    improvise(scenario, plugins=("qwen3_coder",), opening=opening)

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import pytest
 
-from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.text.parser_chain import ParserChain
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
@@ -13,6 +13,7 @@ from penstock.testing import join_atoms, read, split_atoms
 
 PAIRS = (
     ("apertus", "apertus"),
+    ("apriel", "apriel"),
     ("cohere_command", "cohere"),
     ("deepseek_r1", "deepseek_v3"),
     ("deepseek_v3", "deepseek_v31"),
@@ -31,6 +32,7 @@ PAIRS = (
     ("hunyuan_a13b", "hunyuan_a13b"),
     ("hy_v3", "hy_v3"),
     ("interns1", "internlm"),
+    ("k2_horizon", "k2_horizon"),
     ("kimi_k2", "kimi_k2"),
     ("mimo", "qwen3_coder"),
     ("minimax_m2", "minimax_m2"),
@@ -39,6 +41,7 @@ PAIRS = (
     ("nemotron_v3", "qwen3_coder"),
     ("olmo3", "olmo3"),
     ("openai_gptoss", "openai"),
+    ("plamo3", "plamo3"),
     ("poolside_v1", "glm45"),
     ("qwen3", "hermes"),
     ("qwen3", "qwen3_coder"),
@@ -106,6 +109,9 @@ def test_a_marker_of_reasoning_in_an_argument_is_part_of_it(reasoning: str, tool
         ("gemma4", "gemma4", "<|channel>thought\nmore<channel|>done"),
         ("apertus", "apertus", "<|inner_prefix|>more<|inner_suffix|>done"),
         ("qwen3", "hermes", "</think>done"),  # one end marker too many
+        ("poolside_v1", "glm45", "</think>done"),
+        ("k2_horizon", "k2_horizon", "</ifm|think>done"),
+        ("plamo3", "plamo3", "<|plamo:end_think:plamo|>done"),
     ],
 )
 def test_markers_are_read_again_after_a_call(reasoning: str, tools: str, after: str) -> None:
@@ -114,3 +120,33 @@ def test_markers_are_read_again_after_a_call(reasoning: str, tools: str, after: 
         events = read(chain(reasoning, tools, frozenset()), pieces)
         assert arguments_of(events) == [{"city": "Bergen"}]
         assert [event for event in events if isinstance(event, Text)][-1] == Text("done")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "text"),
+    [
+        ("apriel", "apriel", "<tool_calls>[Hr"),
+        ("apriel", "apriel", "</tool_calls<tool_calls>[<to HerH"),
+        ("mistral", "mistral", "[[TO[TOOL_CALLS][[CALL_ID[/T[TO"),
+    ],
+)
+def test_no_text_overtakes_what_the_reasoning_parser_holds_when_a_call_begins(reasoning: str, tools: str, text: str) -> None:
+    for pieces in cuts(list(text)):
+        events = read(chain(reasoning, tools, frozenset()), pieces)
+        assert "".join(event.text for event in events if isinstance(event, Text | Reasoning)) == text, pieces
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools"),
+    [("poolside_v1", "glm45"), ("k2_horizon", "k2_horizon"), ("plamo3", "plamo3"), ("qwen3", "hermes"), ("kimi_k2", "kimi_k2")],
+)
+@pytest.mark.parametrize("is_token", [False, True], ids=["text", "token"])
+def test_the_end_marker_after_a_call_that_ended_the_reasoning_is_no_content(reasoning: str, tools: str, is_token: bool) -> None:
+    infos = plugins().reasoning_parsers.infos[reasoning], plugins().tool_parsers.infos[tools]
+    added_tokens = frozenset(marker for info in infos for marker in info.markers) if is_token else frozenset()
+    end = infos[0].markers[1]
+    for pieces in cuts(split_atoms(f"why{infos[1].example} then{end}done", added_tokens)):
+        events = read(chain(reasoning, tools, added_tokens), pieces)
+        assert events[0] == Reasoning("why")
+        assert arguments_of(events) == [{"city": "Oslo"}]
+        assert "".join(event.text for event in events if isinstance(event, Text)).strip() == "thendone"

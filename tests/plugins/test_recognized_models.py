@@ -75,10 +75,17 @@ FRAGMENTS = {
     "kimi-k3": ("'<|open|>' + tag '<|close|>' '<|sep|>' '<|end_of_msg|>'", "kimi_k3", "kimi_k3"),
     "lfm2": ("<|im_start|> List of tools: <|tool_list_start|>[", None, "lfm2"),
     "lfm2.5-instruct": ("<|im_start|> List of tools: [ keep_past_thinking </think>", None, "lfm2"),
+    "llama-4-json": ("<|header_start|>ipython<|header_end|> '\"parameters\": ' <|python_start|> <|python_end|>", None, "llama3_json"),
+    "llama-4-pythonic": (
+        "<|header_start|>ipython<|header_end|> <|python_start|>[func_name(params_name=value)]<|python_end|>",
+        None,
+        "llama4_pythonic",
+    ),
     "minimax-m1": ("<beginning_of_sentence>ai name=assistant <tool_calls> </tool_calls>", None, "minimax_m1"),
     "muse-glimmer": ("to=self <|message|> <|eom|> <atem:function_calls>", "muse_glimmer", "muse_glimmer"),
     "nemotron-nano-v2": ("<think> </think> <AVAILABLE_TOOLS> <TOOLCALL>[ ]</TOOLCALL>", "holo2", "nemotron_nano_v2"),
     "plamo3": ("<|plamo:begin_think:plamo|> <|plamo:begin_tool_requests:plamo|>", "plamo3", "plamo3"),
+    "pythonic": ("Environment: ipython the format of [func_name1(params_name1=params_value1, params_name2=x)]", None, "pythonic"),
     "solar-open": (
         "<|begin|>assistant <|think|> <|content|> <|tool_call:begin|> <|tool_call:name|> <|tool_call:args|>",
         "solar_open",

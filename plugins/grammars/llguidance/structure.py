@@ -19,6 +19,7 @@ from penstock.plugins.grammars.json_schema.json_document import parse_document
 from penstock.plugins.grammars.llguidance import part_edges
 from penstock.plugins.grammars.llguidance.grammar_alphabet import gbnf_alphabet, lark_alphabet
 from penstock.plugins.grammars.llguidance.leaves import Leaf, regular_tree
+from penstock.plugins.grammars.llguidance.marker_text import text_regex
 from penstock.plugins.grammars.llguidance.part_edges import Edges, Indistinct
 from penstock.plugins.markers import join_pieces
 
@@ -109,17 +110,14 @@ class _Translation:
 
     def _free_text(self, without: tuple[str, ...]) -> _Part:
         """A marker with an added token in it cannot come up in text."""
-        bans = [f"~({_ANY} {_quoted(marker)} {_ANY})" for marker in without if self._is_text(marker)]
-        return _Part(f"({' & '.join([_ANY, *bans])})", part_edges.free_text(filter(self._is_text, without)), is_lexeme=True)
+        bans = [marker for marker in without if self._is_text(marker)]
+        return _Part(_text_body(bans), part_edges.free_text(bans), is_lexeme=True)
 
     def _text_until(self, marker: str, without: tuple[str, ...]) -> list[_Part]:
-        text = self._free_text(without)
         if not self._is_text(marker):
-            return [text, *self._marker(marker)]
-        quoted = _quoted(marker)
-        # Not `lazy`: it ends at the first marker because nothing that goes on from there matches.
-        body = f"({text.body} & ({_ANY} {quoted}) & ~({_ANY} {quoted} {_MORE}))"
-        return [_Part(body, part_edges.text_until(marker, filter(self._is_text, without)), is_lexeme=True)]
+            return [self._free_text(without), *self._marker(marker)]
+        bans = [ban for ban in without if self._is_text(ban)]
+        return [_Part(_text_body(bans, marker), part_edges.text_until(marker, bans), is_lexeme=True)]
 
     def _value(self, spec: GrammarSpec) -> _Part:
         part = self._values.get(spec)
@@ -180,6 +178,15 @@ def _lexeme(parts: list[_Part]) -> _Part:
 
 def _text(text: str) -> _Part:
     return _Part(_quoted(text), part_edges.literal(text), is_lexeme=True)
+
+
+def _text_body(bans: list[str], marker: str | None = None) -> str:
+    """Text without the `bans`; with a `marker`, up to the end of the first one. Not `lazy`: nothing that goes on from there matches."""
+    regex = text_regex(bans, marker) if bans or marker is not None else None
+    if regex is not None:
+        return f"/{regex}/"
+    body = " & ".join([_ANY, *(f"~({_ANY} {_quoted(ban)} {_ANY})" for ban in bans)])
+    return f"({body})" if marker is None else f"({body} & ({_ANY} {_quoted(marker)}) & ~({_ANY} {_quoted(marker)} {_MORE}))"
 
 
 def _quoted(text: str) -> str:

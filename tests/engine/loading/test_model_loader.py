@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 from penstock.engine.attention.attention import IMPLEMENTATION
 from penstock.engine.attention.kv_layout import LayerKV
@@ -53,6 +54,21 @@ def test_the_default_model_speaks(default_model_dir: Path, quantization: Quantiz
     answer = model.generate(**prompt, max_new_tokens=10, do_sample=False, repetition_penalty=1.0)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
     assert answer[-1].item() in loaded.eos_token_ids
+
+
+def test_progress_bars_are_for_terminals(tiny_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.enable_progress_bar()
+    try:
+        load_model(tiny_dir, "float32", "cpu")
+        assert capsys.readouterr().err == ""
+        assert transformers_logging.is_progress_bar_enabled()
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+        load_model(tiny_dir, "float32", "cpu")
+        assert "Loading weights" in capsys.readouterr().err
+    finally:
+        if not was_enabled:
+            transformers_logging.disable_progress_bar()
 
 
 def test_the_engines_own_attention_is_the_default(tiny_dir: Path) -> None:

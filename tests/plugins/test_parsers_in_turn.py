@@ -1,0 +1,30 @@
+"""Two tool parsers one after the other."""
+
+from penstock.engine.events import Event, Text
+from penstock.engine.turn import Turn
+from penstock.plugins.json_calls.call_envelope import CallEnvelope
+from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
+from penstock.plugins.parsers_in_turn import ParsersInTurn
+from penstock.testing import read
+
+
+class InBrackets:
+    """Inside a call from `[` to `]`."""
+
+    def __init__(self) -> None:
+        self.is_in_call = False
+
+    def feed(self, text: str) -> list[Event]:
+        for character in text:
+            self.is_in_call = character == "[" or (self.is_in_call and character != "]")
+        return [Text(text)]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+def test_no_text_overtakes_what_the_first_parser_holds_when_the_second_one_begins_a_call() -> None:
+    text = "[[CALL [/CALL][Ce[CALL"
+    for pieces in ([text], list(text), [text[:2], text[2:]]):
+        parser = ParsersInTurn(JsonToolCalls(Turn(tool_choice="auto"), CallEnvelope(openings=("[CALL]", "Call"))), InBrackets)
+        assert read(parser, pieces) == [Text(text)]
