@@ -39,6 +39,14 @@ class JsonArguments:
         """What was read last, where that went wrong, and is no part of them."""
         return "" if self._object is None else self._object.left
 
+    @property
+    def may_be_object(self) -> bool:
+        """Nothing has come yet that is neither an object nor stands for one."""
+        if self._object is not None or self.is_complete or not self._held:
+            return self.is_object or not self.is_complete
+        written = "".join(self._held)
+        return written[0] == "n" or (written[0] == '"' and written[1:].lstrip()[:1] in ("", "{", "\\", '"'))
+
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped: the end of the text, or of the value, or what makes no sense."""
         if self._object is None and not self._held:

@@ -4,7 +4,7 @@ from penstock.plugins.json_calls.json_arguments import JsonArguments
 
 
 class NamedCall:
-    """Reads the arguments: an object, or a string that holds one."""
+    """Reads the arguments: an object, a string that holds one, or `null`."""
 
     def __init__(self, name: str, call_id: str | None = None) -> None:
         self.name: str | None = name
@@ -37,7 +37,7 @@ class NamedCall:
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped: the end of the text, or of the arguments, or what is malformed."""
         while not self._has_begun and position < len(text):
-            if text[position] in '{"':
+            if text[position] in '{"n':
                 self._has_begun = True
             elif text[position] in " \t\r\n":
                 position += 1
