@@ -4,6 +4,7 @@ import json
 from collections.abc import Container
 from dataclasses import dataclass
 
+from penstock.plugins.automaton import MarkerAutomaton
 from penstock.plugins.json_calls.json_arguments import JsonArguments
 from penstock.plugins.json_scanner import Chunk, JsonScanner, State
 
@@ -71,6 +72,10 @@ class JsonCall:
         return self._scanner.depth + (self._arguments.depth if self._is_in_arguments else 0)
 
     @property
+    def num_held(self) -> int:
+        return self._arguments.num_held
+
+    @property
     def left(self) -> str:
         return self._arguments.left
 
@@ -95,6 +100,13 @@ class JsonCall:
     def take_arguments(self) -> str:
         """The arguments that have come since the last call of this."""
         return self._arguments.take()
+
+    def watch(self, ends: MarkerAutomaton) -> None:
+        self._arguments.ends = ends
+
+    def end_at_marker(self) -> bool:
+        self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
+        return self.is_malformed
 
     def close(self) -> None:
         self._arguments.close()

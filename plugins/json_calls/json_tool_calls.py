@@ -50,7 +50,7 @@ class JsonToolCalls:
         self._call = call
         self._head = head
         self._buffer = MarkerBuffer(turn.added_tokens)
-        self._reading = JsonCallReading(self._buffer, (*envelope.starts, *envelope.closings), new_id)
+        self._reading = JsonCallReading(self._buffer, (*envelope.starts, *envelope.closings), turn.added_tokens, new_id)
         self._step = self._read_start if envelope.first else self._read_text
         self._block: list[str] = []  # what to give back where no call comes of it
         self._closings = envelope.closings  # those that may yet follow
@@ -77,6 +77,9 @@ class JsonToolCalls:
         events: list[Event] = []
         if self._step == self._read_arguments:
             self._open(self._named)
+        while self._step == self._read_call and self._reading.end_at_marker(events):
+            self._leave_call()
+            events += read_steps(self._buffer, "", lambda events: self._step(events))
         self._reading.finish(events)
         rest = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
         self._block = self._reading.block = []
@@ -214,15 +217,17 @@ class JsonToolCalls:
     def _read_call(self, events: list[Event]) -> bool:
         if not self._reading.read(events):
             return False
-        if not self._reading.is_over:
-            return True
+        if self._reading.is_over:
+            self._leave_call()
+        return True
+
+    def _leave_call(self) -> None:
         is_started = self._was_call = self._reading.is_started
         if self._is_in_array and (is_started or not self._envelope.bare):
             self._malformed = MalformedCall(self._buffer, self._reading.depth, (*self._envelope.starts, *self._closings), quotes='"')
         else:
             self._malformed = None
         self._step = self._read_end if is_started else self._read_text if self._malformed is None else self._read_malformed
-        return True
 
     def _read_malformed(self, events: list[Event]) -> bool:
         """The rest of what was no call in an array; others may follow it."""

@@ -1,5 +1,6 @@
 """One tool call whose name has been read before: only its arguments are JSON."""
 
+from penstock.plugins.automaton import MarkerAutomaton
 from penstock.plugins.json_calls.json_arguments import JsonArguments
 
 
@@ -31,6 +32,10 @@ class NamedCall:
         return self._arguments.depth
 
     @property
+    def num_held(self) -> int:
+        return self._arguments.num_held
+
+    @property
     def left(self) -> str:
         return self._arguments.left
 
@@ -51,6 +56,13 @@ class NamedCall:
     def take_arguments(self) -> str:
         """The arguments that have come since the last call of this."""
         return self._arguments.take()
+
+    def watch(self, ends: MarkerAutomaton) -> None:
+        self._arguments.ends = ends
+
+    def end_at_marker(self) -> bool:
+        self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
+        return self.is_malformed
 
     def close(self) -> None:
         self._arguments.close()
