@@ -255,13 +255,17 @@ class JsonToolCalls:
     def _read_end(self, events: list[Event]) -> bool:
         """After a call, whole or broken."""
         of_array = ("]", ",") if self._is_in_array else ()
-        start = self._buffer.take_start(*of_array, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
+        surplus = ("}",) if self._closings else ()
+        markers = (*of_array, *surplus, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
+        start = self._buffer.take_start(*markers)
         if start is None:
             return False
         space, marker = start
         if marker is None:
-            events += map(Text, space)
-            self._step = self._read_text if self._malformed is None else self._read_malformed
+            self._leave_end(events, space)
+        elif marker in surplus:
+            self._block = [*space, *self._as_written(marker)]
+            self._step = self._read_surplus
         elif marker == "]" and self._is_in_array:
             self._is_in_array = False
         elif marker in of_array:
@@ -274,6 +278,27 @@ class JsonToolCalls:
             self._step = self._read_separated
         else:
             self._enter(marker, space)
+        return True
+
+    def _leave_end(self, events: list[Event], pieces: list[str]) -> None:
+        """What follows a call is nothing of the format."""
+        events += map(Text, pieces)
+        self._step = self._read_text if self._malformed is None else self._read_malformed
+
+    def _read_surplus(self, events: list[Event]) -> bool:
+        """Brackets that close nothing belong to the format where a closing follows."""
+        start = self._buffer.take_start("}", "]", *self._closings)
+        if start is None:
+            return False
+        space, marker = start
+        if marker in self._closings and marker is not None:
+            self._block = []
+            self._close(marker)
+            return True
+        self._block += [*space, *([] if marker is None else self._as_written(marker))]
+        if marker is None:
+            self._leave_end(events, join_pieces(self._block))
+            self._block = []
         return True
 
     def _close(self, marker: str) -> None:

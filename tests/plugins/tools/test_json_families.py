@@ -168,6 +168,18 @@ def test_a_call_with_other_members_for_its_arguments_is_content(factory: Callabl
 
 
 @families
+def test_brackets_that_close_nothing_belong_to_the_format_before_its_end(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    example = content_of(info)
+    head, arguments, rest = example.partition('{"city": "Oslo"}')
+    brackets = rest[: len(rest) - len(rest.lstrip("}]"))]
+    end = rest.removeprefix(brackets)
+    surplus = f"{head}{arguments}{brackets}}}}}"
+    assert read(factory(AUTO), [f"{surplus} after"]) == [*WEATHER, Text("}} after")]
+    if end.strip():
+        assert read(factory(AUTO), [f"{surplus}{end} after"]) == [*WEATHER, Text(" after")]
+
+
+@families
 def test_an_end_token_in_the_middle_of_a_call_ends_it(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
     tokens = tokens_of(info)
     end = next((marker for marker in info.markers if marker in tokens and ("/" in marker or "end" in marker.lower())), None)
