@@ -56,6 +56,7 @@ class JsonRepair:
         self._next = _Next.VALUE
         self._step = self._read_gap
         self._held: list[str] = []  # a comma or a quotation mark, then white space: what follows tells what it is
+        self._closing: list[str] = []  # a quotation mark before a comma: what follows that tells whether it ended the string
         self._is_key = False
         self._quote = '"'
         self._escape = ""
@@ -90,7 +91,7 @@ class JsonRepair:
 
     def end_at_marker(self) -> bool:
         """No more comes: a marker in the string that is open ended the object. False where there is none."""
-        if not self._is_marked or self._step == self._read_string_end:
+        if not self._is_marked or self._closing or self._step == self._read_string_end:
             return False
         self._fail_at_marker()
         return True
@@ -105,6 +106,8 @@ class JsonRepair:
         """The object ends here: what is open is closed, so that it is a JSON document."""
         if self.is_complete:
             return
+        if self._closing and self._bare:
+            self._reopen_string()
         self._release()
         if self._step == self._read_bare:
             self._end_bare()
@@ -132,6 +135,7 @@ class JsonRepair:
             self._out.append(value.feed(bare) + value.cut())
 
     def _fail(self, position: int, left: str = "") -> int:
+        self._end_string()
         self.is_malformed = True
         self.left = "".join(self._held) + left
         self._held.clear()
@@ -173,6 +177,7 @@ class JsonRepair:
 
     def _fill_gap(self) -> None:
         """A bracket closes here: a comma before it is too many, and a key without a value has null."""
+        self._end_string()
         self._out += self._held[1:]
         self._held.clear()
         if self._next is _Next.COLON:
@@ -198,6 +203,7 @@ class JsonRepair:
         return position + (char == ",")
 
     def _flush(self) -> None:
+        self._end_string()
         self._out += self._held
         self._held.clear()
 
@@ -205,6 +211,7 @@ class JsonRepair:
 
     def _start_key(self, char: str, position: int) -> int:
         if char == ",":
+            self._end_string()
             return position + 1
         if char in "\"'":
             self._flush()
@@ -218,23 +225,46 @@ class JsonRepair:
         found = _BARE_KEY.match(text, position)
         if found is not None and self._bare_depth == 0:
             self._bare.append(found[0])
-            return found.end() if sum(map(len, self._bare)) <= _MAX_KEY else self._fail(found.end(), "".join(self._bare))
+            return found.end() if sum(map(len, self._bare)) <= _MAX_KEY else self._fail_key(found.end())
         space = _SPACE.match(text, position)
         if space is not None and self._bare:
             self._bare.append(space[0])
             self._bare_depth = 1  # the key is over
             return space.end()
-        written = "".join(self._bare)
-        self._bare.clear()
-        self._bare_depth = 0
-        if not written or text[position] not in ":=":
-            return self._fail(position, written)
+        if not self._bare or text[position] not in ":=":
+            return self._fail_key(position)
         self._flush()
         self.is_begun = True
-        self._out.append(quoted(written.strip()))
+        self._out.append(quoted(self._take_bare().strip()))
         self._next = _Next.COLON
         self._step = self._read_gap
         return position
+
+    def _fail_key(self, position: int) -> int:
+        """What stands after a comma is no key: the string before it goes on, if there is one."""
+        if not self._closing:
+            return self._fail(position, self._take_bare())
+        if self._is_marked:
+            self._closing.clear()
+            self._take_bare()
+            self._fail_at_marker()
+        else:
+            self._reopen_string()
+        return position
+
+    def _reopen_string(self) -> None:
+        """The quotation mark that was read last, and what has been read after it, is part of the string."""
+        self._put(quoted("".join([self._quote, *self._closing[1:], *self._held, self._take_bare()]))[1:-1])
+        self._closing.clear()
+        self._held.clear()
+        self._is_dubious = True
+        self._step = self._read_string
+
+    def _take_bare(self) -> str:
+        written = "".join(self._bare)
+        self._bare.clear()
+        self._bare_depth = 0
+        return written
 
     def _start_value(self, char: str, position: int) -> int:
         if char == ",":
@@ -343,6 +373,13 @@ class JsonRepair:
         """Adds to the string."""
         (self._tail if self._is_marked else self._out).append(json_text)
 
+    def _end_string(self) -> None:
+        """The quotation mark that was read last ended the string, if that was open yet."""
+        if self._closing:
+            self._release()
+            self._out += self._closing
+            self._closing.clear()
+
     def _release(self) -> None:
         """What was held back is part of the string."""
         self._out += self._tail
@@ -374,11 +411,16 @@ class JsonRepair:
             self._held.append(space[0])
             return space.end()
         char = text[position]
+        if char == "," and not self._is_key and self._closers[-1] == "}":
+            self._closing, self._held = self._held, []
+            self._next = _Next.COMMA
+            self._step = self._read_gap
+            return position
         is_missing_comma = char in "\"'" and len(self._held) > 1 and not self._is_key
         is_closer = char in "]}" and char in self._closers
         if char in (":," if self._is_key else ",") or is_closer or char in _MARKUP or is_missing_comma:
-            self._release()
-            self._flush()
+            self._closing, self._held = self._held, []
+            self._end_string()
             self._next = _Next.COLON if self._is_key else _Next.COMMA
             self._step = self._read_gap
         elif self._is_marked:

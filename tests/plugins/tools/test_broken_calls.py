@@ -84,6 +84,8 @@ ROME = [ToolCallStart(1, "weather", ""), ToolCallArguments(1, '{"city": "Rome"}'
         ('"Oslo";', 'Oslo";}}\n'),
         ('"Oslo\\', "Oslo\\}}\n"),
         ('"use </tool_call> here"', "use </tool_call> here"),
+        ('"he said "go", ok"', 'he said "go", ok'),
+        ('"Oslo", ok', 'Oslo", ok}}\n'),
         ('"use <tool_call> and </tool_call>"', "use <tool_call> and </tool_call>"),
     ],
 )
@@ -116,7 +118,8 @@ def test_a_marker_in_a_string_that_is_cut_ends_the_call() -> None:
 
 
 def test_calls_that_a_marker_ends_are_the_same_however_they_are_cut() -> None:
-    samples = [f'{HERMES % written}\n{SECOND} "a", b' for written in ('"Oslo', '"O" /* c */', '"a </tool_call> b"')]
+    values = ('"Oslo', '"O" /* c */', '"a </tool_call> b"', '"a </tool_call> b", c"', '"a", b", "c": 1', '"O"}}')
+    samples = [f'{HERMES % value}\n{SECOND} "a", b' for value in values]
     check_parser(plugins().tool_parsers["hermes"], samples, markers=("<tool_call>", "</tool_call>"), max_examples=30)
 
 
