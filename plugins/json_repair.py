@@ -3,6 +3,7 @@
 import re
 from enum import Enum, auto
 
+from penstock.plugins.automaton import MarkerAutomaton
 from penstock.plugins.schema_types import ANY_TYPE
 from penstock.plugins.schema_values import TextValue, quoted, to_json
 
@@ -38,9 +39,13 @@ class JsonRepair:
     - a comma or a colon that is missing or too many, a value that is missing (null), a bracket that was not closed before one around it
 
     `is_malformed` at the first character that makes no sense after all that. `left` is what was read then and belongs to nothing.
+
+    A marker of `ends` in a string is held back, with what follows it, until it is known what it is: part of the string where a quotation
+    mark ends that as it should, and otherwise the end of the object, which is then malformed. `num_held` characters were read by then,
+    from the marker on, that are not the object's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends: MarkerAutomaton | None = None) -> None:
         self.is_complete = False
         self.is_malformed = False
         self.is_begun = False
@@ -51,11 +56,23 @@ class JsonRepair:
         self._next = _Next.VALUE
         self._step = self._read_gap
         self._held: list[str] = []  # a comma or a quotation mark, then white space: what follows tells what it is
+        self._closing: list[str] = []  # a quotation mark before a comma: what follows that tells whether it ended the string
         self._is_key = False
         self._quote = '"'
         self._escape = ""
         self._bare: list[str] = []
         self._bare_depth = 0
+        self._ends = ends
+        self._state = 0  # of `ends`
+        self._is_marked = False  # one of `ends` stands in the string
+        self._is_dubious = False  # a quotation mark stands in the string that did not end it
+        self._tail: list[str] = []  # of the string, from what may be a marker on
+        self._num_marked = 0
+
+    @property
+    def num_held(self) -> int:
+        """How many characters were read last that are held back, from what may be a marker on."""
+        return self._num_marked if self._is_marked else len(self._tail)
 
     @property
     def depth(self) -> int:
@@ -65,8 +82,19 @@ class JsonRepair:
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`, at first where the object begins; returns where it stopped."""
         while position < len(text) and not self.is_complete and not self.is_malformed:
-            position = self._step(text, position)
+            was_marked = self._is_marked
+            end = self._step(text, position)
+            if was_marked and self._is_marked:
+                self._num_marked += end - position
+            position = end
         return position
+
+    def end_at_marker(self) -> bool:
+        """No more comes: a marker in the string that is open ended the object. False where there is none."""
+        if not self._is_marked or self._closing or self._step == self._read_string_end:
+            return False
+        self._fail_at_marker()
+        return True
 
     def take(self) -> str:
         """The JSON that has come since the last call of this."""
@@ -78,6 +106,9 @@ class JsonRepair:
         """The object ends here: what is open is closed, so that it is a JSON document."""
         if self.is_complete:
             return
+        if self._closing and self._bare:
+            self._reopen_string()
+        self._release()
         if self._step == self._read_bare:
             self._end_bare()
         elif self._step == self._read_escape:
@@ -93,6 +124,7 @@ class JsonRepair:
 
     def stop(self) -> None:
         """No more comes: what is held is given out as it was written."""
+        self._release()
         self._flush()
         self._out.append(self._escape)
         bare = "".join(self._bare)
@@ -103,6 +135,7 @@ class JsonRepair:
             self._out.append(value.feed(bare) + value.cut())
 
     def _fail(self, position: int, left: str = "") -> int:
+        self._end_string()
         self.is_malformed = True
         self.left = "".join(self._held) + left
         self._held.clear()
@@ -144,6 +177,7 @@ class JsonRepair:
 
     def _fill_gap(self) -> None:
         """A bracket closes here: a comma before it is too many, and a key without a value has null."""
+        self._end_string()
         self._out += self._held[1:]
         self._held.clear()
         if self._next is _Next.COLON:
@@ -169,6 +203,7 @@ class JsonRepair:
         return position + (char == ",")
 
     def _flush(self) -> None:
+        self._end_string()
         self._out += self._held
         self._held.clear()
 
@@ -176,6 +211,7 @@ class JsonRepair:
 
     def _start_key(self, char: str, position: int) -> int:
         if char == ",":
+            self._end_string()
             return position + 1
         if char in "\"'":
             self._flush()
@@ -189,23 +225,46 @@ class JsonRepair:
         found = _BARE_KEY.match(text, position)
         if found is not None and self._bare_depth == 0:
             self._bare.append(found[0])
-            return found.end() if sum(map(len, self._bare)) <= _MAX_KEY else self._fail(found.end(), "".join(self._bare))
+            return found.end() if sum(map(len, self._bare)) <= _MAX_KEY else self._fail_key(found.end())
         space = _SPACE.match(text, position)
         if space is not None and self._bare:
             self._bare.append(space[0])
             self._bare_depth = 1  # the key is over
             return space.end()
-        written = "".join(self._bare)
-        self._bare.clear()
-        self._bare_depth = 0
-        if not written or text[position] not in ":=":
-            return self._fail(position, written)
+        if not self._bare or text[position] not in ":=":
+            return self._fail_key(position)
         self._flush()
         self.is_begun = True
-        self._out.append(quoted(written.strip()))
+        self._out.append(quoted(self._take_bare().strip()))
         self._next = _Next.COLON
         self._step = self._read_gap
         return position
+
+    def _fail_key(self, position: int) -> int:
+        """What stands after a comma is no key: the string before it goes on, if there is one."""
+        if not self._closing:
+            return self._fail(position, self._take_bare())
+        if self._is_marked:
+            self._closing.clear()
+            self._take_bare()
+            self._fail_at_marker()
+        else:
+            self._reopen_string()
+        return position
+
+    def _reopen_string(self) -> None:
+        """The quotation mark that was read last, and what has been read after it, is part of the string."""
+        self._put(quoted("".join([self._quote, *self._closing[1:], *self._held, self._take_bare()]))[1:-1])
+        self._closing.clear()
+        self._held.clear()
+        self._is_dubious = True
+        self._step = self._read_string
+
+    def _take_bare(self) -> str:
+        written = "".join(self._bare)
+        self._bare.clear()
+        self._bare_depth = 0
+        return written
 
     def _start_value(self, char: str, position: int) -> int:
         if char == ",":
@@ -254,13 +313,15 @@ class JsonRepair:
         self._out.append('"')
         self._quote = quote
         self._is_key = is_key
+        self._is_dubious = False
         self._step = self._read_string
 
     def _read_string(self, text: str, position: int) -> int:
         plain = _PLAIN[self._quote].match(text, position)
         if plain is not None:
-            self._out.append(plain[0])
-            return plain.end()
+            return self._read_plain(text, position, plain.end())
+        if not self._is_marked:
+            self._release()
         char = text[position]
         if char == self._quote:
             self._held = ['"']
@@ -269,8 +330,62 @@ class JsonRepair:
             self._escape = char
             self._step = self._read_escape
         else:
-            self._out.append(quoted(char)[1:-1])
+            self._put(quoted(char)[1:-1])
         return position + 1
+
+    def _read_plain(self, text: str, position: int, end: int) -> int:
+        """Characters that stand for themselves, to the first marker in them."""
+        if self._ends is None or self._is_marked:
+            self._put(text[position:end])
+            return end
+        while position < end and not self._is_marked:
+            if not self._state:
+                first = self._ends.first.search(text, position, end)
+                start = end if first is None else first.start()
+                self._out.append(text[position:start])
+                position = start
+            if position < end:
+                self._look_for_marker(self._ends, text[position])
+                position += 1
+        return position
+
+    def _look_for_marker(self, ends: MarkerAutomaton, char: str) -> None:
+        self._state = ends.step(self._state, char)
+        self._tail.append(char)
+        found = ends.found[self._state]
+        num_kept = ends.depths[self._state] if found is None else found[1]
+        self._out += self._tail[: len(self._tail) - num_kept]
+        del self._tail[: len(self._tail) - num_kept]
+        if found is not None:
+            self._is_marked = True
+            self._num_marked = num_kept
+            if self._is_dubious:
+                self._fail_at_marker()
+
+    def _fail_at_marker(self) -> None:
+        self.is_malformed = True
+        self._tail.clear()
+        self._held.clear()
+        self._escape = ""
+        self._step = self._read_string
+
+    def _put(self, json_text: str) -> None:
+        """Adds to the string."""
+        (self._tail if self._is_marked else self._out).append(json_text)
+
+    def _end_string(self) -> None:
+        """The quotation mark that was read last ended the string, if that was open yet."""
+        if self._closing:
+            self._release()
+            self._out += self._closing
+            self._closing.clear()
+
+    def _release(self) -> None:
+        """What was held back is part of the string."""
+        self._out += self._tail
+        self._tail.clear()
+        self._state = 0
+        self._is_marked = False
 
     def _read_escape(self, text: str, position: int) -> int:
         """One character after a backslash, or after `\\u`."""
@@ -285,7 +400,7 @@ class JsonRepair:
         return position
 
     def _end_escape(self, json_text: str) -> None:
-        self._out.append(json_text)
+        self._put(json_text)
         self._escape = ""
         self._step = self._read_string
 
@@ -296,13 +411,22 @@ class JsonRepair:
             self._held.append(space[0])
             return space.end()
         char = text[position]
+        if char == "," and not self._is_key and self._closers[-1] == "}":
+            self._closing, self._held = self._held, []
+            self._next = _Next.COMMA
+            self._step = self._read_gap
+            return position
         is_missing_comma = char in "\"'" and len(self._held) > 1 and not self._is_key
         is_closer = char in "]}" and char in self._closers
         if char in (":," if self._is_key else ",") or is_closer or char in _MARKUP or is_missing_comma:
-            self._flush()
+            self._closing, self._held = self._held, []
+            self._end_string()
             self._next = _Next.COLON if self._is_key else _Next.COMMA
             self._step = self._read_gap
+        elif self._is_marked:
+            self._fail_at_marker()
         else:
+            self._is_dubious = True
             self._out.append(quoted("".join([self._quote, *self._held[1:]]))[1:-1])
             self._held.clear()
             self._step = self._read_string

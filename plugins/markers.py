@@ -154,6 +154,17 @@ class MarkerBuffer:
             self._unread[0] = self._unread[0][self._offset :]
             self._offset = 0
 
+    def put_back(self, pieces: list[str]) -> None:
+        """Puts pieces that were passed by `skip` in front again."""
+        assert not self._held
+        assert not self._space
+        if self._unread and self._offset:
+            rest = self._unread.popleft()[self._offset :]
+            if rest:
+                self._unread.appendleft(rest)
+        self._offset = 0
+        self._unread.extendleft(reversed(pieces))
+
     def finish(self) -> list[str]:
         """Everything that is left."""
         self._restart()

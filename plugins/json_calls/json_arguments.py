@@ -3,6 +3,7 @@
 import json
 import re
 
+from penstock.plugins.automaton import MarkerAutomaton
 from penstock.plugins.json_repair import JsonRepair
 from penstock.plugins.json_scanner import Chunk, JsonScanner, State
 
@@ -20,6 +21,8 @@ class JsonArguments:
         self.is_complete = False
         self.is_object = False
         """More than the opening brace of an object has come."""
+        self.ends: MarkerAutomaton | None = None
+        """The markers that may end an object within a string."""
         self._object: JsonRepair | None = None
         self._scanner = JsonScanner(allows_control=True)  # of any other value
         self._held: list[str] = []
@@ -39,13 +42,26 @@ class JsonArguments:
         """What was read last, where that went wrong, and is no part of them."""
         return "" if self._object is None else self._object.left
 
+    @property
+    def num_held(self) -> int:
+        """How many characters were read last that a marker in a string may cut off."""
+        return 0 if self._object is None else self._object.num_held
+
+    @property
+    def may_be_object(self) -> bool:
+        """Nothing has come yet that is neither an object nor stands for one."""
+        if self._object is not None or self.is_complete or not self._held:
+            return self.is_object or not self.is_complete
+        written = "".join(self._held)
+        return written[0] == "n" or (written[0] == '"' and written[1:].lstrip()[:1] in ("", "{", "\\", '"'))
+
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped: the end of the text, or of the value, or what makes no sense."""
         if self._object is None and not self._held:
             space = _SPACE.match(text, position)
             position = position if space is None else space.end()
             if text[position : position + 1] == "{":
-                self._object = JsonRepair()
+                self._object = JsonRepair(self.ends)
         if self._object is not None:
             end = self._object.feed(text, position)
             self.is_object = self._object.is_begun
@@ -70,6 +86,10 @@ class JsonArguments:
         self.is_object = value.startswith("{")
         self._fragments.append(value)
         self._held.clear()
+
+    def end_at_marker(self) -> bool:
+        """No more comes: whether a marker in a string ended the object."""
+        return self._object is not None and self._object.end_at_marker()
 
     def close(self) -> None:
         """The call ends here: an object that has begun is closed."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Container
 from dataclasses import dataclass
 
+from penstock.plugins.automaton import MarkerAutomaton
 from penstock.plugins.json_calls.json_arguments import JsonArguments
 from penstock.plugins.json_scanner import Chunk, JsonScanner, State
 
@@ -32,8 +33,9 @@ class JsonCall:
     """Reads the object and gives out its arguments as `JsonArguments` does, character by character.
 
     The keys may come in any order, and others are passed over. `is_malformed` at the first character that cannot be right: no JSON, no
-    object, a name that is no string, or an object that ends without one. An object that ends without arguments has `{}`. With `offered`,
-    what calls anything else is refused.
+    object, a name that is no string, an object that ends without one, or arguments that are no object. An object with nothing but a name
+    has the arguments `{}`; one that has other members in the place of arguments is no call. With `offered`, what calls anything else is
+    refused.
     """
 
     def __init__(self, keys: CallKeys = USUAL_KEYS, offered: Container[str] | None = None) -> None:
@@ -50,22 +52,28 @@ class JsonCall:
         self._reading = ""  # what the value is that is being read, where it matters
         self._num_keys = 0
         self._has_arguments = False
+        self._has_others = False  # members that mean nothing in a call
 
     @property
     def can_start(self) -> bool:
-        """The name is known and the arguments have begun; an id that comes after them is too late. Other values than objects wait for
-        the end of the call."""
+        """The name is known and the arguments have begun; an id that comes after them is too late."""
         if self.name is None or (self._keys.is_bare and not self._arguments.is_object):
             return False
         return self._arguments.is_object or self.is_complete
 
     @property
     def is_named(self) -> bool:
-        return self.name is not None and not self.is_malformed and (self.can_start or not self._keys.is_bare)
+        if self.name is None or self.is_malformed or not self._arguments.may_be_object:
+            return False
+        return self.can_start if self._keys.is_bare else self._has_arguments or not self._has_others
 
     @property
     def depth(self) -> int:
         return self._scanner.depth + (self._arguments.depth if self._is_in_arguments else 0)
+
+    @property
+    def num_held(self) -> int:
+        return self._arguments.num_held
 
     @property
     def left(self) -> str:
@@ -93,6 +101,13 @@ class JsonCall:
         """The arguments that have come since the last call of this."""
         return self._arguments.take()
 
+    def watch(self, ends: MarkerAutomaton) -> None:
+        self._arguments.ends = ends
+
+    def end_at_marker(self) -> bool:
+        self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
+        return self.is_malformed
+
     def close(self) -> None:
         self._arguments.close()
 
@@ -107,6 +122,7 @@ class JsonCall:
         end = self._arguments.feed(text, position)
         self.is_malformed = self._arguments.is_malformed
         if self._arguments.is_complete:
+            self.is_malformed = not self._arguments.is_object
             self._scanner.pass_value()
         return end
 
@@ -148,6 +164,8 @@ class JsonCall:
         elif key in self._keys.arguments and not self._has_arguments:
             self._reading = "arguments"
             self._has_arguments = True
+        elif key not in (self._keys.name, self._keys.id, "id", "type"):
+            self._has_others = True
         self._value.clear()
         return True
 
@@ -176,9 +194,11 @@ class JsonCall:
         """At the object's end; False where it was no call."""
         if self._keys.is_bare:
             return self.can_start
+        if self.name is None or (self._has_others and not self._has_arguments):
+            return False
         if not self._has_arguments:
             self._arguments.end()
-        return self.name is not None
+        return True
 
 
 def is_name(text: str | None) -> bool:

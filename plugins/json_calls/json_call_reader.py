@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from penstock.plugins.automaton import MarkerAutomaton
+
 
 class JsonCallReader(Protocol):
     """Reads one call as it arrives: its name, the id that the format itself gives it, and its arguments.
@@ -33,12 +35,25 @@ class JsonCallReader(Protocol):
     @property
     def left(self) -> str: ...
 
+    @property
+    def num_held(self) -> int:
+        """How many characters were read last that a marker in a string may cut off; where the call `is_malformed`, it has."""
+        ...
+
+    def watch(self, ends: MarkerAutomaton) -> None:
+        """These markers may end the call within a string."""
+        ...
+
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped: the end of the text, or of the call, or what is malformed."""
         ...
 
     def take_arguments(self) -> str:
         """The arguments that have come since the last call of this."""
+        ...
+
+    def end_at_marker(self) -> bool:
+        """No more comes: whether a marker in a string that is open ended the call, which is malformed then."""
         ...
 
     def close(self) -> None:

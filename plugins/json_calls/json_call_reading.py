@@ -1,8 +1,10 @@
 """A tool call that is being read out of the text of an answer: its events, and the text again where it was none."""
 
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.plugins.automaton import compile_markers
 from penstock.plugins.json_calls.json_call_reader import JsonCallReader
 from penstock.plugins.markers import MarkerBuffer, join_pieces
 
@@ -11,16 +13,20 @@ class JsonCallReading:
     """Hands the text in `buffer` to a reader, one call after the other, and gives out what the reader makes of it.
 
     `block` is the text of a call that has not started, with what stands before it: it is given back where no call starts. An added token
-    that is one of `ends` ends any call, even in the middle of a string.
+    that is one of `ends` ends any call, even in the middle of a string; plain text that is one does where the string has no right end.
     """
 
-    def __init__(self, buffer: MarkerBuffer, ends: Collection[str], new_id: Callable[[], str]) -> None:
+    def __init__(self, buffer: MarkerBuffer, ends: Collection[str], added_tokens: frozenset[str], new_id: Callable[[], str]) -> None:
         self.num_calls = 0
         self.is_started = False
         self.is_over = True
         self.block: list[str] = []
         self._buffer = buffer
         self._ends = ends
+        in_strings = (marker for marker in ends if _is_distinct(marker) and not any(token in marker for token in added_tokens))
+        self._ends_in_strings = compile_markers(tuple(in_strings), added_tokens)
+        self._held: deque[str] = deque()  # what has been read last, where a marker may cut it off
+        self._num_held = 0
         self._new_id = new_id
         self._ids: set[str] = set()
 
@@ -31,7 +37,10 @@ class JsonCallReading:
 
     def open(self, reader: JsonCallReader, block: list[str]) -> None:
         """A call may begin here."""
+        reader.watch(self._ends_in_strings)
         self._reader = reader
+        self._held.clear()
+        self._num_held = 0
         self.block = block
         self.is_started = False
         self.is_over = False
@@ -46,21 +55,54 @@ class JsonCallReading:
         is_end = is_special and piece in self._ends
         end = start if is_end else reader.feed(piece, start)
         is_malformed = is_end or reader.is_malformed
-        if not self.is_started:
-            if is_special and is_malformed:  # it stays whole, for those who look for it
-                end = start
-            if end > start:
-                self.block.append(piece if is_special else piece[start:end])
-        self._buffer.skip(end - start)
+        if not self.is_started and is_special and is_malformed:  # it stays whole, for those who look for it
+            end = start
+        self._take(piece if is_special else piece[start:end], end - start)
         if is_malformed:
-            reader.close()
+            self._end_malformed(events)
+            return True
         self.announce(events)
-        if is_malformed or reader.is_complete or reader.is_refused:
-            self.is_over = is_malformed or reader.is_complete
-            events += map(Text, join_pieces(self.block))
-            self.block = []
-            if is_malformed and self.is_started and reader.left:
-                events.append(Text(reader.left))
+        if reader.is_complete or reader.is_refused:
+            self.is_over = reader.is_complete
+            self._give_back(events)
+        return True
+
+    def _take(self, text: str, length: int) -> None:
+        if not length:
+            return
+        self._buffer.skip(length)
+        if not self.is_started:
+            self.block.append(text)
+        num_held = self._reader.num_held
+        self._held.append(text)
+        self._num_held += length
+        while self._held and self._num_held - len(self._held[0]) >= num_held:
+            self._num_held -= len(self._held.popleft())
+
+    def _end_malformed(self, events: list[Event]) -> None:
+        """The call ends before what made no sense, or before the marker that did."""
+        reader = self._reader
+        if reader.is_malformed and reader.num_held:
+            _, cut_off = _split_end(self._held, reader.num_held)
+            if not self.is_started:
+                self.block, _ = _split_end(self.block, reader.num_held)
+            self._buffer.put_back(cut_off)
+        reader.close()
+        self.announce(events)
+        self.is_over = True
+        self._give_back(events)
+        if self.is_started and reader.left:
+            events.append(Text(reader.left))
+
+    def _give_back(self, events: list[Event]) -> None:
+        events += map(Text, join_pieces(self.block))
+        self.block = []
+
+    def end_at_marker(self, events: list[Event]) -> bool:
+        """Generation is over: where a marker in a string ended the call, what follows that is in the buffer again."""
+        if self.is_over or not self._reader.end_at_marker():
+            return False
+        self._end_malformed(events)
         return True
 
     def announce(self, events: list[Event], *, is_cut: bool = False) -> None:
@@ -90,3 +132,22 @@ class JsonCallReading:
         if not self.is_over and (self.is_started or self._reader.is_named):
             self._reader.stop()
             self.announce(events, is_cut=True)
+
+
+def _is_distinct(marker: str) -> bool:
+    """Whether a marker is more than what strings of any kind may hold: a fence, a bracket, the beginning of an object."""
+    return len(marker) > 3 and not any(char in marker for char in "`{\n")
+
+
+def _split_end(pieces: Iterable[str], length: int) -> tuple[list[str], list[str]]:
+    """The pieces without their last characters, and those."""
+    kept = list(pieces)
+    end: list[str] = []
+    while length:
+        piece = kept.pop()
+        if len(piece) > length:
+            kept.append(piece[:-length])
+            piece = piece[-length:]
+        end.append(piece)
+        length -= len(piece)
+    return kept, end[::-1]

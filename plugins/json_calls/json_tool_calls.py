@@ -50,7 +50,7 @@ class JsonToolCalls:
         self._call = call
         self._head = head
         self._buffer = MarkerBuffer(turn.added_tokens)
-        self._reading = JsonCallReading(self._buffer, (*envelope.starts, *envelope.closings), new_id)
+        self._reading = JsonCallReading(self._buffer, (*envelope.starts, *envelope.closings), turn.added_tokens, new_id)
         self._step = self._read_start if envelope.first else self._read_text
         self._block: list[str] = []  # what to give back where no call comes of it
         self._closings = envelope.closings  # those that may yet follow
@@ -77,6 +77,9 @@ class JsonToolCalls:
         events: list[Event] = []
         if self._step == self._read_arguments:
             self._open(self._named)
+        while self._step == self._read_call and self._reading.end_at_marker(events):
+            self._leave_call()
+            events += read_steps(self._buffer, "", lambda events: self._step(events))
         self._reading.finish(events)
         rest = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
         self._block = self._reading.block = []
@@ -222,15 +225,17 @@ class JsonToolCalls:
     def _read_call(self, events: list[Event]) -> bool:
         if not self._reading.read(events):
             return False
-        if not self._reading.is_over:
-            return True
+        if self._reading.is_over:
+            self._leave_call()
+        return True
+
+    def _leave_call(self) -> None:
         is_started = self._was_call = self._reading.is_started
         if self._is_in_array and (is_started or not self._envelope.bare):
             self._malformed = MalformedCall(self._buffer, self._reading.depth, (*self._envelope.starts, *self._closings), quotes='"')
         else:
             self._malformed = None
         self._step = self._read_end if is_started else self._read_text if self._malformed is None else self._read_malformed
-        return True
 
     def _read_malformed(self, events: list[Event]) -> bool:
         """The rest of what was no call in an array; others may follow it."""
@@ -258,13 +263,17 @@ class JsonToolCalls:
     def _read_end(self, events: list[Event]) -> bool:
         """After a call, whole or broken."""
         of_array = ("]", ",") if self._is_in_array else ()
-        start = self._buffer.take_start(*of_array, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
+        surplus = ("}",) if self._closings else ()
+        markers = (*of_array, *surplus, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
+        start = self._buffer.take_start(*markers)
         if start is None:
             return False
         space, marker = start
         if marker is None:
-            events += map(Text, space)
-            self._step = self._read_text if self._malformed is None else self._read_malformed
+            self._leave_end(events, space)
+        elif marker in surplus:
+            self._block = [*space, *self._as_written(marker)]
+            self._step = self._read_surplus
         elif marker == "]" and self._is_in_array:
             self._is_in_array = False
         elif marker in of_array:
@@ -277,6 +286,27 @@ class JsonToolCalls:
             self._step = self._read_separated
         else:
             self._enter(marker, space)
+        return True
+
+    def _leave_end(self, events: list[Event], pieces: list[str]) -> None:
+        """What follows a call is nothing of the format."""
+        events += map(Text, pieces)
+        self._step = self._read_text if self._malformed is None else self._read_malformed
+
+    def _read_surplus(self, events: list[Event]) -> bool:
+        """Brackets that close nothing belong to the format where a closing follows."""
+        start = self._buffer.take_start("}", "]", *self._closings)
+        if start is None:
+            return False
+        space, marker = start
+        if marker in self._closings and marker is not None:
+            self._block = []
+            self._close(marker)
+            return True
+        self._block += [*space, *([] if marker is None else self._as_written(marker))]
+        if marker is None:
+            self._leave_end(events, join_pieces(self._block))
+            self._block = []
         return True
 
     def _close(self, marker: str) -> None:

@@ -26,8 +26,11 @@ def test_a_string_that_holds_an_object_is_given_out_as_that_object() -> None:
 @pytest.mark.parametrize(
     "value", ['"not a dict"', '"{oops}"', '"{} and more"', '"[1]"', '"5"', "5", "[1, {}]", "true", r'"{\"\ud800\": 1}"']
 )
-def test_any_other_value_is_given_out_as_it_was_written(value: str) -> None:
-    assert arguments_of(value) == value
+def test_any_other_value_makes_it_no_call(value: str) -> None:
+    for call in (JsonCall(), NamedCall("f")):
+        call.feed(f'{{"name": "f", "arguments": {value}}}' if isinstance(call, JsonCall) else value, 0)
+        assert call.is_malformed
+        assert not call.is_named
 
 
 def test_a_string_that_is_cut_is_given_out_as_far_as_it_came() -> None:
@@ -40,7 +43,7 @@ def test_a_string_that_is_cut_is_given_out_as_far_as_it_came() -> None:
 
 def test_the_keys_are_those_of_the_format() -> None:
     call = JsonCall(CallKeys("tool_name", ("parameters",), "id"))
-    call.feed('{"id": "7", "name": "g", "arguments": 1, "tool_name": "f", "parameters": {"x": 1}}', 0)
+    call.feed('{"id": "7", "name": "g", "arguments": {}, "tool_name": "f", "parameters": {"x": 1}}', 0)
     assert (call.name, call.call_id, call.take_arguments(), call.is_complete) == ("f", "7", '{"x": 1}', True)
 
 
@@ -78,14 +81,17 @@ def test_a_bare_object_that_begins_like_no_call_is_refused() -> None:
     assert call.is_refused
 
 
-@pytest.mark.parametrize(("text", "length", "arguments"), [(' {"x": 1} y', 9, '{"x": 1}'), (r'"{\"x\": 1}"', 12, '{"x": 1}')])
+@pytest.mark.parametrize(
+    ("text", "length", "arguments"),
+    [(' {"x": 1} y', 9, '{"x": 1}'), (r'"{\"x\": 1}"', 12, '{"x": 1}'), (" null", 5, "{}"), ('""', 2, "{}")],
+)
 def test_named_arguments_are_an_object_or_hold_one(text: str, length: int, arguments: str) -> None:
     call = NamedCall("f")
     assert call.feed(text, 0) == length
     assert (call.is_complete, call.take_arguments()) == (True, arguments)
 
 
-@pytest.mark.parametrize("text", ["x", "[1]", "1", " null"])
+@pytest.mark.parametrize("text", ["x", "[1]", "1", " nil"])
 def test_named_arguments_are_nothing_else(text: str) -> None:
     call = NamedCall("f")
     call.feed(text, 0)

@@ -10,7 +10,7 @@ from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
-from penstock.testing import read
+from penstock.testing import check_parser, read
 from penstock.testing.answers import split_atoms
 
 WRONG = (" oops ", '"', "'", "}", "]", ",", "\n", "\\", "<")
@@ -67,6 +67,60 @@ def test_a_call_that_has_ended_has_arguments_in_json_or_is_content(name: str) ->
             for index in [event.index for event in events if isinstance(event, ToolCallStart)] if has_ended else ():
                 fragments = [event.fragment for event in events if isinstance(event, ToolCallArguments) and event.index == index]
                 assert is_object("".join(fragments)), f"{text!r} gives {events}"
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": %s}}\n</tool_call>'
+SECOND = HERMES % '"Rome"'
+ROME = [ToolCallStart(1, "weather", ""), ToolCallArguments(1, '{"city": "Rome"}')]
+
+
+@pytest.mark.parametrize(
+    ("written", "city"),
+    [
+        ('"Oslo" /* c */', 'Oslo" /* c */}}\n'),
+        ('"Oslo', "Oslo}}\n"),
+        ('"Oslo" // c\n', 'Oslo" // c\n}}\n'),
+        ('"Oslo");', 'Oslo");}}\n'),
+        ('"Oslo";', 'Oslo";}}\n'),
+        ('"Oslo\\', "Oslo\\}}\n"),
+        ('"use </tool_call> here"', "use </tool_call> here"),
+        ('"he said "go", ok"', 'he said "go", ok'),
+        ('"Oslo", ok', 'Oslo", ok}}\n'),
+        ('"use <tool_call> and </tool_call>"', "use <tool_call> and </tool_call>"),
+    ],
+)
+def test_a_marker_in_text_ends_a_call_unless_it_stands_in_a_string_that_ends_as_it_should(written: str, city: str) -> None:
+    call = HERMES % written
+    for text, following in (
+        (f"{call}\nAfter", [Text("\nAfter")]),
+        (f'{call}\nHe said "x", "y"', [Text('\nHe said "x", "y"')]),
+        (f"{call}\n{SECOND} After", [*ROME, Text(" After")]),
+        (call.removesuffix("</tool_call>") + SECOND, ROME),
+    ):
+        start, arguments, *rest = answer("hermes", text, frozenset())
+        assert isinstance(start, ToolCallStart)
+        assert isinstance(arguments, ToolCallArguments)
+        assert json.loads(arguments.fragment) == {"city": city}
+        assert rest == following
+
+
+def test_a_marker_in_a_string_that_is_cut_ends_the_call() -> None:
+    events = answer("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b</tool_call> c', frozenset())
+    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"a": "b"}'), Text(" c")]
+    events = answer("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b</tool_c', frozenset())
+    assert events == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"a": "b</tool_c')]
+    events = answer("hermes", '<tool_call>{"arguments": {"a": "b</tool_call>' + HERMES % '"Oslo"', frozenset())
+    assert events == [
+        Text('<tool_call>{"arguments": {"a": "b</tool_call>'),
+        ToolCallStart(0, "weather", ""),
+        ToolCallArguments(0, '{"city": "Oslo"}'),
+    ]
+
+
+def test_calls_that_a_marker_ends_are_the_same_however_they_are_cut() -> None:
+    values = ('"Oslo', '"O" /* c */', '"a </tool_call> b"', '"a </tool_call> b", c"', '"a", b", "c": 1', '"O"}}')
+    samples = [f'{HERMES % value}\n{SECOND} "a", b' for value in values]
+    check_parser(plugins().tool_parsers["hermes"], samples, markers=("<tool_call>", "</tool_call>"), max_examples=30)
 
 
 def is_object(text: str) -> bool:

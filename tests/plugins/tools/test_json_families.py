@@ -1,5 +1,6 @@
 import importlib
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,44 @@ def test_calls_are_numbered(factory: Callable[[Turn], Parser], info: FormatInfo)
 def test_an_object_in_a_string_stands_for_itself(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
     example = content_of(info)
     assert read(factory(AUTO), [example.replace('{"city": "Oslo"}', r'"{\"city\": \"Oslo\"}"')]) == WEATHER
+
+
+@families
+@pytest.mark.parametrize("value", ['"Oslo"', "1", "[1]", "true"])
+def test_arguments_that_are_no_object_make_it_content(factory: Callable[[Turn], Parser], info: FormatInfo, value: str) -> None:
+    text = content_of(info).replace('{"city": "Oslo"}', value)
+    assert read(factory(AUTO), [text]) == [Text(text)]
+
+
+@families
+@pytest.mark.parametrize("value", ["null", '""'])
+def test_what_stands_for_no_arguments_is_an_empty_object(factory: Callable[[Turn], Parser], info: FormatInfo, value: str) -> None:
+    events = read(factory(AUTO), [content_of(info).replace('{"city": "Oslo"}', value)])
+    assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, "{}")]
+
+
+WITH_KEYS = {module: family for module, family in FAMILIES.items() if re.search(r'"(arguments|parameters)": ', content_of(family[1]))}
+
+
+@pytest.mark.parametrize(("factory", "info"), WITH_KEYS.values(), ids=WITH_KEYS)
+@pytest.mark.parametrize("member", ['"args": {"city": "Oslo"}', '"Arguments": {"city": "Oslo"}', '"city": "Oslo"'])
+def test_a_call_with_other_members_for_its_arguments_is_content(factory: Callable[[Turn], Parser], info: FormatInfo, member: str) -> None:
+    text = re.sub(r'"(arguments|parameters)": \{"city": "Oslo"\}', member, content_of(info))
+    assert read(factory(AUTO), [text]) == [Text(text)]
+    cut = text.partition("slo")[0]
+    assert read(factory(AUTO), [cut]) == [Text(cut)]
+
+
+@families
+def test_brackets_that_close_nothing_belong_to_the_format_before_its_end(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+    example = content_of(info)
+    head, arguments, rest = example.partition('{"city": "Oslo"}')
+    brackets = rest[: len(rest) - len(rest.lstrip("}]"))]
+    end = rest.removeprefix(brackets)
+    surplus = f"{head}{arguments}{brackets}}}}}"
+    assert read(factory(AUTO), [f"{surplus} after"]) == [*WEATHER, Text("}} after")]
+    if end.strip():
+        assert read(factory(AUTO), [f"{surplus}{end} after"]) == [*WEATHER, Text(" after")]
 
 
 @families
