@@ -42,6 +42,7 @@ class ParameterReader:
         self._call = ParameterCall()
         self._body = JsonRepair()
         self._is_wrapper = False
+        self._has_name = False  # what is held of the call's line is more than white space
         self._held: list[str] = []  # of a tag or a name that is not complete
         self._tag = Tag("")  # of the parameter whose value comes next
         self._type: list[str] = []
@@ -102,9 +103,9 @@ class ParameterReader:
             start = self._buffer.offset
             found = None if isinstance(piece, SpecialText) else _LINE_TEXT.match(piece, start)
             end = start if found is None else found.end()
-            has_name = any(not part.isspace() for part in self._held)
-            if found is not None and end < len(piece) and piece[end] == "\n" and not has_name and piece[start:end].strip() == "":
-                end += 1
+            self._has_name = self._has_name or not (end == start or piece[start:end].isspace())
+            is_break = found is not None and piece[end : end + 1] == "\n"
+            end += is_break and not self._has_name
             if end == start:
                 break
             self._held.append(piece[start:end])

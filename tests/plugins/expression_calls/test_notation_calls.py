@@ -16,6 +16,7 @@ from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.tools.functiongemma import FunctionGemma
 from penstock.plugins.tools.gemma4 import Gemma4
 from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing.cost_check import check_cost
 from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
 from penstock.testing.tool_format_check import SAMPLE_TOOLS
 
@@ -188,6 +189,10 @@ def test_a_quoted_call_calls_nothing_where_the_markers_are_tokens() -> None:
 
 
 FUNCTION_MARKERS = ("<start_function_call>", "<end_function_call>", "<escape>")
+
+
+def test_line_breaks_before_a_value_are_looked_at_once() -> None:
+    check_cost(FunctionGemma, "<start_function_call>call:f{k:", AUTO)
 
 
 def test_functiongemma_keeps_its_promises() -> None:
