@@ -18,7 +18,8 @@ MAX_POSITIONS = 5
 def check_cost(factory: Callable[[Turn], Parser], sample: str, turn: Turn) -> None:
     """Raises `AssertionError` where four times as much text, put in anywhere, costs much more than four times as much to read.
 
-    The text is words or line breaks. Counted are the lines of Python that run and the characters that methods of `str` look at or copy, with one character to a piece.
+    The text is words, or line breaks. Counted are the lines of Python that run and the characters that methods of `str` look at or
+    copy, with one character to a piece.
     """
     step = max(1, len(sample) // (MAX_POSITIONS - 1))
     for position, filler in product([*range(0, len(sample), step), len(sample)], FILLERS):
