@@ -10,6 +10,7 @@ from penstock.plugins.schema_values import TextValue, quoted, to_json
 
 SCALARS: Types = frozenset({"string", "number", "integer", "boolean", "null"})
 _QUOTE = '"'
+_MAX_CLOSERS = 8
 _KEY = re.compile(r"\s*[\w.\-/$]+\s*")
 
 
@@ -82,6 +83,12 @@ class NotationCall:
     def is_in_string(self) -> bool:
         """Between delimiters."""
         return self._string is not None or self._is_in_key
+
+    @property
+    def closers(self) -> str:
+        """The brackets that end the call from here, where they are few."""
+        frames = self._frames if len(self._frames) <= _MAX_CLOSERS else ()
+        return "".join(frame.closer for frame in reversed(frames))
 
     def take_arguments(self) -> str:
         """The arguments that have come since the last call of this."""
