@@ -155,15 +155,9 @@ class MarkerBuffer:
             self._offset = 0
 
     def put_back(self, pieces: list[str]) -> None:
-        """Puts pieces that were passed by `skip` in front again."""
-        assert not self._held
-        assert not self._space
-        if self._unread and self._offset:
-            rest = self._unread.popleft()[self._offset :]
-            if rest:
-                self._unread.appendleft(rest)
-        self._offset = 0
-        self._unread.extendleft(reversed(pieces))
+        """Puts pieces that were taken in front again, to be read anew."""
+        self._restart()
+        self._put_in_front([*pieces, *self._take_space()])
 
     def finish(self) -> list[str]:
         """Everything that is left."""
@@ -186,14 +180,18 @@ class MarkerBuffer:
     def _restart(self) -> None:
         """Puts what is held back in front again: other markers are looked for from here on, so it has to be read under those."""
         self._state = 0
-        if self._held:
-            if self._offset:
-                rest = self._unread.popleft()[self._offset :]
-                self._offset = 0
-                if rest:
-                    self._unread.appendleft(rest)
-            self._unread.extendleft(reversed(self._held))
-            self._held.clear()
+        self._put_in_front(self._held)
+        self._held.clear()
+
+    def _put_in_front(self, pieces: list[str]) -> None:
+        if not pieces:
+            return
+        if self._offset:
+            rest = self._unread.popleft()[self._offset :]
+            self._offset = 0
+            if rest:
+                self._unread.appendleft(rest)
+        self._unread.extendleft(reversed(pieces))
 
 
 def is_cut_marker(pieces: list[str], *markers: str) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from itertools import product
 from types import FrameType
 from typing import Any, SupportsIndex
 
@@ -10,21 +11,22 @@ from penstock.engine.parsing import Parser
 from penstock.engine.turn import Turn
 from penstock.testing.answers import split_atoms
 
-FILLER = "lorem ipsum "
+FILLERS = ("lorem ipsum ", "\n" * 12)
 MAX_POSITIONS = 5
 
 
 def check_cost(factory: Callable[[Turn], Parser], sample: str, turn: Turn) -> None:
     """Raises `AssertionError` where four times as much text, put in anywhere, costs much more than four times as much to read.
 
-    Counted are the lines of Python that run and the characters that methods of `str` look at or copy, with one character to a piece.
+    The text is words, or line breaks. Counted are the lines of Python that run and the characters that methods of `str` look at or
+    copy, with one character to a piece.
     """
     step = max(1, len(sample) // (MAX_POSITIONS - 1))
-    for position in [*range(0, len(sample), step), len(sample)]:
-        costs = [_cost(factory(turn), f"{sample[:position]}{FILLER * num}{sample[position:]}", turn.added_tokens) for num in (0, 16, 64)]
+    for position, filler in product([*range(0, len(sample), step), len(sample)], FILLERS):
+        costs = [_cost(factory(turn), f"{sample[:position]}{filler * num}{sample[position:]}", turn.added_tokens) for num in (0, 16, 64)]
         short, long = costs[1] - costs[0], costs[2] - costs[0]
         assert long <= 6 * short + 500, (
-            f"{len(FILLER) * 16} more characters after {sample[:position]!r} cost {short} steps, four times as many cost {long}: "
+            f"{len(filler) * 16} more characters after {sample[:position]!r} cost {short} steps, four times as many cost {long}: "
             "what has been read is read again"
         )
 

@@ -10,6 +10,7 @@ from penstock.plugins.schema_values import TextValue, quoted, to_json
 
 SCALARS: Types = frozenset({"string", "number", "integer", "boolean", "null"})
 _QUOTE = '"'
+_MAX_CLOSERS = 8
 _KEY = re.compile(r"\s*[\w.\-/$]+\s*")
 
 
@@ -22,6 +23,7 @@ class _Frame:
     key: str | None = None
     text: list[str] = field(default_factory=list)  # of a key, or of a value without delimiters
     bare: str | None = None  # a member's value without delimiters, which goes on after its comma where no key follows
+    num_blank: int = 0  # parts of the text at its beginning that are known to be white space
 
     @property
     def is_key_next(self) -> bool:
@@ -29,7 +31,13 @@ class _Frame:
 
     @property
     def has_text(self) -> bool:
-        return any(part.strip() for part in self.text)
+        while self.num_blank < len(self.text) and not self.text[self.num_blank].strip():
+            self.num_blank += 1
+        return self.num_blank < len(self.text)
+
+    def clear_text(self) -> None:
+        self.text.clear()
+        self.num_blank = 0
 
     def value_types(self) -> Types | None:
         return self.value_schema().types
@@ -76,6 +84,12 @@ class NotationCall:
         """Between delimiters."""
         return self._string is not None or self._is_in_key
 
+    @property
+    def closers(self) -> str:
+        """The brackets that end the call from here, where they are few."""
+        frames = self._frames if len(self._frames) <= _MAX_CLOSERS else ()
+        return "".join(frame.closer for frame in reversed(frames))
+
     def take_arguments(self) -> str:
         """The arguments that have come since the last call of this."""
         return self._writer.take()
@@ -121,7 +135,7 @@ class NotationCall:
         elif mark == self._delimiter:
             self._string = TextValue(frame.value_types() or self._types_of_strings)
             self._writer.begin_value()
-            frame.text.clear()
+            frame.clear_text()
         elif mark in "{[":
             self._open(frame, mark)
         else:
@@ -162,7 +176,7 @@ class NotationCall:
                 self._close()
             return
         self._end_value_before_key(frame)
-        frame.text.clear()
+        frame.clear_text()
         if mark == self._delimiter:
             self._is_in_key = True
         else:
@@ -174,7 +188,7 @@ class NotationCall:
         text = "".join(frame.text)
         if mark == "," and frame.key is not None and text.strip():
             frame.bare = text
-            frame.text.clear()
+            frame.clear_text()
             return
         self._end_bare(frame)
         if mark == frame.closer:
@@ -183,7 +197,7 @@ class NotationCall:
     def _end_member(self, frame: _Frame, *, may_go_on: bool = False) -> None:
         """What came where a key was expected is none: it belongs to the value before, or else has no value itself."""
         text = "".join(frame.text)
-        frame.text.clear()
+        frame.clear_text()
         if frame.bare is not None:
             frame.bare += f",{text}" if text.strip() else ""
             if not may_go_on:
@@ -194,14 +208,16 @@ class NotationCall:
 
     def _end_value_before_key(self, frame: _Frame) -> None:
         if frame.bare is not None:
-            frame.text, frame.bare = [frame.bare], None
+            frame.clear_text()
+            frame.text.append(frame.bare)
+            frame.bare = None
             self._end_bare(frame)
 
     def _open(self, frame: _Frame, mark: str) -> None:
         self._writer.begin(mark)
         self._frames.append(_Frame("}" if mark == "{" else "]", frame.value_schema()))
         frame.key = None
-        frame.text.clear()
+        frame.clear_text()
 
     def _close(self) -> None:
         self._frames.pop()
@@ -222,7 +238,7 @@ class NotationCall:
             json_text = text if inner == text else quoted(inner)
             self._writer.scalar(to_json(json_text, frame.value_types() or SCALARS, is_json=True))
         frame.key = None
-        frame.text.clear()
+        frame.clear_text()
 
 
 def _without_quotes(text: str) -> str:

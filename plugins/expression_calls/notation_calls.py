@@ -43,6 +43,7 @@ class NotationCalls:
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._call = self._new_call("")
         self._past_end: list[str] = []  # the end marker inside a string, and what follows it, while it may be the end of the call
+        self._next_head: list[str] | None = None  # what follows the start marker there, up to a brace
         self._head: list[str] = []  # what to give back where this is no call: markers, white space before them, and the name
         self._name: list[str] = []
         self._length = 0
@@ -65,11 +66,12 @@ class NotationCalls:
 
     def finish(self) -> list[Event]:
         """A call that is open keeps what came of it."""
-        rest = self._buffer.finish()
         events: list[Event] = []
         if self._step == self._read_past_end:
-            self._end_at_marker([*self._past_end, *rest], events)
-            return events
+            self._end_string(self._past_end, events)
+            while self._step(events):
+                pass
+        rest = self._buffer.finish()
         if self._step == self._read_arguments:
             for piece in rest:
                 self._call.add(piece)
@@ -79,7 +81,7 @@ class NotationCalls:
         ends = {self._read_end: (self._end, CALL), self._read_next_call: (CALL,), self._read_between: ()}.get(self._step)
         if ends is not None and is_cut_marker(rest, *ends):
             return events
-        return [Text(piece) for piece in join_pieces([*self._head, *rest])]
+        return [*events, *map(Text, join_pieces([*self._head, *rest]))]
 
     def _read_text(self, events: list[Event]) -> bool:
         pieces, marker = self._buffer.take_until(self._start)
@@ -118,14 +120,17 @@ class NotationCalls:
         return True
 
     def _read_arguments(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(*self._call.marks, self._end)
+        pieces, marker = self._buffer.take_until(*self._call.marks, *self._ends)
         for piece in pieces:
             self._call.add(piece)
-        if marker == self._end and self._call.is_in_string and not self._ends_strings:
+        if marker is not None and self._call.is_in_string and marker.endswith(self._end):
             self._past_end = [marker]
+            self._next_head = None
             self._step = self._read_past_end
+            if self._ends_strings:
+                self._end_string(self._past_end, events)
         elif marker == self._end:
-            self._end_at_marker([marker], events)
+            self._end_call(events)
         elif marker is not None:
             self._call.mark(marker)
         self._give_out(events)
@@ -133,26 +138,46 @@ class NotationCalls:
             self._step = self._read_end
         return marker is not None
 
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """The end marker; in a string also with the brackets before it that end the call if the string was not closed."""
+        if not self._call.is_in_string:
+            return (self._end,)
+        return tuple(dict.fromkeys((self._end, f"}}{self._end}", f"{self._call.closers}{self._end}")))
+
     def _read_past_end(self, events: list[Event]) -> bool:
-        """The end marker in a string belongs to it where the string is closed later."""
-        pieces, marker = self._buffer.take_until(self._delimiter)
+        """The end marker in a string belongs to it where the string is closed later; not where another call begins before that."""
+        pieces, marker = self._buffer.take_until(self._delimiter, self._start, *(("{",) if self._next_head is not None else ()))
         self._past_end += pieces
+        if self._next_head is not None:
+            self._next_head += map(str, pieces)
         if marker is None:
             return False
-        for piece in self._past_end:
-            self._call.add(piece)
-        self._call.mark(marker)
-        self._give_out(events)
-        self._step = self._read_arguments
+        if marker == self._delimiter:
+            for piece in self._past_end:
+                self._call.add(piece)
+            self._call.mark(marker)
+            self._give_out(events)
+            self._step = self._read_arguments
+            return True
+        self._past_end.append(marker)
+        if marker == self._start:
+            self._next_head = []
+            return True
+        head = _HEAD.fullmatch("".join(self._next_head or ()))
+        self._next_head = None
+        if head is not None and (not self._schemas or head[1] in self._schemas):
+            self._end_string(self._past_end, events)
         return True
 
-    def _end_at_marker(self, pieces: list[str], events: list[Event]) -> None:
-        """The first of these ends the call, closed or not; the rest is text."""
+    def _end_string(self, pieces: list[str], events: list[Event]) -> None:
+        """The first of these ends the call within a string that was not closed; the rest is read anew."""
+        self._buffer.put_back(pieces[1:])
+        self._end_call(events)
+
+    def _end_call(self, events: list[Event]) -> None:
         self._call.close()
         self._give_out(events)
-        after = join_pieces(pieces[1:])
-        if not all(piece.isspace() for piece in after):
-            events += map(Text, after)
         self._step = self._read_between
 
     def _give_out(self, events: list[Event]) -> None:

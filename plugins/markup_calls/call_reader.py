@@ -34,6 +34,10 @@ class CallReader(Protocol):
 
     def read(self) -> Progress: ...
 
+    def settle(self) -> bool:
+        """Generation is over: decides what only more text would have decided. True where that leaves something to read."""
+        ...
+
     def finish(self) -> list[str]:
         """Generation is over inside the call: gives back what has been read after `head` and is no part of a call."""
         ...

@@ -86,6 +86,9 @@ class CallSections:
     def finish(self) -> list[Event]:
         """An open block that has not named its call is text; one that has stays a call, as far as it came."""
         events: list[Event] = []
+        while self._reader is not None and self._reader.settle():
+            while self._step(events):
+                pass
         if self._reader is not None:
             reader = self._reader
             rest = reader.finish()

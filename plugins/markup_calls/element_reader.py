@@ -46,6 +46,9 @@ class ElementReader:
     def read(self) -> Progress:
         return self._step()
 
+    def settle(self) -> bool:
+        return False
+
     def take_arguments(self) -> str:
         fragment = "".join(self._pieces)
         self._pieces.clear()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 
 from penstock.engine.events import SpecialText
@@ -23,9 +24,15 @@ class ParameterReader:
     A name that holds white space or brackets is one only where the request offers such a tool. The call is certain with its first
     parameter, with its end or, where one JSON object stands in the place of the parameters, with that. Anything but white space between
     parameters ends the call, as the end of the answer does: it is complete there, and stays open where it stops inside a parameter.
+
+    What closes the call or its section, as plain text inside a value, is part of the value where the value's own end follows. Where the
+    beginning of another call, its name included, or the end of the answer does, the value was not closed: it ends there, and what follows
+    is read anew. A value that quotes whole calls does not end with them.
     """
 
-    def __init__(self, buffer: MarkerBuffer, markup: ParameterMarkup, schemas: ToolSchemas, around: Surroundings) -> None:
+    def __init__(
+        self, buffer: MarkerBuffer, markup: ParameterMarkup, schemas: ToolSchemas, around: Surroundings, *, has_lead: bool = True
+    ) -> None:
         self.name: str | None = None
         self.is_certain = False
         self.head: list[str] = []
@@ -37,15 +44,23 @@ class ParameterReader:
         self._schema = ArgumentsSchema(None)
         self._around = around
         self._ends = (*around.tokens, *filter(around.is_token, (markup.parameter, markup.call_end)))  # of any value
-        self._value_ends = (markup.value_end, *markup.implied_ends, *self._ends)
+        self._starts = tuple(marker for marker in (markup.section, markup.call) if marker)
+        self._value_ends: tuple[str, ...] = ()
+        self._unclosed_ends: tuple[str, ...] = ()  # of a value that may not have been closed
+        self._value_marks: tuple[str, ...] = ()
+        self._num_quoted = Counter[str]()  # what has been opened in the value, by what closes it
+        self._past_end: list[str] = []  # one of those ends, and what follows it, while it may be part of the value
+        self._next_start = markup.lead or markup.call
+        self._next_call: ParameterReader | None = None  # after such an end
         self._between = (markup.parameter, markup.call_end, *around.markers)
         self._call = ParameterCall()
         self._body = JsonRepair()
         self._is_wrapper = False
+        self._has_name = False  # what is held of the call's line is more than white space
         self._held: list[str] = []  # of a tag or a name that is not complete
         self._tag = Tag("")  # of the parameter whose value comes next
         self._type: list[str] = []
-        self._step: Callable[[], Progress] = self._read_lead if markup.lead else self._first_step
+        self._step: Callable[[], Progress] = self._read_lead if markup.lead and has_lead else self._first_step
 
     @property
     def _first_step(self) -> Callable[[], Progress]:
@@ -102,9 +117,9 @@ class ParameterReader:
             start = self._buffer.offset
             found = None if isinstance(piece, SpecialText) else _LINE_TEXT.match(piece, start)
             end = start if found is None else found.end()
-            has_name = any(not part.isspace() for part in self._held)
-            if found is not None and end < len(piece) and piece[end] == "\n" and not has_name and piece[start:end].strip() == "":
-                end += 1
+            self._has_name = self._has_name or not (end == start or piece[start:end].isspace())
+            is_break = found is not None and piece[end : end + 1] == "\n"
+            end += is_break and not self._has_name
             if end == start:
                 break
             self._held.append(piece[start:end])
@@ -224,7 +239,8 @@ class ParameterReader:
 
     def _read_parameter_name(self) -> Progress:
         """Between its markers; a model may forget the second."""
-        pieces, marker = self._buffer.take_until(self._markup.name_end, self._markup.value, self._markup.call_end)
+        ends = (self._markup.call_end, *self._around.markers)
+        pieces, marker = self._buffer.take_until(self._markup.name_end, self._markup.value, *ends)
         self._held += pieces
         if marker is None:
             return Progress.WAITING
@@ -236,18 +252,18 @@ class ParameterReader:
             return Progress.READ
         if marker == self._markup.value and name:
             return self._open(Tag(name))
-        if marker == self._markup.call_end:
+        if marker in ends:
             return self._follow(marker)
         self._held += self._around.pieces(marker)
         return self._no_parameter()
 
     def _read_value_marker(self) -> Progress:
         types = (self._markup.type_start,) if self._markup.type_start else ()
-        start = self._buffer.take_start(self._markup.value, self._markup.parameter, *types)
+        start = self._buffer.take_start(self._markup.value, *self._between, *types)
         if start is None:
             return Progress.WAITING
         space, marker = start
-        if marker == self._markup.parameter:  # the model has thought better of the one before, which has no value
+        if marker in self._between:  # the parameter has no value
             self._held = []
             return self._follow(marker)
         if marker == self._markup.value and self._tag.name:
@@ -284,8 +300,18 @@ class ParameterReader:
         types = frozenset({"object"}) if self._is_wrapper else self._schema.types(tag.name)
         self._call.open(tag.name, self._markup.new_value(types, tag))
         self._step = self._read_literal if self._markup.literal else self._read_value
-        self._value_ends = (self._markup.value_end, *self._markup.implied_ends, *self._ends)
+        self._end_value_with(self._markup.value_end, *self._markup.implied_ends)
         return Progress.READ
+
+    def _end_value_with(self, *ends: str) -> None:
+        """A line break before what ends a value that was not closed belongs to the markup."""
+        markup = self._markup
+        self._value_ends = (*ends, *self._ends)
+        outer = (markup.value_end, markup.call_end, markup.section_end)
+        self._unclosed_ends = tuple(marker for marker in outer if marker and marker not in self._value_ends)
+        lines = (f"\n{marker}" for marker in (*markup.implied_ends, *self._unclosed_ends, *self._ends))
+        self._value_marks = tuple(dict.fromkeys((*self._value_ends, *self._unclosed_ends, *lines, *self._starts)))
+        self._num_quoted.clear()
 
     def _read_literal(self) -> Progress:
         """Whether the value stands in markers of its own."""
@@ -294,7 +320,7 @@ class ParameterReader:
             return Progress.WAITING
         space, marker = start
         if marker is not None:
-            self._value_ends = (self._markup.literal_end, *self._ends)
+            self._end_value_with(self._markup.literal_end)
         for piece in space if marker is None else ():
             self._call.feed(piece)
         self._step = self._read_value
@@ -309,15 +335,82 @@ class ParameterReader:
         return self._stop(space) if marker is None else Progress.READ
 
     def _read_value(self) -> Progress:
-        pieces, marker = self._buffer.take_until(*self._value_ends)
+        pieces, marker = self._buffer.take_until(*self._value_marks)
         for piece in pieces:
             self._call.feed(piece)
         if marker is None:
             return Progress.WAITING
         assert self._call.value is not None
-        if self._call.value.is_in_json_string and not self._around.is_token(marker):
+        end = marker.removeprefix("\n")
+        is_quoted = self._call.value.is_in_json_string and not self._around.is_token(marker)
+        if is_quoted or self._is_quoted_call(end):
             self._call.feed(marker)
+        elif end in self._unclosed_ends:
+            self._past_end = [marker]
+            self._step = self._read_past_end
+        else:
+            return self._follow_value(end)
+        return Progress.READ
+
+    def _is_quoted_call(self, marker: str) -> bool:
+        """Whether the marker opens a call or a section inside the value, or closes one that was opened there."""
+        if marker in self._value_ends:
+            return False
+        if marker in self._starts:
+            self._num_quoted[self._markup.call_end if marker == self._markup.call else self._markup.section_end] += 1
+            return True
+        self._num_quoted[marker] -= 1
+        return self._num_quoted[marker] >= 0
+
+    def _read_past_end(self) -> Progress:
+        pieces, marker = self._buffer.take_until(*self._value_ends, self._next_start)
+        self._past_end += pieces
+        if marker is None:
+            return Progress.WAITING
+        if marker == self._next_start:
+            self._past_end += self._around.pieces(marker)
+            self._next_call = ParameterReader(self._buffer, self._markup, self._schemas, self._around, has_lead=False)
+            self._step = self._read_next_call
             return Progress.READ
+        self._buffer.put_back(self._around.pieces(marker))
+        for piece in self._past_end:
+            self._call.feed(piece)
+        self._past_end = []
+        self._num_quoted.clear()
+        self._step = self._read_value
+        return Progress.READ
+
+    def _read_next_call(self) -> Progress:
+        """Whether another call begins after one that was perhaps not closed."""
+        call = self._next_call
+        assert call is not None
+        progress = call.read()
+        if call.name is not None and (not self._schemas or call.name in self._schemas):
+            return self._end_unclosed_value()
+        if call.name is not None or progress is Progress.MALFORMED:
+            self._next_call = None
+            self._buffer.put_back(call.head)
+            self._step = self._read_past_end
+            return Progress.READ
+        return progress
+
+    def _end_unclosed_value(self) -> Progress:
+        marker, *rest = self._past_end
+        if self._next_call is not None:
+            rest += [*self._next_call.head, *self._next_call._held]
+            self._next_call = None
+        self._past_end = []
+        self._buffer.put_back(rest)
+        return self._follow_value(marker.removeprefix("\n"))
+
+    def settle(self) -> bool:
+        if not self._past_end:
+            return False
+        self._step = self._end_unclosed_value
+        return True
+
+    def _follow_value(self, marker: str) -> Progress:
+        """`marker` ends the value."""
         self._end_value()
         is_literal = marker == self._markup.literal_end
         self._step = self._read_literal_end if is_literal else self._read_between

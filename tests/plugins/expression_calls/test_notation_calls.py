@@ -16,6 +16,8 @@ from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.tools.functiongemma import FunctionGemma
 from penstock.plugins.tools.gemma4 import Gemma4
 from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing.answers import split_atoms
+from penstock.testing.cost_check import check_cost
 from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
 from penstock.testing.tool_format_check import SAMPLE_TOOLS
 
@@ -162,6 +164,22 @@ def test_the_end_marker_closes_a_string_that_nothing_else_closes() -> None:
     check_parser(Gemma4, [f"{text}\nDone."], markers=MARKERS, turn=AUTO, max_examples=10)
 
 
+@pytest.mark.parametrize("vocabulary", [frozenset[str](), frozenset(MARKERS)])
+def test_a_string_that_was_not_closed_ends_with_its_call(vocabulary: frozenset[str]) -> None:
+    turn = Turn(tool_choice="auto", added_tokens=vocabulary)
+    text = f"<|tool_call>call:f{{k:{Q}a}}<tool_call|><|tool_call>call:g{{k:[{Q}b]}}<tool_call|>\n<|tool_call>call:h{{}}<tool_call|>Tail"
+    events = read(Gemma4(turn), split_atoms(text, vocabulary))
+    assert calls(events) == [("f", {"k": "a"}), ("g", {"k": ["b"]}), ("h", {})]
+    assert events[-1] == Text("Tail")
+    check_parser(Gemma4, [text], markers=MARKERS, turn=AUTO, max_examples=10)
+
+
+def test_a_string_may_quote_the_markers() -> None:
+    quoted = "a}<tool_call|> and <|tool_call> and }"
+    events = read(Gemma4(AUTO), list(f"<|tool_call>call:f{{k:{Q}{quoted}{Q}}}<tool_call|>"))
+    assert calls(events) == [("f", {"k": quoted})]
+
+
 @pytest.mark.parametrize("between", ["", "\n", ",", " , "])
 def test_several_calls_may_stand_between_one_pair_of_markers(between: str) -> None:
     text = f"<|tool_call>call:f{{a:1}}{between}call:g{{}}<tool_call|>!"
@@ -188,6 +206,10 @@ def test_a_quoted_call_calls_nothing_where_the_markers_are_tokens() -> None:
 
 
 FUNCTION_MARKERS = ("<start_function_call>", "<end_function_call>", "<escape>")
+
+
+def test_line_breaks_before_a_value_are_looked_at_once() -> None:
+    check_cost(FunctionGemma, "<start_function_call>call:f{k:", AUTO)
 
 
 def test_functiongemma_keeps_its_promises() -> None:

@@ -1,10 +1,12 @@
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Parser
 from penstock.engine.turn import Turn
 from penstock.plugins.markup_calls.call_sections import CallSections
 from penstock.plugins.tools.glm import glm45, glm47
@@ -12,6 +14,7 @@ from penstock.plugins.tools.hy_v3 import INFO, hy_v3
 from penstock.plugins.tools.longcat import MARKUP, Longcat
 from penstock.testing import check_parser, check_tool_format, read
 from penstock.testing.answers import split_atoms
+from penstock.testing.cost_check import check_cost
 from tests.plugins.tools.parameter_samples import AUTO, TOOLS, calls, content
 
 LONGCAT_MARKERS = MARKUP.markers
@@ -47,6 +50,11 @@ def test_names_and_values_are_read_with_and_without_line_breaks(text: str, name:
 def test_what_has_no_name_is_content(text: str) -> None:
     assert calls(glm45, text) == []
     assert content(glm45, text) == text
+
+
+@pytest.mark.parametrize(("factory", "start"), [(glm45, "<tool_call>"), (glm47, "<tool_call>"), (Longcat, "<longcat_tool_call>")])
+def test_line_breaks_before_a_name_are_looked_at_once(factory: Callable[[Turn], Parser], start: str) -> None:
+    check_cost(factory, start, AUTO)
 
 
 def test_hunyuan_has_a_separator_after_the_name_and_a_section() -> None:
