@@ -19,6 +19,7 @@ _INTEGER = re.compile(r"[+-]?\d[\d_]*", re.ASCII)
 _OTHER_INTEGER = re.compile(r"[+-]?0[xXoObB][0-9a-fA-F_]+", re.ASCII)
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][+-]?\d+)?", re.ASCII)
 _CLOSERS = {"[": "]", "(": ")"}
+_MAX_CLOSERS = 8
 MAX_WORD = 1000
 """Characters of a name or a number: what is longer is none."""
 
@@ -69,14 +70,33 @@ class PythonCall:
         """How many brackets are open."""
         return len(self._closers)
 
+    @property
+    def quote(self) -> str:
+        """The mark that ends the string that is being read, where that is a value."""
+        is_open = self._step == self._read_string and self._key is None and self._string.is_open
+        return self._quote if is_open else ""
+
+    @property
+    def is_in_string(self) -> bool:
+        """In a value that is a string, or after what may be its end."""
+        return self._key is None and self._step in (self._read_string, self._read_after_string, self._read_after_last)
+
+    @property
+    def closers(self) -> str:
+        """The brackets that end the call from here, and its list, where they are few."""
+        closers = self._closers if self.depth <= _MAX_CLOSERS else ()
+        return "".join(reversed(closers)) + ("]" if self._in_list else "")
+
     def take_arguments(self) -> str:
         """The arguments that have come since the last call of this."""
         return self._writer.take() if self.is_started else ""
 
     def feed(self, text: str, position: int) -> int:
-        """Reads from `position`; returns where it stopped: the end of the text, or of the call, or what is malformed."""
+        """Reads from `position`; returns where it stopped: the end of the text, or of the call, what is malformed, or a string's text."""
         while position < len(text) and not self.is_complete and not self.is_malformed:
             position = self._step(text, position)
+            if self.quote:
+                break
         return position
 
     def close(self) -> None:

@@ -1,14 +1,17 @@
 """Tool calls written as Python expressions: a list of them, or a line for each, with markers around or nothing."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
-from penstock.plugins.expression_calls.python_call import PythonCall
+from penstock.plugins.expression_calls.python_call import NAME, PythonCall
 from penstock.plugins.malformed_call import MalformedCall
 from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
+
+_HEAD = re.compile(rf"\s*\[?\s*{NAME.pattern}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +43,21 @@ class PythonCalls:
         self._ends = (envelope.end,) if envelope.end else ()
         self._has_bracket = False  # the list that is being read has begun with one
         self._buffer = MarkerBuffer(turn.added_tokens)
+        self._tokens = turn.added_tokens & {envelope.start, envelope.end}
         self._call = PythonCall()
         self._held: list[str] = []  # text if what follows is no call: markers, separators, and the call itself until it is certain
         self._num_calls = 0
         self._is_started = False
         self._was_call = False  # what has been read last
+        self._past_end: list[str] = []  # the end marker inside a string, and what follows it, while it may be the end of the calls
+        self._next_head: list[str] | None = None  # what follows the start marker there, up to a bracket
         self._malformed: MalformedCall | None = None
         self._step = self._read_start if envelope.is_bare else self._read_text
 
     @property
     def is_in_call(self) -> bool:
         """Between the brackets of a call, and of what turned out to be none."""
-        return self._step == self._read_malformed or (self._step == self._read_call and self._call.name is not None)
+        return self._step in (self._read_malformed, self._read_past_end) or (self._step == self._read_call and self._call.name is not None)
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
@@ -62,10 +68,16 @@ class PythonCalls:
     def finish(self) -> list[Event]:
         """A call that is open keeps what came of it, from its name on; what is none is text."""
         events: list[Event] = []
+        if self._step == self._read_past_end:
+            self._end_string(events)
+            while self._step(events):
+                pass
+        rest = self._buffer.finish()
         if self._step == self._read_call:
+            while rest and self._call.quote:
+                self._call.feed(rest.pop(0), 0)
             self._call.cut()
             self._give_out(events)
-        rest = self._buffer.finish()
         if self._was_call and is_cut_marker(rest, *self._closers):
             return events
         self._held += rest
@@ -148,6 +160,8 @@ class PythonCalls:
             self._step = self._read_after if self._was_call else self._read_text
 
     def _read_call(self, events: list[Event]) -> bool:
+        if self._call.quote and self._ends:
+            return self._read_string(events)
         piece = self._buffer.peek()
         if piece is None:
             return False
@@ -164,6 +178,10 @@ class PythonCalls:
                 self._held.append(piece if isinstance(piece, SpecialText) else piece[start:end])
         self._buffer.skip(end - start)
         self._give_out(events)
+        self._follow_call(events, is_malformed=is_malformed, is_end=is_end)
+        return True
+
+    def _follow_call(self, events: list[Event], *, is_malformed: bool, is_end: bool = False) -> None:
         if is_malformed:
             self._end_malformed(events)
         elif self._call.is_complete or is_end:
@@ -171,7 +189,80 @@ class PythonCalls:
             self._step = self._read_separator
             if self._call.has_ended_list:
                 self._close("]", events)
+
+    def _read_string(self, events: list[Event]) -> bool:
+        """To its quotation mark, or the end marker, with the brackets before it that end the call if the string was not closed."""
+        quote, end, closers = self._call.quote, self._envelope.end, self._call.closers
+        ends = (end, f"){end}", f"{closers}{end}", f")\n{end}", f"{closers}\n{end}")
+        starts = (self._envelope.start,) if self._is_token(self._envelope.start) else ()
+        pieces, marker = self._buffer.take_until(*dict.fromkeys((quote, *ends, *starts)))
+        for piece in pieces:
+            self._call.feed(piece, 0)
+        self._give_out(events)
+        if marker is None:
+            return False
+        if marker != quote and self._is_token(marker):
+            token = SpecialText(marker if marker in starts else end)
+            self._buffer.put_back([token])
+            self._end_call(events)
+            return True
+        self._call.feed(marker, 0)
+        if marker == quote:
+            self._give_out(events)
+        else:
+            self._past_end = [marker]
+            self._next_head = None
+            self._step = self._read_past_end
         return True
+
+    def _is_token(self, marker: str) -> bool:
+        return any(token in marker for token in self._tokens)
+
+    def _read_past_end(self, events: list[Event]) -> bool:
+        """The end marker belongs to the string where that is closed later; not where another call begins before that."""
+        if not self._call.quote:
+            return self._read_past_string(events)
+        head = self._next_head
+        pieces, marker = self._buffer.take_until(self._call.quote, self._envelope.start, *(("(",) if head is not None else ()))
+        for piece in (*pieces, *([] if marker is None else [marker])):
+            self._past_end.append(piece)
+            self._call.feed(piece, 0)
+        if head is not None:
+            head += pieces
+        if marker is not None:
+            self._next_head = [] if marker == self._envelope.start else None
+        if marker == "(" and head is not None and _HEAD.fullmatch("".join(head)):
+            self._end_string(events)
+        return marker is not None
+
+    def _read_past_string(self, events: list[Event]) -> bool:
+        """What follows a quotation mark tells whether the string is over."""
+        piece = self._buffer.peek()
+        if piece is None:
+            return False
+        symbol = piece if isinstance(piece, SpecialText) else piece[self._buffer.offset]
+        end = self._call.feed(symbol, 0)
+        self._past_end.append(symbol[:end])
+        self._buffer.skip(end)
+        if not self._call.is_in_string:
+            self._past_end = []
+            self._step = self._read_call
+            self._give_out(events)
+            self._follow_call(events, is_malformed=self._call.is_malformed)
+        return True
+
+    def _end_string(self, events: list[Event]) -> None:
+        """The call ended with the marker, within a string that was not closed; the rest is read anew."""
+        self._buffer.put_back([self._envelope.end, *self._past_end[1:]])
+        self._past_end = []
+        self._call.take_arguments()
+        self._end_call(events)
+
+    def _end_call(self, events: list[Event]) -> None:
+        self._call.close()
+        self._give_out(events)
+        self._was_call = True
+        self._step = self._read_separator
 
     def _give_out(self, events: list[Event]) -> None:
         if not self._call.is_started:

@@ -26,6 +26,11 @@ class PythonString:
         self._escape: list[str] | None = None
         self._characters: list[str] = []
 
+    @property
+    def is_open(self) -> bool:
+        """What comes next is part of it. Two marks side by side may be all of it, or begin one between three."""
+        return not self.is_over and not (self._is_triple is None and self._num_quotes == 2)
+
     def take(self) -> str:
         """The characters that have come since the last call of this."""
         text = "".join(self._characters)

@@ -8,15 +8,18 @@ from hypothesis import strategies as st
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.format_info import FormatInfo
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.hooks import ToolParserFactory
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
+from penstock.plugins.manager import Plugins
 from penstock.plugins.tools.lfm2 import Lfm2
 from penstock.plugins.tools.llama4_pythonic import Llama4Pythonic
 from penstock.plugins.tools.olmo3 import Olmo3
 from penstock.plugins.tools.pythonic import Pythonic
 from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing.answers import split_atoms
 
 AUTO = Turn(tool_choice="auto")
 FAMILIES: dict[str, tuple[ToolParserFactory, list[str], tuple[str, ...]]] = {
@@ -292,3 +295,35 @@ def test_schemas_that_are_no_list_of_properties_are_refused_where_they_are_stric
     else:
         with pytest.raises(UnsupportedGrammar, match="minProperties"):
             Lfm2.tool_format.calls([CallableTool("f", spec)], is_single=True)
+
+
+UNCLOSED = ["lfm2", "llama4_pythonic", "olmo3"]
+
+
+def unclosed(info: FormatInfo) -> str:
+    start, end = info.example.split("Oslo")
+    return f"{start}Oslo{end[1:]}"
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_a_string_that_was_not_closed_ends_with_its_call(name: str) -> None:
+    registry = Plugins.start(["none"]).tool_parsers
+    info = registry.infos[name]
+    text = f'{unclosed(info)}Then {unclosed(info).replace("Oslo", "Rome")}{info.example}Tail isn\'t "it".'
+    markers = tuple(marker for marker in info.markers if len(marker) > 1)
+    for vocabulary in (frozenset[str](), frozenset(markers)):
+        events = read(registry[name](Turn(tool_choice="auto", added_tokens=vocabulary)), split_atoms(text, vocabulary))
+        fragments = ["".join(e.fragment for e in events if isinstance(e, ToolCallArguments) and e.index == index) for index in range(3)]
+        assert fragments == ['{"city": "Oslo"}', '{"city": "Rome"}', '{"city": "Oslo"}']
+        assert "".join(event.text for event in events if isinstance(event, Text)) == 'Then Tail isn\'t "it".'
+    check_parser(registry[name], [text], markers=markers, turn=Turn(tool_choice="auto"), max_examples=5)
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_a_string_may_quote_the_markers(name: str) -> None:
+    registry = Plugins.start(["none"]).tool_parsers
+    info = registry.infos[name]
+    markers = [marker for marker in info.markers if len(marker) > 1]
+    quoted = f"a){markers[-1]} and {markers[0]} (b)"
+    events = read(registry[name](Turn(tool_choice="auto")), [info.example.replace("Oslo", quoted)])
+    assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, json.dumps({"city": quoted}))]
