@@ -35,6 +35,11 @@ class JsonCallReading:
         """How many brackets of the call are open."""
         return self._reader.depth
 
+    @property
+    def is_whole(self) -> bool:
+        """The call ended as it should."""
+        return self._reader.is_complete and not self._reader.is_malformed
+
     def open(self, reader: JsonCallReader, block: list[str]) -> None:
         """A call may begin here."""
         reader.watch(self._ends_in_strings)

@@ -263,7 +263,7 @@ class JsonToolCalls:
     def _read_end(self, events: list[Event]) -> bool:
         """After a call, whole or broken."""
         of_array = ("]", ",") if self._is_in_array else ()
-        surplus = ("}",) if self._closings else ()
+        surplus = ("}",) if self._closings and self._reading.is_whole else ()
         markers = (*of_array, *surplus, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
         start = self._buffer.take_start(*markers)
         if start is None:
