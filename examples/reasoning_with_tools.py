@@ -72,7 +72,7 @@ def tool_messages(calls: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]
         yield {"role": "tool", "tool_call_id": call["id"], "content": result}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Stream a conversation in which the model reasons and calls a tool.")
     parser.add_argument("question", nargs="?", default="What is the weather in Oslo?")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
@@ -82,18 +82,22 @@ def main() -> None:
     )
     parser.add_argument("--thinking-token-budget", type=int, default=256, help="tokens of reasoning in each answer")
     parser.add_argument("--max-tokens", type=int, default=512, help="tokens of each answer, reasoning included")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
     with OpenAI(base_url=arguments.base_url, api_key=arguments.api_key) as client:
         model = client.models.list().data[0].id
         messages: list[Any] = [{"role": "user", "content": arguments.question}]
         for turn in range(MAX_TURNS):
+            tool_choice = ("none" if turn else FORCED) if arguments.force else "auto"
+            if turn == MAX_TURNS - 1:
+                print("\n[no more tools]\nThe model has called as often as it may, and has to answer now.")
+                tool_choice = "none"
             answer = assistant_message(
                 client.chat.completions.create(
                     model=model,
                     messages=messages,
                     tools=TOOLS,
-                    tool_choice=("none" if turn else FORCED) if arguments.force else "auto",
+                    tool_choice=tool_choice,
                     temperature=0,
                     max_tokens=arguments.max_tokens,
                     stream=True,
@@ -103,6 +107,8 @@ def main() -> None:
             if "tool_calls" not in answer:
                 break
             messages += [answer, *tool_messages(answer["tool_calls"])]
+        if not answer["content"].strip():
+            print("\n[no answer]\nThe model said nothing after its reasoning: more --max-tokens may help.")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -124,6 +125,46 @@ def test_reasoning_a_call_its_result_and_the_answer_are_shown_in_turn(url: str) 
     )
     assert turns is not None, shown
     assert set(json.loads(turns[1])) == {"city"}
+
+
+class AlwaysCalls:
+    """In OpenAI's client's place: answers with a call wherever tools may be called, and then with `content`."""
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+        self.models = self.chat = self.completions = self
+        self.choices: list[Any] = []
+
+    def __call__(self, **options: Any) -> "AlwaysCalls":
+        return self
+
+    def __enter__(self) -> "AlwaysCalls":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def list(self) -> Any:
+        return SimpleNamespace(data=[SimpleNamespace(id="m")])
+
+    def create(self, *, tool_choice: Any, **fields: Any) -> Any:
+        self.choices.append(tool_choice)
+        function = SimpleNamespace(name="get_weather", arguments='{"city": "Oslo"}')
+        calls = None if tool_choice == "none" else [SimpleNamespace(index=0, id="c", function=function)]
+        delta = SimpleNamespace(model_extra={}, content=None if calls else self._content, tool_calls=calls)
+        return [SimpleNamespace(choices=[SimpleNamespace(delta=delta)])]
+
+
+@pytest.mark.parametrize(("content", "last"), [("Cloudy.", "[content]\nCloudy."), ("", "more --max-tokens may help.")])
+def test_a_model_that_calls_again_and_again_has_to_answer_in_the_end(
+    content: str, last: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = AlwaysCalls(content)
+    monkeypatch.setattr("openai.OpenAI", client)
+    shown = shown_by("reasoning_with_tools", capsys)
+    assert client.choices == ["auto", "auto", "auto", "none"]
+    assert "[no more tools]" in shown
+    assert shown.rstrip().endswith(last)
 
 
 def test_structured_gives_an_instance_of_its_model(url: str) -> None:

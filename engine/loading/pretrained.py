@@ -56,8 +56,8 @@ def _progress_for_terminals() -> Iterator[None]:
     if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
         yield
         return
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        transformers_logging.enable_progress_bar()
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

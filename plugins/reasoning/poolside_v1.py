@@ -31,8 +31,8 @@ def register_reasoning_parsers(register: Register) -> None:
             models="Laguna",
             markers=("<think>", "</think>"),
             quirks=(
-                "Off unless `thinking` or `enable_thinking` is true. `<tool_call>` ends the reasoning. An end marker at the start, or "
-                "that comes once more, is taken out."
+                "Off unless `thinking` or `enable_thinking` is true. `<tool_call>` ends the reasoning. An end marker that leads the "
+                "answer, or comes once more, is taken out."
             ),
             signs=("<think>", "</think>", "<tool_call>", "<assistant>", "</assistant>", "<arg_key>"),
             prompt_tail="<think>",

@@ -455,7 +455,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"tools": []}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": WEATHER, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": WEATHER, "tool_choice": {"type": "function", "function": {"name": "whether"}}}, "tool_choice"),

@@ -58,7 +58,7 @@ def test_the_default_model_speaks(default_model_dir: Path, quantization: Quantiz
 
 def test_progress_bars_are_for_terminals(tiny_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.enable_progress_bar()
+    transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         load_model(tiny_dir, "float32", "cpu")
         assert capsys.readouterr().err == ""
@@ -68,7 +68,7 @@ def test_progress_bars_are_for_terminals(tiny_dir: Path, capsys: pytest.CaptureF
         assert "Loading weights" in capsys.readouterr().err
     finally:
         if not was_enabled:
-            transformers_logging.disable_progress_bar()
+            transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def test_the_engines_own_attention_is_the_default(tiny_dir: Path) -> None:
