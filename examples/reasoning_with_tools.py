@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         model = client.models.list().data[0].id
         messages: list[Any] = [{"role": "user", "content": arguments.question}]
         for turn in range(MAX_TURNS):
-            tool_choice = ("none" if turn else FORCED) if arguments.force else "auto"
+            tool_choice: Any = ("none" if turn else FORCED) if arguments.force else "auto"
             if turn == MAX_TURNS - 1:
                 print("\n[no more tools]\nThe model has called as often as it may, and has to answer now.")
                 tool_choice = "none"
