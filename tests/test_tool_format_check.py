@@ -49,7 +49,7 @@ class OtherKey(Blocks):
 
 class LosesArguments(Blocks):
     def call(self, tool: CallableTool) -> Structure:
-        return Sequence((Literal(f'{{"name": "{tool.name}", "input": '), Value(tool.arguments), Literal("}")))
+        return Literal(f'{{"name": "{tool.name}"}}')
 
 
 class TextAfter(Blocks):
