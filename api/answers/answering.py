@@ -47,7 +47,7 @@ async def answer(
 ) -> web.StreamResponse:
     """Streams a chunk for every `interval` tokens. Raises what the engine raises, as long as nothing has been sent."""
     if stream:
-        return await _stream(http, bundled(deltas, interval or 1), fold, headers)
+        return await _stream(http, deltas if interval is None or interval == 1 else bundled(deltas, interval), fold, headers)
     async with aclosing(deltas):
         async for delta in deltas:
             fold.add(delta)

@@ -127,3 +127,36 @@ def _meant_by(value: str) -> str:
     reader = JsonRepair()
     end = reader.feed(content, 0)
     return reader.take() if reader.is_complete and end == len(content) else value
+
+
+class ArgumentsHolder:
+    """What the readers of calls have in common: the arguments are read by a `JsonArguments` of their own."""
+
+    def __init__(self) -> None:
+        self.is_malformed = False
+        self._arguments = JsonArguments()
+
+    @property
+    def num_held(self) -> int:
+        return self._arguments.num_held
+
+    @property
+    def left(self) -> str:
+        return self._arguments.left
+
+    def take_arguments(self) -> str:
+        """The arguments that have come since the last call of this."""
+        return self._arguments.take()
+
+    def watch(self, ends: MarkerAutomaton) -> None:
+        self._arguments.ends = ends
+
+    def end_at_marker(self) -> bool:
+        self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
+        return self.is_malformed
+
+    def close(self) -> None:
+        self._arguments.close()
+
+    def stop(self) -> None:
+        self._arguments.stop()

@@ -4,8 +4,7 @@ import json
 from collections.abc import Container
 from dataclasses import dataclass
 
-from penstock.plugins.automaton import MarkerAutomaton
-from penstock.plugins.json_calls.json_arguments import JsonArguments
+from penstock.plugins.json_calls.json_arguments import ArgumentsHolder
 from penstock.plugins.json_scanner import Chunk, JsonScanner, State
 
 
@@ -29,7 +28,7 @@ class CallKeys:
 USUAL_KEYS = CallKeys()
 
 
-class JsonCall:
+class JsonCall(ArgumentsHolder):
     """Reads the object and gives out its arguments as `JsonArguments` does, character by character.
 
     The keys may come in any order, and others are passed over. `is_malformed` at the first character that cannot be right: no JSON, no
@@ -39,14 +38,13 @@ class JsonCall:
     """
 
     def __init__(self, keys: CallKeys = USUAL_KEYS, offered: Container[str] | None = None) -> None:
+        super().__init__()
         self.name: str | None = None
         self.call_id: str | None = None
-        self.is_malformed = False
         self.is_refused = False
         self._keys = keys
         self._offered = offered
         self._scanner = JsonScanner(allows_control=True)
-        self._arguments = JsonArguments()
         self._key: list[str] = []
         self._value: list[str] = []  # of the name, or of the id
         self._reading = ""  # what the value is that is being read, where it matters
@@ -72,14 +70,6 @@ class JsonCall:
         return self._scanner.depth + (self._arguments.depth if self._is_in_arguments else 0)
 
     @property
-    def num_held(self) -> int:
-        return self._arguments.num_held
-
-    @property
-    def left(self) -> str:
-        return self._arguments.left
-
-    @property
     def is_complete(self) -> bool:
         return self._scanner.state is State.COMPLETE and not self.is_malformed
 
@@ -96,23 +86,6 @@ class JsonCall:
                 break
             position = end
         return position
-
-    def take_arguments(self) -> str:
-        """The arguments that have come since the last call of this."""
-        return self._arguments.take()
-
-    def watch(self, ends: MarkerAutomaton) -> None:
-        self._arguments.ends = ends
-
-    def end_at_marker(self) -> bool:
-        self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
-        return self.is_malformed
-
-    def close(self) -> None:
-        self._arguments.close()
-
-    def stop(self) -> None:
-        self._arguments.stop()
 
     @property
     def _is_in_arguments(self) -> bool:

@@ -1,18 +1,16 @@
 """One tool call whose name has been read before: only its arguments are JSON."""
 
-from penstock.plugins.automaton import MarkerAutomaton
-from penstock.plugins.json_calls.json_arguments import JsonArguments
+from penstock.plugins.json_calls.json_arguments import ArgumentsHolder
 
 
-class NamedCall:
+class NamedCall(ArgumentsHolder):
     """Reads the arguments: an object, a string that holds one, or `null`."""
 
     def __init__(self, name: str, call_id: str | None = None) -> None:
+        super().__init__()
         self.name: str | None = name
         self.call_id = call_id
-        self.is_malformed = False
         self.is_refused = False
-        self._arguments = JsonArguments()
         self._has_begun = False
 
     @property
@@ -31,14 +29,6 @@ class NamedCall:
     def depth(self) -> int:
         return self._arguments.depth
 
-    @property
-    def num_held(self) -> int:
-        return self._arguments.num_held
-
-    @property
-    def left(self) -> str:
-        return self._arguments.left
-
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped: the end of the text, or of the arguments, or what is malformed."""
         while not self._has_begun and position < len(text):
@@ -52,23 +42,6 @@ class NamedCall:
         end = self._arguments.feed(text, position)
         self.is_malformed = self._arguments.is_malformed or (self._arguments.is_complete and not self._arguments.is_object)
         return end
-
-    def take_arguments(self) -> str:
-        """The arguments that have come since the last call of this."""
-        return self._arguments.take()
-
-    def watch(self, ends: MarkerAutomaton) -> None:
-        self._arguments.ends = ends
-
-    def end_at_marker(self) -> bool:
-        self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
-        return self.is_malformed
-
-    def close(self) -> None:
-        self._arguments.close()
-
-    def stop(self) -> None:
-        self._arguments.stop()
 
     def end(self) -> None:
         """The format has ended the call without arguments."""
