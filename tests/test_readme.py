@@ -1,5 +1,6 @@
 """What the README says, as far as a machine can check it."""
 
+import ast
 import os
 import re
 import shutil
@@ -39,7 +40,6 @@ BUILDERS: list[Callable[[], ArgumentParser]] = [
 ]
 PARSERS = [build() for build in BUILDERS]
 FLAGS = {flag for parser in PARSERS for action in parser._actions for flag in action.option_strings}
-FAMILIES = (ROOT / "plugins" / "reasoning", ROOT / "plugins" / "tools")  # docs/parsers.md has a line for each
 LAYERS = ("commands", "llm", "api", "plugins", "engine", "testing")
 
 
@@ -66,37 +66,22 @@ def entries(block: str) -> Iterator[tuple[str, str]]:
         yield "".join(folders), comment.strip()
 
 
-TREES = [dict(entries(block)) for block in re.findall(r"```\n(.*?)```", section("The tree"), re.DOTALL)]
+(TREE,) = [dict(entries(block)) for block in re.findall(r"```\n(.*?)```", section("The tree"), re.DOTALL)]
+MODULES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py")) if path.read_text(encoding="utf-8").strip()]
 
 
-def test_there_are_two_trees() -> None:
-    assert len(TREES) == 2
-
-
-def test_the_first_tree_has_every_entry_of_the_root() -> None:
+def test_the_tree_has_every_entry_of_the_root() -> None:
     on_disk = {path.name + "/" * path.is_dir() for path in ROOT.iterdir() if not ignored(path.name)}
-    assert set(TREES[0]) == on_disk
-
-
-def test_the_second_tree_has_every_module_and_folder_of_the_layers() -> None:
-    files = {
-        path for layer in LAYERS for path in (ROOT / layer).rglob("*.py") if path.name != "__init__.py" and path.parent not in FAMILIES
-    }
-    below = [path for layer in LAYERS for path in [ROOT / layer, *(ROOT / layer).rglob("*")]]
-    folders = {path for path in below if path.is_dir() and path.name != "__pycache__"}
-    on_disk = {str(path.relative_to(ROOT)) for path in files} | {f"{path.relative_to(ROOT)}/" for path in folders}
-    assert set(TREES[1]) == on_disk
+    assert set(TREE) == on_disk
 
 
 def test_something_is_said_of_every_entry() -> None:
-    assert [path for tree in TREES for path, comment in tree.items() if not comment] == []
+    assert [path for path, comment in TREE.items() if not comment] == []
 
 
-@pytest.mark.parametrize("folder", ["api/templates/", "engine/native/"])
-def test_files_that_are_no_modules_are_named_beside_their_folder(folder: str) -> None:
-    assert {path.name for path in (ROOT / folder).glob("*.*") if path.suffix != ".py"} == set(
-        re.findall(r"[\w.]+\.(?:jinja|cpp|h)\b", TREES[1][folder])
-    )
+def test_every_module_says_what_it_is_about() -> None:
+    silent = [path for path in MODULES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+    assert [str(path.relative_to(ROOT)) for path in silent] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -112,7 +97,7 @@ def test_files_that_are_mentioned_exist(page: str) -> None:
 
 
 def test_every_page_of_the_docs_is_named_in_the_tree() -> None:
-    assert set(re.findall(r"[\w-]+\.md", TREES[0]["docs/"])) == {path.name for path in (ROOT / "docs").iterdir()}
+    assert set(re.findall(r"[\w-]+\.md", TREE["docs/"])) == {path.name for path in (ROOT / "docs").iterdir()}
 
 
 @pytest.mark.parametrize("page", PAGES)
