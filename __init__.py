@@ -9,75 +9,70 @@ if TYPE_CHECKING:
     from penstock.engine.hooks import hookimpl
     from penstock.engine.pooling.pooling_params import PoolingParams
     from penstock.llm.async_llm import AsyncLLM
-    from penstock.llm.executor import Executor
-    from penstock.llm.executor_api.output import OutputConfig
-    from penstock.llm.executor_api.request import Request
-    from penstock.llm.executor_api.response import Response, Result
-    from penstock.llm.executor_api.retention import KvCacheRetentionConfig
-    from penstock.llm.executor_api.sampling import SamplingConfig
+    from penstock.llm.executor.executor import Executor
+    from penstock.llm.executor.requests import KvCacheRetentionConfig, OutputConfig, Request, SamplingConfig
+    from penstock.llm.executor.responses import Response, Result
     from penstock.llm.llm import LLM
-    from penstock.llm.pooling_output import (
+    from penstock.llm.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
         ClassificationOutput,
         ClassificationRequestOutput,
+        CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
+        Logprob,
         PoolingOutput,
         PoolingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from penstock.llm.prompts import TextPrompt, TokensPrompt
-    from penstock.llm.request_output import (
-        BeamSearchOutput,
-        BeamSearchSequence,
-        CompletionOutput,
-        Logprob,
-        RequestMetrics,
-        RequestOutput,
-    )
+    from penstock.llm.preparing import TextPrompt, TokensPrompt
     from penstock.llm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "AsyncLLM": "penstock.llm.async_llm",
-    "BeamSearchOutput": "penstock.llm.request_output",
+    "BeamSearchOutput": "penstock.llm.outputs",
     "BeamSearchParams": "penstock.engine.beam_search.beam_params",
-    "BeamSearchSequence": "penstock.llm.request_output",
-    "ClassificationOutput": "penstock.llm.pooling_output",
-    "ClassificationRequestOutput": "penstock.llm.pooling_output",
-    "CompletionOutput": "penstock.llm.request_output",
+    "BeamSearchSequence": "penstock.llm.outputs",
+    "ClassificationOutput": "penstock.llm.outputs",
+    "ClassificationRequestOutput": "penstock.llm.outputs",
+    "CompletionOutput": "penstock.llm.outputs",
     "ConfigurationError": "penstock.engine.errors",
-    "EmbeddingOutput": "penstock.llm.pooling_output",
-    "EmbeddingRequestOutput": "penstock.llm.pooling_output",
+    "EmbeddingOutput": "penstock.llm.outputs",
+    "EmbeddingRequestOutput": "penstock.llm.outputs",
     "EngineUnavailable": "penstock.engine.errors",
-    "Executor": "penstock.llm.executor",
+    "Executor": "penstock.llm.executor.executor",
     "GenerationFailed": "penstock.engine.errors",
     "GuidedDecodingParams": "penstock.llm.sampling_params",
     "hookimpl": "penstock.engine.hooks",
     "InvalidRequest": "penstock.engine.errors",
-    "KvCacheRetentionConfig": "penstock.llm.executor_api.retention",
+    "KvCacheRetentionConfig": "penstock.llm.executor.requests",
     "LLM": "penstock.llm.llm",
-    "Logprob": "penstock.llm.request_output",
-    "OutputConfig": "penstock.llm.executor_api.output",
+    "Logprob": "penstock.llm.outputs",
+    "OutputConfig": "penstock.llm.executor.requests",
     "PenstockError": "penstock.engine.errors",
-    "PoolingOutput": "penstock.llm.pooling_output",
+    "PoolingOutput": "penstock.llm.outputs",
     "PoolingParams": "penstock.engine.pooling.pooling_params",
-    "PoolingRequestOutput": "penstock.llm.pooling_output",
+    "PoolingRequestOutput": "penstock.llm.outputs",
     "QueueFull": "penstock.engine.errors",
-    "Request": "penstock.llm.executor_api.request",
-    "RequestMetrics": "penstock.llm.request_output",
-    "RequestOutput": "penstock.llm.request_output",
+    "Request": "penstock.llm.executor.requests",
+    "RequestMetrics": "penstock.llm.outputs",
+    "RequestOutput": "penstock.llm.outputs",
     "RequestOutputKind": "penstock.llm.sampling_params",
-    "Response": "penstock.llm.executor_api.response",
-    "Result": "penstock.llm.executor_api.response",
-    "SamplingConfig": "penstock.llm.executor_api.sampling",
+    "Response": "penstock.llm.executor.responses",
+    "Result": "penstock.llm.executor.responses",
+    "SamplingConfig": "penstock.llm.executor.requests",
     "SamplingParams": "penstock.llm.sampling_params",
-    "ScoringOutput": "penstock.llm.pooling_output",
-    "ScoringRequestOutput": "penstock.llm.pooling_output",
+    "ScoringOutput": "penstock.llm.outputs",
+    "ScoringRequestOutput": "penstock.llm.outputs",
     "StructuredOutputsParams": "penstock.llm.sampling_params",
-    "TextPrompt": "penstock.llm.prompts",
-    "TokensPrompt": "penstock.llm.prompts",
+    "TextPrompt": "penstock.llm.preparing",
+    "TokensPrompt": "penstock.llm.preparing",
 }
 
 __all__ = [

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
 from penstock import __version__
-from penstock.api.chat_protocol import ReasoningField
 from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammar import AdditionalProperties
+from penstock.serving.requests import ReasoningField
 from penstock.vllm_arguments import ALL as VLLM_ARGUMENTS
 from penstock.vllm_arguments import flag_of, to_our_flags
 

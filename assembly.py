@@ -8,12 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.api.context import PoolingContext, ServerContext, ServerOptions
-from penstock.api.messages import RESERVED_KWARGS
-from penstock.api.model_abilities import description
-from penstock.api.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
-from penstock.api.templates.tool_prompt import ToolPrompt
-from penstock.api.workers import Workers
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
@@ -37,6 +31,11 @@ from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.recognition import Evidence
 from penstock.plugins.registry import Registry
+from penstock.serving.context import PoolingContext, ServerContext, ServerOptions, description
+from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
+from penstock.serving.templates.messages import RESERVED_KWARGS
+from penstock.serving.templates.tool_prompt import ToolPrompt
+from penstock.serving.workers import Workers
 
 log = logging.getLogger(__name__)
 

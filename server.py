@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock import __version__
 from penstock.arguments import Arguments, parse_arguments
-from penstock.commands import COMMANDS
+from penstock.cli import COMMANDS
 from penstock.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -5,11 +5,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
-from penstock.api.context import CONTEXT, POOLING, SHARED, PoolingContext, ServerContext
-from penstock.api.health import show_health, show_version
-from penstock.api.metrics.grammar_metrics import GrammarCollector
-from penstock.api.metrics.metrics import METRICS, REQUEST_METRICS, Metrics, RequestMetrics, show_metrics
-from penstock.api.metrics.pooling_metrics import PoolingCollector
+from penstock.api.context import CONTEXT, POOLING, SHARED
+from penstock.api.metrics import METRICS, REQUEST_METRICS, show_metrics
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -22,15 +19,13 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.model_abilities import GENERATES, what_it_is, wrong_model
-from penstock.api.models import list_models, show_model
-from penstock.api.pooling.classify import classify
-from penstock.api.pooling.embeddings import create_embeddings
-from penstock.api.pooling.pooling import pool
-from penstock.api.pooling.rerank import rerank, rerank_v2
-from penstock.api.pooling.score import create_scores
+from penstock.api.models import list_models, show_health, show_model, show_version
+from penstock.api.pooling import classify, create_embeddings, pool
+from penstock.api.scoring import create_scores, rerank, rerank_v2
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.context import GENERATES, PoolingContext, ServerContext, what_it_is, wrong_model
+from penstock.serving.metrics import GrammarCollector, Metrics, PoolingCollector, RequestMetrics
 
 GENERATION: dict[str, Handler] = {
     "/v1/chat/completions": create_chat_completion,

@@ -1,17 +1,199 @@
-"""From an HTTP request to its decoded body."""
+"""From an HTTP request to its decoded body: bounded, typed, and every mistake with its JSON path."""
 
-from typing import TypeVar
+import difflib
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+import msgspec
+import numpy as np
 from aiohttp import hdrs, web
+from msgspec import inspect
 
-from penstock.api.common_protocol import RequestFields
-from penstock.api.context import SHARED, SharedContext
-from penstock.api.decoding import decode
-from penstock.api.workers import run
-from penstock.engine.errors import NoSuchModel
+from penstock.api.context import CONTEXT, SHARED
+from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.serving.context import SharedContext
+from penstock.serving.requests import RequestFields, mistaken_path
+from penstock.serving.workers import run
 
 T = TypeVar("T")
+
+
+def client_of(http: web.Request) -> str | None:
+    """Whom work is held to: the API key, as a digest, where the server asks for keys, else the address."""
+    if not http.app[CONTEXT].options.api_keys:
+        return http.remote
+    return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
+
+
+SMALL = 2**16  # bytes: holds too few items to matter
+MAX_ITEMS = 2_000_000  # members and elements: token ids, most of them; 25 ns each
+MAX_KEYS = 100_000  # 400 ns each
+MAX_STRINGS = 500_000  # 60 ns each
+MAX_BRACKETS = 250_000  # each an object for the garbage collector to walk through
+
+_QUOTE, _BACKSLASH = b'"\\'
+_PIECE = 2**20  # bytes looked at together: what is made of them stays in the processor's cache
+
+
+def check_body(body: bytes) -> None:
+    """Raises `InvalidRequest` for JSON with more keys, strings, items or brackets than any request needs.
+
+    Counts outside strings only, so that a long text may hold any characters. Invalid JSON may be counted wrongly, and is refused later.
+    """
+    if len(body) < SMALL:
+        return
+    counts = dict.fromkeys(b",:[{", 0)
+    num_quotes = 0
+    for piece in _pieces(body.replace(b"\\\\", b"__")):
+        characters = np.frombuffer(piece, dtype=np.uint8)
+        is_quote = characters == _QUOTE
+        is_quote[1:] &= characters[:-1] != _BACKSLASH
+        is_outside = (np.cumsum(is_quote, dtype=np.int32) + num_quotes) % 2 == 0
+        num_quotes += int(is_quote.sum())
+        for character in counts:
+            counts[character] += int(np.count_nonzero((characters == character) & is_outside))
+    brackets = counts[ord("[")] + counts[ord("{")]
+    for number, limit, what in (
+        (brackets, MAX_BRACKETS, "opening brackets and braces"),
+        (counts[ord(":")], MAX_KEYS, "keys"),
+        (num_quotes // 2, MAX_STRINGS, "strings"),
+        (counts[ord(",")] + brackets, MAX_ITEMS, "items"),
+    ):
+        if number > limit:
+            raise InvalidRequest(f"a body with more than {limit} {what} is refused")
+
+
+def _pieces(body: bytes) -> list[bytes]:
+    """Cut where no piece begins with a quote that a backslash at the end of the one before it escapes."""
+    pieces: list[bytes] = []
+    start = 0
+    while start < len(body):
+        end = start + _PIECE
+        while body[end - 1 : end] == b"\\":
+            end += 1
+        pieces.append(body[start:end])
+        start = end
+    return pieces
+
+
+OFF: tuple[Any, ...] = (None, False, "", [], {})
+MAX_UNKNOWN = 100
+
+# Fields that change the result where other servers know them. They are refused even with --allow-unknown-fields, unless switched off.
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "activation": ("logits are not given out: scores and probabilities are as the model's files say", (None, True)),
+    "audio": ("audio is not supported", OFF),
+    "custom_logit_processor": ("code never comes in with a request: use `logits_processors` by name", OFF),
+    "detokenize": ("answers are always text", (None, True)),
+    "documents": ("`documents` are not supported: put them in a message", OFF),
+    "embed_dtype": ("vectors are float32", (None, "float32")),
+    "endianness": ("base64 is little-endian", (None, "little", "native")),
+    "function_call": ("`function_call` is deprecated and not supported: use `tool_choice`", (*OFF, "none")),
+    "functions": ("`functions` is deprecated and not supported: use `tools`", OFF),
+    "kv_transfer_params": ("`kv_transfer_params` is not supported", OFF),
+    "logprob_token_ids": ("`logprob_token_ids` is not supported", OFF),
+    "lora_path": ("adapters are not supported", OFF),
+    "max_chunks_per_doc": ("documents are not split: use `max_tokens_per_doc`", OFF),
+    "mm_processor_kwargs": ("only text can be read", OFF),
+    "modalities": ("only text can be generated", (*OFF, ["text"])),
+    "no_stop_trim": ("use `include_stop_str_in_output`", OFF),
+    "prediction": ("predicted outputs are not supported", OFF),
+    "prompt_embeds": ("prompt embeddings are not supported", OFF),
+    "rank_fields": ("documents are texts, or objects with a `text` only", (*OFF, ["text"])),
+    "repetition_detection": ("`repetition_detection` is not supported", OFF),
+    "return_hidden_states": ("hidden states are not given out", OFF),
+    "return_token_ids": ("`return_token_ids` is not supported: use `return_tokens_as_token_ids` with `logprobs`", OFF),
+    "spaces_between_special_tokens": ("special tokens are shown as the tokenizer spells them", (None, True)),
+    "stop_regex": ("`stop_regex` is not supported: use `stop`", OFF),
+    "suffix": ("`suffix` is not supported: this server does not fill in the middle", OFF),
+    "truncate_prompt_tokens": ("prompts are never truncated: shorten the prompt", OFF),
+    "truncation_side": ("what is too long loses its end", (None, "right")),
+    "use_activation": ("logits are not given out: scores and probabilities are as the model's files say", (None, True)),
+    "vllm_xargs": ("`vllm_xargs` is not supported", OFF),
+    "web_search_options": ("web search is not supported", OFF),
+}
+
+# Fields of vLLM's request classes that mean nothing at these values, its own defaults: clients send the class as a whole.
+VLLM_DEFAULTS: dict[str, bool | int] = {
+    "echo": False,
+    "return_mm_kwargs": True,
+    "return_token_offsets": False,
+    "return_weight_versions": False,
+    "routed_experts_prompt_start": 0,
+}
+
+
+def decode(body: bytes, kind: type[T], *, allow_unknown_fields: bool = False) -> tuple[T, tuple[str, ...]]:
+    """The decoded body, and the paths of the unknown fields that were ignored (always none unless they are allowed).
+
+    Raises `InvalidRequest`: for malformed JSON, wrong types and ranges, refused fields, and unknown ones with the nearest known name.
+    Fields that are null, or vLLM's with their default value, ask for nothing and are passed over.
+    """
+    check_body(body)
+    try:
+        return msgspec.json.decode(body, type=kind), ()
+    except msgspec.ValidationError as error:
+        if not str(error).startswith("Object contains unknown field"):
+            raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    return _decode_with_unknown_fields(body, kind, allow_unknown_fields)
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+    """msgspec says what it expected, what it got and where: the client reads just that."""
+    return InvalidRequest(str(error), mistaken_path(error))
+
+
+def _decode_with_unknown_fields(body: bytes, kind: type[T], allowed: bool) -> tuple[T, tuple[str, ...]]:
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    ignored: list[str] = []
+    for path, holder, name, known in list(islice(_unknown_fields(value, inspect.type_info(kind), ""), MAX_UNKNOWN + 1)):
+        if len(ignored) == MAX_UNKNOWN:
+            raise InvalidRequest(f"more than {MAX_UNKNOWN} unknown fields", path)
+        setting = holder.pop(name)
+        if setting is None or (path == name and name in VLLM_DEFAULTS and setting == VLLM_DEFAULTS[name]):
+            continue
+        if path == name and name in REFUSED:
+            reason, neutral = REFUSED[name]
+            if setting not in neutral:
+                raise InvalidRequest(reason, name)
+        elif not allowed:
+            nearest = difflib.get_close_matches(name[:100], known, n=1)
+            hint = f"; did you mean `{nearest[0]}`?" if nearest else ""
+            raise InvalidRequest(f"unknown field `{path}`{hint}", path)
+        else:
+            ignored.append(path)
+    try:
+        return msgspec.convert(value, kind, str_keys=True), tuple(ignored)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple[str, dict[str, Any], str, list[str]]]:
+    """Walks a decoded body along its type: (path, the object that holds the field, its name, the names known there)."""
+    if isinstance(info, inspect.UnionType):
+        for member in info.types:
+            yield from _unknown_fields(value, member, path)
+    elif isinstance(info, inspect.StructType) and isinstance(value, dict):
+        fields = {field.encode_name: field.type for field in info.fields}
+        known = list(fields)
+        for name, item in value.items():
+            at = f"{path}.{name}" if path else name
+            if name in fields:
+                yield from _unknown_fields(item, fields[name], at)
+            elif info.forbid_unknown_fields:
+                yield at, value, name, known
+    elif isinstance(info, inspect.ListType) and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _unknown_fields(item, info.item_type, f"{path}[{index}]")
+
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond

@@ -1,45 +1,143 @@
 """POST /v1/chat/completions."""
 
+import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
-from penstock.api.answers.answering import answer
-from penstock.api.answers.chat_fold import ChatFold
-from penstock.api.answers.folds import ReasoningView
-from penstock.api.beams import beam_search, searched, searched_defaults
-from penstock.api.bodies import read_admitted_body, served_model
-from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.constraints.answer_check import AnswerCheck, warning_header
-from penstock.api.constraints.constraint_size import is_large
-from penstock.api.constraints.constraints import grammar_spec_in, open_schema
-from penstock.api.constraints.json_reading import JsonReading, in_reading, json_reading
-from penstock.api.constraints.tool_grammar import answer_grammar, callable_tool
-from penstock.api.context import CONTEXT, ServerContext
-from penstock.api.messages import template_kwargs
-from penstock.api.metrics.metrics import begin_timer
-from penstock.api.preparing import (
-    added_token_texts,
-    answer_reader,
-    cache_salt,
-    check_streaming,
-    client_of,
-    compiled_grammar,
-    logits_processors,
-)
-from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
-from penstock.api.sampling import sampling_params, token_limit
-from penstock.api.templates.rendering import check_template_fields, render_conversation
-from penstock.api.tools import ToolUse, tool_use
-from penstock.api.workers import run
+from penstock.api.answering import answer
+from penstock.api.bodies import client_of, read_admitted_body, served_model
+from penstock.api.context import CONTEXT
+from penstock.api.logprobs import TokenWriter
+from penstock.api.metrics import begin_timer
+from penstock.api.protocol import AssistantMessage, ChatChunkChoice, ChatCompletion, ChatCompletionChunk, ChatDelta, PromptLogprobs, Usage
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
+from penstock.engine.outputs import SequenceDelta
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
+from penstock.serving.constraints.answer_check import AnswerCheck, warning_header
+from penstock.serving.constraints.conformance import Conformance
+from penstock.serving.constraints.sources import JsonReading, in_reading, is_large, json_reading
+from penstock.serving.constraints.specs import grammar_spec_in, open_schema
+from penstock.serving.context import ServerContext
+from penstock.serving.messages import ChoiceFold, MessageFold, ReasoningView, UsageFold
+from penstock.serving.preparing import added_token_texts, answer_reader, cache_salt, check_streaming, compiled_grammar, logits_processors
+from penstock.serving.prompts import check_prompt_ids, check_text_length, encode_text
+from penstock.serving.requests import ChatCompletionRequest, ReasoningField, StreamOptions
+from penstock.serving.sampling import beam_search, sampling_params, searched, searched_defaults, token_limit
+from penstock.serving.templates.chat_template import check_template_fields, render_conversation
+from penstock.serving.templates.messages import template_kwargs
+from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
+from penstock.serving.workers import run
+
+
+def name_reasoning(answer: ChatDelta | AssistantMessage, field: ReasoningField) -> None:
+    """Puts the reasoning where clients look for it: null, not absent, where there is none."""
+    text = answer.reasoning_content or None
+    if field != "reasoning_content":
+        answer.reasoning = text
+    answer.reasoning_content = UNSET if field == "reasoning" else text
+
+
+class ChatFold:
+    """One request's deltas as chunks, and as the body that the same chunks add up to."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatCompletionRequest,
+        request: Request,
+        view: ReasoningView,
+        model: str,
+        found: Mapping[int, Conformance],
+        *,
+        is_call_forced: bool = False,
+    ) -> None:
+        self._id, self._created, self._model = request.request_id, int(time.time()), model
+        self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._num_prompt_top = body.prompt_logprobs
+        self._is_call_forced = is_call_forced
+        self._has_reasoning_parser = context.reasoning_parser is not None
+        self._reasoning_field, self._fingerprint = context.options.reasoning_field, context.options.system_fingerprint
+        self._without_role = set(range(request.params.n)) if self._has_reasoning_parser else set[int]()
+        self._options = body.stream_options or StreamOptions()
+        num_top = request.params.logprobs
+        write = (lambda token: self._tokens.chat(token, num_top)) if num_top is not None else None
+        self._choices = [ChoiceFold(index, view, write, found) for index in range(request.params.n)]
+        self._messages = [MessageFold(index) for index in range(request.params.n)]
+        self._usage = UsageFold(request.params.n)
+
+    @property
+    def is_long(self) -> bool:
+        return self._num_prompt_top is not None
+
+    def opening(self) -> list[ChatCompletionChunk]:
+        """A chunk of the role for each choice; where the answer may begin with reasoning, its first delta has the role instead.
+
+        Clients print a heading at the first `content`, be it empty, and take what is not reasoning for content.
+        """
+        return [] if self._has_reasoning_parser else [self._chunk([choice.opening()]) for choice in self._choices]
+
+    def chunks(self, delta: SequenceDelta) -> list[ChatCompletionChunk]:
+        self._usage.feed(delta)
+        choices = self._choices[delta.index].feed(delta)
+        if self._has_reasoning_parser:
+            self._show_reasoning(choices)
+        return [self._chunk([choice]) for choice in choices]
+
+    def _show_reasoning(self, choices: list[ChatChunkChoice]) -> None:
+        for choice in choices:
+            if choice.index in self._without_role:
+                self._without_role.remove(choice.index)
+                choice.delta.role = "assistant"
+            if choice.finish_reason is not None:
+                choice.delta.content = ""  # clients read `content` of each delta without reasoning, as DeepSeek's API lets them
+            name_reasoning(choice.delta, self._reasoning_field)
+
+    def closing(self) -> list[ChatCompletionChunk]:
+        if not self._options.include_usage:
+            return []
+        return [self._chunk([], self._usage.usage())]
+
+    def add(self, delta: SequenceDelta) -> None:
+        self._usage.feed(delta)
+        self._messages[delta.index].feed(self._choices[delta.index].feed(delta))
+
+    def body(self) -> ChatCompletion:
+        shape = {"has_reasoning_parser": self._has_reasoning_parser, "is_call_forced": self._is_call_forced}
+        choices = [message.choice(**shape) for message in self._messages if message.is_finished]
+        if self._has_reasoning_parser:
+            for choice in choices:
+                name_reasoning(choice.message, self._reasoning_field)
+        return ChatCompletion(
+            self._id,
+            "chat.completion",
+            self._created,
+            self._model,
+            choices,
+            self._usage.usage(),
+            self._prompt_logprobs(),
+            self._fingerprint,
+        )
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None = UNSET) -> ChatCompletionChunk:
+        """OpenAI sends `usage: null` on every chunk but the last where usage was asked for."""
+        if usage is UNSET and self._options.include_usage:
+            usage = self._usage.usage() if self._options.continuous_usage_stats else None
+        return ChatCompletionChunk(self._id, "chat.completion.chunk", self._created, self._model, choices, usage, self._fingerprint)
+
+    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
+        prompt = self._usage.prompts.get(0)
+        if self._num_prompt_top is None or prompt is None or prompt.logprobs is None:
+            return UNSET
+        return self._tokens.prompt(prompt.logprobs, self._num_prompt_top)
 
 
 async def create_chat_completion(http: web.Request) -> web.StreamResponse:

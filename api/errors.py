@@ -6,7 +6,7 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from penstock.engine.errors import EngineUnavailable, InvalidRequest, NoSuchModel, PenstockError, QueueFull
+from penstock.engine.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, NoSuchModel, PenstockError, QueueFull
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +20,6 @@ ERROR_TYPES = {
     HTTPStatus.NOT_IMPLEMENTED: "NotImplementedError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
 }
-
-
-class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or the prompt and what was asked to follow it, is longer than the context. Clients look for its code."""
 
 
 class ErrorInfo(msgspec.Struct):

@@ -15,11 +15,12 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.bodies import IGNORED_HEADER, REQUEST_ID, offered_key
-from penstock.api.constraints.answer_check import WARNING_HEADER
-from penstock.api.context import SHARED, ServerOptions
+from penstock.api.context import SHARED
 from penstock.api.errors import ErrorBody, error_body, error_response, json_response
-from penstock.api.metrics.metrics import ARRIVED, TIMER
+from penstock.api.metrics import ARRIVED, TIMER
 from penstock.engine.errors import EngineUnavailable, PenstockError
+from penstock.serving.constraints.answer_check import WARNING_HEADER
+from penstock.serving.context import ServerOptions
 
 access_log = logging.getLogger("penstock.access")
 log = logging.getLogger("penstock.api")

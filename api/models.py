@@ -1,13 +1,16 @@
-"""GET /v1/models: what is served, under every name it is served by."""
+"""GET /v1/models, /health, /ping and /version."""
 
 import time
 
 import msgspec
 from aiohttp import web
 
-from penstock.api.context import SHARED, SharedContext
+from penstock import __version__
+from penstock.api.context import SHARED
 from penstock.api.errors import json_response
+from penstock.api.middleware import GATE
 from penstock.engine.errors import NoSuchModel
+from penstock.serving.context import SharedContext
 
 _STARTED = int(time.time())
 
@@ -43,3 +46,24 @@ async def show_model(request: web.Request) -> web.Response:
     if name not in context.model_names:
         raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")
     return json_response(model_card(context, name))
+
+
+class Health(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+async def show_health(request: web.Request) -> web.Response:
+    """200 while the engine can serve; 503 when it cannot, or when the server is stopping and traffic should go elsewhere."""
+    if not request.app[GATE].is_open:
+        return json_response(Health("stopping"), status=503)
+    if not request.app[SHARED].engine.is_healthy:
+        return json_response(Health("unhealthy"), status=503)
+    return json_response(Health("ok"))
+
+
+async def show_version(request: web.Request) -> web.Response:
+    return json_response(Version(__version__))

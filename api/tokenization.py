@@ -6,15 +6,16 @@ import msgspec
 from aiohttp import web
 
 from penstock.api.bodies import read_body, served_model
-from penstock.api.chat_protocol import ChatMessage, Messages
-from penstock.api.context import SHARED, SharedContext
+from penstock.api.context import SHARED
 from penstock.api.errors import json_response
-from penstock.api.messages import template_kwargs
-from penstock.api.prompts import LONG_TEXT, encode_text
-from penstock.api.templates.rendering import check_template_fields, render_conversation
-from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.tokenizer import CHARS_PER_TOKEN
+from penstock.serving.context import SharedContext
+from penstock.serving.prompts import LONG_TEXT, encode_text
+from penstock.serving.requests import ChatMessage, Messages
+from penstock.serving.templates.chat_template import check_template_fields, render_conversation
+from penstock.serving.templates.messages import template_kwargs
+from penstock.serving.workers import run
 
 MAX_TEXT = 2**21  # characters; where the context holds more, what fits it
 MAX_IDS = 2**16  # likewise, twice the context

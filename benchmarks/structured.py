@@ -40,11 +40,9 @@ from benchmarks.measurement import Measurement, measure
 from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.serve import say
 from benchmarks.target import Running, Target, TargetError, running
-from penstock.commands.files import opened
-from penstock.commands.grammar_arguments import parse_grammar_arguments
-from penstock.commands.grammar_command import grammar_bench
-from penstock.commands.grammar_report import trial_as_json
-from penstock.commands.grammar_trial import Trial, run_trial
+from penstock.cli.arguments import opened, parse_grammar_arguments
+from penstock.cli.grammar import grammar_bench, trial_as_json
+from penstock.cli.grammar_trial import Trial, run_trial
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
 

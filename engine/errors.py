@@ -48,6 +48,10 @@ class ConstraintTooLarge(UnsupportedGrammar):
     """
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt and what was asked to follow it, is longer than the context. Clients look for its code."""
+
+
 class NoSuchModel(InvalidRequest):
     """The `model` field names nothing that is served here."""
 

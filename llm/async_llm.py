@@ -11,15 +11,22 @@ from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.llm.local_model import LocalModel
-from penstock.llm.metric_values import Metric, metric_values
-from penstock.llm.output_fold import OutputFold
-from penstock.llm.pooling_llm import PoolingOptions, params_for_each, pool
-from penstock.llm.pooling_output import PoolingRequestOutput
-from penstock.llm.preparing import ChatOptions, Message, Prepared, prepare_chat, prepare_prompt, refuse_adapter
-from penstock.llm.priorities import read_priority
-from penstock.llm.prompts import Prompt, read_prompt
-from penstock.llm.request_output import RequestOutput
+from penstock.llm.batch import OutputFold
+from penstock.llm.metrics import Metric, metric_values
+from penstock.llm.model import LocalModel
+from penstock.llm.outputs import PoolingRequestOutput, RequestOutput
+from penstock.llm.pooling import PoolingOptions, params_for_each, pool
+from penstock.llm.preparing import (
+    ChatOptions,
+    Message,
+    Prepared,
+    Prompt,
+    prepare_chat,
+    prepare_prompt,
+    read_priority,
+    read_prompt,
+    refuse_adapter,
+)
 from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
 
 

@@ -8,30 +8,33 @@ from typing import Any, NoReturn, cast
 from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
-from penstock.llm.batch import run_batch
-from penstock.llm.beams import beam_output, prepare_beams
-from penstock.llm.offline_model import OfflineModel
-from penstock.llm.pooling_llm import PoolingOptions, as_classification, as_embedding, params_for_each, pool, score
-from penstock.llm.pooling_output import (
+from penstock.llm.batch import Progress, UseTqdm, run_batch
+from penstock.llm.model import OfflineModel
+from penstock.llm.outputs import (
+    BeamSearchOutput,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
+    RequestOutput,
     ScoringRequestOutput,
 )
+from penstock.llm.pooling import PoolingOptions, as_classification, as_embedding, params_for_each, pool, score
 from penstock.llm.preparing import (
     ChatOptions,
     Message,
     Prepared,
+    Priority,
+    Prompt,
+    beam_output,
     one_for_each,
+    prepare_beams,
     prepare_chat,
     prepare_each,
     prepare_prompt,
+    read_priorities,
+    read_prompts,
     refuse_adapter,
 )
-from penstock.llm.priorities import Priority, read_priorities
-from penstock.llm.progress import Progress, UseTqdm
-from penstock.llm.prompts import Prompt, read_prompts
-from penstock.llm.request_output import BeamSearchOutput, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 
 Conversation = Sequence[Message]

@@ -1,29 +1,123 @@
 """From what a caller of the library gives to requests of the engine, through the same checks as over HTTP."""
 
 import asyncio
+import math
 import uuid
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from numbers import Integral
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from penstock.api.answers.folds import ReasoningView
 from penstock.api.chat import check, conversation_request, reasoning_view, render, thinking_budget
-from penstock.api.chat_protocol import ChatCompletionRequest, ChatMessage
-from penstock.api.constraints.constraint_size import is_large
-from penstock.api.constraints.constraints import grammar_spec
-from penstock.api.context import ServerContext
-from penstock.api.decoding import mistaken_path
-from penstock.api.preparing import answer_reader, compiled_grammar, logits_processors
-from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
-from penstock.api.sampling import token_limit
-from penstock.api.tools import tool_use
-from penstock.api.workers import run
+from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
-from penstock.llm.prompts import PromptSource
+from penstock.engine.tokenizer import Tokenizer
+from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
+from penstock.serving.constraints.sources import is_large
+from penstock.serving.constraints.specs import grammar_spec
+from penstock.serving.context import ServerContext
+from penstock.serving.messages import ReasoningView
+from penstock.serving.preparing import answer_reader, compiled_grammar, logits_processors
+from penstock.serving.prompts import check_prompt_ids, check_text_length, encode_text
+from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
+from penstock.serving.sampling import token_limit
+from penstock.serving.tools import tool_use
+from penstock.serving.workers import run
+
+
+class TextPrompt(TypedDict, total=False):
+    """`cache_salt` keeps prefix-cache hits within prompts that share it."""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """`prompt`, the text, is only given back."""
+
+    prompt_token_ids: list[int]
+    prompt: str
+    cache_salt: str
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+BINARY = (bytes, bytearray, memoryview)  # sequences of integers to Python, and text to whoever gives them
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """One prompt as it was given: its text, its token ids, or both. `path` says where, as in `prompts[3]`."""
+
+    path: str
+    text: str | None = None
+    token_ids: list[int] | None = None
+    cache_salt: str = ""
+
+
+def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptSource]:
+    """Raises `InvalidRequest` for what is no prompt."""
+    if isinstance(prompts, str | Mapping) or _are_token_ids(prompts):
+        return [read_prompt(prompts, "prompts")]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, BINARY):
+        raise InvalidRequest(f"`prompts` must be a prompt or a list of them, got {type(prompts).__name__}", "prompts")
+    return [read_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+
+
+def read_prompt(prompt: Any, path: str) -> PromptSource:
+    if isinstance(prompt, str):
+        return PromptSource(path, text=prompt)
+    if isinstance(prompt, Mapping):
+        return _from_dict(prompt, path)
+    if _are_token_ids(prompt) or _is_empty(prompt):
+        return PromptSource(path, token_ids=[int(token_id) for token_id in prompt])
+    raise InvalidRequest(f"`{path}` must be a string, a list of token ids, or a dict of one of these, got {_kind(prompt)}", path)
+
+
+def _from_dict(prompt: Mapping[str, Any], path: str) -> PromptSource:
+    for name in prompt:
+        if name not in KEYS:
+            hint = "; conversations are for `chat`" if name in ("role", "content", "messages") else ""
+            raise InvalidRequest(f"`{path}` has the key {name!r}: there are {', '.join(KEYS)}{hint}", f"{path}.{name}")
+    text, token_ids, salt = (prompt.get(name) for name in KEYS)
+    if text is None and token_ids is None:
+        raise InvalidRequest(f"`{path}` needs `prompt` or `prompt_token_ids`", path)
+    if not isinstance(text, str | None) or not isinstance(salt, str | None):
+        name = "prompt" if not isinstance(text, str | None) else "cache_salt"
+        raise InvalidRequest(f"`{path}.{name}` must be a string", f"{path}.{name}")
+    if token_ids is not None and not (_are_token_ids(token_ids) or _is_empty(token_ids)):
+        message = f"`{path}.prompt_token_ids` must be a list of token ids, got {_kind(token_ids)}"
+        raise InvalidRequest(message, f"{path}.prompt_token_ids")
+    return PromptSource(path, text, None if token_ids is None else [int(token_id) for token_id in token_ids], salt or "")
+
+
+def _are_token_ids(values: Any) -> bool:
+    """Whether it is a list that holds them, numpy's integers included, and nothing else."""
+    is_list = isinstance(values, Sequence) and not isinstance(values, (str, *BINARY)) and len(values) > 0
+    return is_list and all(map(_is_integer, values))
+
+
+def _is_empty(values: Any) -> bool:
+    return isinstance(values, list | tuple) and not values
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _kind(value: Any) -> str:
+    """What was given in place of a prompt, for a message: of a list, what keeps it from being one of token ids."""
+    kind = type(value).__name__
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            if not _is_integer(item):
+                return f"a {kind} with {item!r:.40} at [{index}]"
+    return kind
+
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -199,3 +293,58 @@ def located(error: InvalidRequest, path: str) -> InvalidRequest:
         return error
     inner = error.param if error.param and not error.param.startswith(path) else None
     return type(error)(f"{path}: {error.message}", f"{path}.{inner}" if inner else path)
+
+
+Priority = int | Sequence[int] | None
+
+
+def read_priority(given: Any, path: str = "priority") -> int:
+    """Raises `InvalidRequest` for what cannot be compared with the priorities of other requests."""
+    if not isinstance(given, Integral) or isinstance(given, bool):
+        raise InvalidRequest(f"`{path}` must be an integer, of which the lower goes first, got {given!r:.100}", path)
+    return int(given)
+
+
+def read_priorities(given: Any, count: int, what: str) -> list[int]:
+    """One for all of `count`, or one for each: `what` they are is said where there are not as many. None is 0. Raises `InvalidRequest`."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        return [0 if given is None else read_priority(given)] * count
+    if len(given) != count:
+        raise InvalidRequest(f"there are {count} {what} and {len(given)} priorities: give one, or one for each", "priority")
+    return [read_priority(own, f"priority[{index}]") for index, own in enumerate(given)]
+
+
+async def prepare_beams(context: ServerContext, source: PromptSource, params: BeamSearchParams) -> Prepared:
+    """Raises `InvalidRequest`."""
+    token_ids = await token_ids_of(context, source)
+    sampling = params.sampling_params()
+    own = SamplingParams(**{name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__})
+    check_params(context, own, len(token_ids), source.path)
+    request = Request(
+        request_id=f"beam-{uuid.uuid4().hex}",
+        prompt_token_ids=token_ids,
+        params=own,
+        make_answer=answer_reader(context.tokenizer, token_ids, own),
+        cache_salt=source.cache_salt,
+        beam=params,
+    )
+    return Prepared(request, own, source.path, source.text)
+
+
+def beam_output(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """vLLM's shape, in which every answer begins with its prompt."""
+    prompt = output.prompt if output.prompt is not None else tokenizer.decode(output.prompt_token_ids)
+    return BeamSearchOutput(
+        [
+            BeamSearchSequence(
+                output.prompt_token_ids + answer.token_ids,
+                prompt + answer.text,
+                answer.cumulative_logprob if answer.cumulative_logprob is not None else 0.0,
+                answer.beam_score if answer.beam_score is not None else 0.0,
+                answer.finish_reason,
+                answer.stop_reason,
+            )
+            for answer in output.outputs
+            if answer.beam_score != -math.inf  # fewer were found than were asked for
+        ]
+    )

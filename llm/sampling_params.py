@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice, StructuredOutputs
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties
 from penstock.engine.sampling.sampling_params import SamplingParams as EngineParams
+from penstock.serving.requests import GenerationFields, LogitsProcessorChoice, StructuredOutputs
 
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.plugins.grammars.json_schema.json_text import json_type
-from penstock.plugins.grammars.json_schema.schema_shape import resolve
+from penstock.plugins.grammars.json_schema.document import resolve
+from penstock.plugins.grammars.json_schema.values import json_type
 
 Types = frozenset[str]
 

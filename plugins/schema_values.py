@@ -7,7 +7,7 @@ import re
 import warnings
 from typing import Any
 
-from penstock.plugins.grammars.json_schema.json_text import json_type
+from penstock.plugins.grammars.json_schema.values import json_type
 from penstock.plugins.json_scanner import JsonScanner, State
 from penstock.plugins.schema_types import STRING, Types
 

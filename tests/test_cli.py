@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.arguments import Arguments, build_parser, parse_arguments, parse_size
-from penstock.commands import COMMANDS
+from penstock.cli import COMMANDS
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 

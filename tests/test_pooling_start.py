@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.api.context import PoolingContext
 from penstock.arguments import build_parser, parse_arguments
 from penstock.assembly import AssembledPooling, assemble, served_names
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.loading.packaged_model import PACKAGED_MODELS
 from penstock.plugins.manager import Plugins
 from penstock.server import bind, run
+from penstock.serving.context import PoolingContext
 from tests import encoders
 
 

@@ -13,15 +13,13 @@ from pathlib import Path
 import pytest
 
 from penstock.api.app import build_app
-from penstock.api.decoding import REFUSED
-from penstock.api.workers import Workers
+from penstock.api.bodies import REFUSED
 from penstock.arguments import build_parser
-from penstock.commands.grammar_arguments import PARSERS as GRAMMAR_PARSERS
-from penstock.commands.new_plugin_arguments import build_new_plugin_parser
-from penstock.commands.parse_arguments import build_parse_parser
-from penstock.commands.plugins_arguments import build_plugins_parser
+from penstock.cli.arguments import PARSERS as GRAMMAR_PARSERS
+from penstock.cli.arguments import build_new_plugin_parser, build_parse_parser, build_plugins_parser
 from penstock.engine.config import EngineConfig
 from penstock.plugins.manager import Plugins
+from penstock.serving.workers import Workers
 from penstock.testing import check_parser
 from tests.api.running_server import CountingEngine
 from tests.api.scripted import RecordingCompiler, byte_tokenizer, scripted_context
@@ -40,7 +38,7 @@ BUILDERS: list[Callable[[], ArgumentParser]] = [
 ]
 PARSERS = [build() for build in BUILDERS]
 FLAGS = {flag for parser in PARSERS for action in parser._actions for flag in action.option_strings}
-LAYERS = ("commands", "llm", "api", "plugins", "engine", "testing")
+LAYERS = ("cli", "llm", "api", "serving", "plugins", "engine", "testing")
 
 
 def section(title: str) -> str:

@@ -20,13 +20,13 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
-from penstock.api.templates.chat_template import ChatTemplate
-from penstock.api.workers import Workers
 from penstock.assembly import UNLEARNED_THINKING_BUDGET, build_chat_template, evidence_of, knows_marker, thinking_budget, unlearned_parser
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.server import bind, main, stopping_line
+from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.workers import Workers
 
 ROOT = Path(__file__).parent.parent
 

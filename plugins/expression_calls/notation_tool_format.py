@@ -11,8 +11,8 @@ from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence,
 from penstock.engine.tool_format import CallableTool
 from penstock.plugins.expression_calls.arguments_document import arguments_document
 from penstock.plugins.expression_calls.keyword_list import keyword_list
-from penstock.plugins.grammars.json_schema.json_text import json_type
-from penstock.plugins.grammars.json_schema.schema_shape import resolve
+from penstock.plugins.grammars.json_schema.document import resolve
+from penstock.plugins.grammars.json_schema.values import json_type
 
 MAX_DEPTH = 16
 MAX_VALUES = 300

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.structure import Either, Marker, Repeat, Sequence, Structure
 from penstock.engine.tool_format import CallableTool
-from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS
+from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
 from penstock.plugins.markup_calls.element_value import ITEM
 from penstock.plugins.markup_calls.parameter_values import ParameterSchema, value_structure
 from penstock.plugins.schema_types import followed

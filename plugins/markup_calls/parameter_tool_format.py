@@ -9,7 +9,7 @@ from functools import partial
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.structure import Either, Marker, Repeat, Sequence, Structure
 from penstock.engine.tool_format import CallableTool
-from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS
+from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
 from penstock.plugins.markup_calls.parameter_markup import ParameterMarkup, Tag
 from penstock.plugins.markup_calls.parameter_values import ParameterSchema, value_structure
 

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, Literal, Marker, Sequence, Structure, TextUntil, Value
-from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS
+from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
 from penstock.plugins.schema_types import Types, types_of
 from penstock.plugins.schema_values import TextValue
 

@@ -10,8 +10,8 @@ from typing import Any
 from openai import AsyncOpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from penstock.api.templates.chat_template import ChatTemplate
 from penstock.plugins.manager import Plugins
+from penstock.serving.templates.chat_template import ChatTemplate
 from tests.api.families import Family
 from tests.api.scripted import MODEL, Scripted, client_of, scripted_server
 

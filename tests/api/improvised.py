@@ -12,13 +12,13 @@ from aiohttp.test_utils import TestServer
 from openai import AsyncOpenAI
 
 from penstock.api.app import build_app
-from penstock.api.context import ServerContext
-from penstock.api.templates.chat_template import ChatTemplate
-from penstock.api.workers import Workers
 from penstock.engine.engine import Engine
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
+from penstock.serving.context import ServerContext
+from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.workers import Workers
 from tests import fakes
 from tests.api import scripted
 from tests.api.scripted import client_of, scripted_context

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
 from penstock.api.app import build_app, build_runner
-from penstock.api.context import PoolingContext, ServerOptions
-from penstock.api.templates.chat_template import ChatTemplate
-from penstock.api.workers import Workers
 from penstock.engine.config import EngineConfig
 from penstock.engine.pooling.pooling_build import build_pooling_engine
 from penstock.engine.pooling.pooling_engine import PoolingEngine
 from penstock.engine.tokenizer import Tokenizer
+from penstock.serving.context import PoolingContext, ServerOptions
+from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.workers import Workers
 
 MODEL = "tiny"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"

@@ -13,9 +13,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock.api.app import build_app, build_runner
-from penstock.api.context import ServerContext, ServerOptions
-from penstock.api.templates.chat_template import ChatTemplate
-from penstock.api.workers import Workers
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
 from penstock.engine.grammars.grammar_choice import is_lenient
@@ -25,6 +22,9 @@ from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning import deepseek_r1
+from penstock.serving.context import ServerContext, ServerOptions
+from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.workers import Workers
 
 CHATML = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"

@@ -10,10 +10,10 @@ import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 
-from penstock.api.chat_protocol import ReasoningField
-from penstock.api.context import ServerOptions
-from penstock.api.sampling import DEFAULT_LIMIT
 from penstock.plugins.tools import hermes
+from penstock.serving.context import ServerOptions
+from penstock.serving.requests import ReasoningField
+from penstock.serving.sampling import DEFAULT_LIMIT
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, client_of, scripted_server
 
 THINKING = {"enable_thinking": True}

@@ -3,11 +3,10 @@ from typing import Any
 
 import pytest
 
-from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.common_protocol import FieldsWithoutEffect
-from penstock.api.completion_protocol import CompletionRequest
-from penstock.api.decoding import REFUSED, decode
+from penstock.api.bodies import REFUSED, decode
+from penstock.api.protocol import CompletionRequest
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.requests import ChatCompletionRequest, FieldsWithoutEffect
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 

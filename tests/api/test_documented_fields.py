@@ -5,15 +5,11 @@ import pytest
 from msgspec import Struct
 
 from penstock.api.app import POOLED
-from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.common_protocol import FieldsWithoutEffect, StreamOptions
-from penstock.api.completion_protocol import CompletionRequest
-from penstock.api.decoding import REFUSED
-from penstock.api.pooling.classify import ClassificationRequest
-from penstock.api.pooling.embedding_protocol import EmbeddingRequest
-from penstock.api.pooling.pooling import PoolingRequest
-from penstock.api.pooling.rerank_protocol import RerankRequest
-from penstock.api.pooling.score_protocol import ScoreRequest
+from penstock.api.bodies import REFUSED
+from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest
+from penstock.api.protocol import CompletionRequest
+from penstock.api.scoring import RerankRequest, ScoreRequest
+from penstock.serving.requests import ChatCompletionRequest, FieldsWithoutEffect, StreamOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "requests.md").read_text(encoding="utf-8")

@@ -4,9 +4,10 @@ import logging
 import pytest
 from aiohttp import web
 
-from penstock.api.errors import ContextLengthExceeded, body_of, error_body, error_response
+from penstock.api.errors import body_of, error_body, error_response
 from penstock.engine.errors import (
     ConfigurationError,
+    ContextLengthExceeded,
     EngineUnavailable,
     GenerationFailed,
     InvalidRequest,

@@ -3,9 +3,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.api.chat_protocol import ChatMessage
-from penstock.api.messages import template_kwargs, template_messages
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.requests import ChatMessage
+from penstock.serving.templates.messages import template_kwargs, template_messages
 
 
 def messages_of(*given: dict[str, Any], knows_developer: bool = False) -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from penstock.api.app import AZURE_ROUTES, POOLED
-from penstock.api.context import ServerOptions
 from penstock.api.middleware import GATE
 from penstock.engine.errors import GenerationFailed
+from penstock.serving.context import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 
 ROUTES = [

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from penstock.api import chat, completions
-from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.completion_protocol import CompletionRequest
-from penstock.api.context import ServerContext
-from penstock.api.decoding import decode
+from penstock.api.bodies import decode
 from penstock.api.errors import body_of
-from penstock.api.workers import Workers
+from penstock.api.protocol import CompletionRequest
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning import deepseek_r1
 from penstock.plugins.tools import hermes
+from penstock.serving.context import ServerContext
+from penstock.serving.requests import ChatCompletionRequest
+from penstock.serving.workers import Workers
 from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, mutated_bodies
 from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 

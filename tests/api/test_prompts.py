@@ -3,12 +3,11 @@ import threading
 
 import pytest
 
-from penstock.api import prompts
-from penstock.api.errors import ContextLengthExceeded
-from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
-from penstock.api.workers import Workers
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.tokenizer import Tokenizer
+from penstock.serving import prompts
+from penstock.serving.prompts import check_prompt_ids, check_text_length, encode_text
+from penstock.serving.workers import Workers
 from tests.api.scripted import MAX_MODEL_LEN, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 

@@ -3,12 +3,11 @@ from typing import Any
 
 import pytest
 
-from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.decoding import decode
-from penstock.api.errors import ContextLengthExceeded
-from penstock.api.sampling import TAKEN_AS_THEY_ARE, TokenLimit, sampling_params, token_limit
-from penstock.engine.errors import InvalidRequest
+from penstock.api.bodies import decode
+from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.serving.requests import ChatCompletionRequest
+from penstock.serving.sampling import TAKEN_AS_THEY_ARE, TokenLimit, sampling_params, token_limit
 
 
 def params_of(defaults: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:

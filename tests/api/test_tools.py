@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.decoding import decode
-from penstock.api.tools import MAX_TOOLS, NO_TOOLS, ToolUse, tool_use
+from penstock.api.bodies import decode
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.requests import ChatCompletionRequest
+from penstock.serving.tools import MAX_TOOLS, NO_TOOLS, ToolUse, tool_use
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "return": {"type": "string"}}, "x": 1}
 OTHER = {"type": "function", "function": {"name": "files.read", "strict": True}}

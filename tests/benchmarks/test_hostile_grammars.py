@@ -9,13 +9,13 @@ from benchmarks import hostile_grammars
 from benchmarks.client import BadAnswer, Client, Recording
 from benchmarks.hostile_grammars import Stream, Trial, largest_gap
 from benchmarks.hostile_inputs import INPUTS, HostileInput
-from penstock.api.common_protocol import GenerationFields
-from penstock.api.constraints.constraints import grammar_spec
 from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.plugins.grammars.llguidance import backend as llguidance
 from penstock.plugins.grammars.outlines_core import backend as outlines_core
+from penstock.serving.constraints.specs import grammar_spec
+from penstock.serving.requests import GenerationFields
 from tests.benchmarks.fake_server import FakeServer
 from tests.plugins.grammars.grammar_walks import STOPS, VOCABULARY
 

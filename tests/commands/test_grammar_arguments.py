@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.arguments import parse_arguments
-from penstock.commands.grammar_arguments import PARSERS, GrammarArguments, parse_grammar_arguments
+from penstock.cli.arguments import PARSERS, GrammarArguments, parse_grammar_arguments
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -15,11 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.commands.grammar_bench import GrammarBench, Outcome, schema_spec
-from penstock.commands.grammar_check import Check, check, check_as_json, check_as_text
-from penstock.commands.grammar_report import percentile, trial_as_json, trial_as_text
-from penstock.commands.grammar_trial import NUM_COMPILATIONS, Case, Malformed, Trial, read_cases, run_trial
-from penstock.commands.instance_walk import Walker
+from penstock.cli.grammar import Check, check, check_as_json, check_as_text, percentile, trial_as_json, trial_as_text
+from penstock.cli.grammar_trial import (
+    NUM_COMPILATIONS,
+    Case,
+    GrammarBench,
+    Malformed,
+    Outcome,
+    Trial,
+    Walker,
+    read_cases,
+    run_trial,
+    schema_spec,
+)
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars import grammar_limits

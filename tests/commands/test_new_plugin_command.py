@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.commands.new_plugin_arguments import KINDS, parse_new_plugin_arguments
-from penstock.commands.new_plugin_command import package_files
+from penstock.cli.arguments import PLUGIN_KINDS, parse_new_plugin_arguments
+from penstock.cli.new_plugin import package_files
 from penstock.plugins.manager import Plugins
 from penstock.server import main
 from tests.helpers.example_plugin import pip_install
 
 REGISTRIES = {"reasoning": "reasoning parser", "tool": "tool parser", "logits": "logits processor", "grammar": "grammar backend"}
-PACKAGES = {**{kind: (kind,) for kind in KINDS}, "format": ("tool", "reasoning", "logits")}
+PACKAGES = {**{kind: (kind,) for kind in PLUGIN_KINDS}, "format": ("tool", "reasoning", "logits")}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_what_is_no_name_is_refused(capsys: pytest.CaptureFixture[str], name: st
     assert "is not a name such as" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLUGIN_KINDS)
 @pytest.mark.parametrize("name", ["x", "turn", "a_very_long_name_for_a_plugin_1"])
 def test_any_name_gives_python(kind: str, name: str) -> None:
     for path, text in package_files(name, [kind, "tool"] if kind != "tool" else [kind]).items():

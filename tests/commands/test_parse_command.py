@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView
-from penstock.commands.parse_lines import Flags, LineParser, as_json
-from penstock.commands.written_answer import WrittenAnswer
+from penstock.cli.parse import Flags, LineParser, WrittenAnswer, as_json
 from penstock.engine.events import SpecialText
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.outputs import FinishReason, SequenceDelta
@@ -27,6 +25,7 @@ from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.qwen3 import qwen3
 from penstock.plugins.tools.hermes import Hermes
 from penstock.server import main
+from penstock.serving.messages import ChoiceFold, MessageFold, ReasoningView
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

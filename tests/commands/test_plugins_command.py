@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.commands.parser_page import code, parser_page
-from penstock.commands.plugins_command import plugin_table
+from penstock.cli.plugins import code, parser_page, plugin_table
 from penstock.engine.format_info import FormatInfo
 from penstock.plugins.manager import Plugins
 from penstock.plugins.tools.hermes import Hermes

@@ -4,8 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from penstock.commands.grammar_bench import GrammarBench
-from penstock.commands.grammar_trial import Trial, run_trial
+from penstock.cli.grammar_trial import GrammarBench, Trial, run_trial
 from penstock.engine.grammar import AdditionalProperties
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE

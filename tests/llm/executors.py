@@ -5,17 +5,16 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from penstock.api.context import ServerContext
-from penstock.api.templates.chat_template import ChatTemplate
-from penstock.api.workers import Workers
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
-from penstock.llm.executor import Executor
-from penstock.llm.executor_api.output import OutputConfig
-from penstock.llm.executor_api.request import Request
-from penstock.llm.executor_api.response import Response, Result
+from penstock.llm.executor.executor import Executor
+from penstock.llm.executor.requests import OutputConfig, Request
+from penstock.llm.executor.responses import Response, Result
 from penstock.plugins.manager import Plugins
+from penstock.serving.context import ServerContext
+from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.workers import Workers
 from tests.fakes import NextToken, ids, letter_after, make_core
 
 OUTPUT_ALONE = OutputConfig(exclude_input_from_output=True)

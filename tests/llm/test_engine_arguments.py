@@ -7,8 +7,8 @@ import torch
 
 from penstock.arguments import build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.llm.engine_arguments import ALIASES, OF_THE_SERVER, UNBOUNDED, engine_arguments, known_arguments
-from penstock.llm.local_model import LocalModel
+from penstock.llm.arguments import ALIASES, OF_THE_SERVER, UNBOUNDED, engine_arguments, known_arguments
+from penstock.llm.model import LocalModel
 from penstock.vllm_arguments import ENGINE, SERVER
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest
-from penstock.llm.executor import Executor
-from penstock.llm.executor_api.request import Request
-from penstock.llm.executor_api.response import FinishReason, Response
-from penstock.llm.executor_api.sampling import SamplingConfig
+from penstock.llm.executor.executor import Executor
+from penstock.llm.executor.requests import Request, SamplingConfig
+from penstock.llm.executor.responses import FinishReason, Response
 from tests.fakes import ids, letter_after, make_core, runner_of
 from tests.llm.executors import ask, context_over, executor_over, make_executor, output, result_of, whole
 

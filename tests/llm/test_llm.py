@@ -24,7 +24,7 @@ from penstock import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from penstock.llm.prompts import Prompt
+from penstock.llm.preparing import Prompt
 from tests.llm.model_directory import SETTINGS
 
 PROMPTS = ["hello", "the rain in Spain stays mainly in the plain", "a", "one two three four five six seven"]

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
-from penstock.llm.loop_thread import LoopThread
+from penstock.llm.model import LoopThread
 
 
 @pytest.fixture

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-from penstock.api.messages import template_kwargs
-from penstock.api.preparing import added_token_texts, answer_reader
-from penstock.api.templates.chat_template import ChatTemplate
 from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.parsing import Phase
@@ -23,6 +20,9 @@ from penstock.engine.text.answer import Answer
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
+from penstock.serving.preparing import added_token_texts, answer_reader
+from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.messages import template_kwargs
 
 OFF: Mapping[str, Any] = {"enable_thinking": False}
 USER = {"role": "user", "content": "Which city?"}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.api.templates.chat_template import ChatTemplate
-from penstock.api.workers import NUM_THREADS, Lane, Workers
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
+from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.workers import NUM_THREADS, Lane, Workers
 from tests.api.running_server import CHAT, Running, serve
 
 USER = {"role": "user", "content": "Hello"}

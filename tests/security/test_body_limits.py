@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api import body_limits
-from penstock.api.body_limits import MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_body
+from penstock.api import bodies as body_limits
+from penstock.api.bodies import MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_body
 from penstock.engine.errors import InvalidRequest
 
 

@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from penstock.api.answers.sse import EventStream
-from penstock.api.context import ServerOptions
+from penstock.api.answering import EventStream
 from penstock.api.errors import ErrorInfo
+from penstock.serving.context import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 
 KEYS = ("one", "two")

@@ -12,12 +12,9 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.heap import heap_bytes
 from penstock.engine.hooks import Register, hookimpl
-from penstock.plugins.grammars.json_schema.left_out import MAX_WARNINGS
-from penstock.plugins.grammars.json_schema.quick_schema import has_quick_masks
-from penstock.plugins.grammars.llguidance.dialects import client_grammar
-from penstock.plugins.grammars.llguidance.errors import Complaint, read_complaint
-from penstock.plugins.grammars.llguidance.leaves import SCHEMA_PREFIX, Leaf, explain, make_leaf
-from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW, parser_limits
+from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, has_quick_masks
+from penstock.plugins.grammars.llguidance.leaves import SCHEMA_PREFIX, Leaf, client_grammar, explain, make_leaf
+from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW, Complaint, parser_limits, read_complaint
 from penstock.plugins.grammars.llguidance.tokenizer import can_force, make_tokenizer
 
 if TYPE_CHECKING:

@@ -1,11 +1,12 @@
 """Constraints made of parts, as one grammar for llguidance.
 
 Its lexer takes the longest match among the lexemes that may stand at a place, and never reconsiders. Regular parts that stand side by side
-are therefore one lexeme, in which every way to read them is kept; markers that are added tokens are symbols that no lexeme can hold.
-"""
+are therefore one lexeme, in which every way to read them is kept; markers that are added tokens are symbols that no lexeme can hold."""
 
 import json
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,13 +16,153 @@ from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.plugins.automaton import split_symbols
-from penstock.plugins.grammars.json_schema.json_document import parse_document
-from penstock.plugins.grammars.llguidance import part_edges
-from penstock.plugins.grammars.llguidance.grammar_alphabet import gbnf_alphabet, lark_alphabet
+from penstock.plugins.grammars.json_schema.document import parse_document
+from penstock.plugins.grammars.llguidance import edges as part_edges
+from penstock.plugins.grammars.llguidance.edges import Edges, Indistinct
 from penstock.plugins.grammars.llguidance.leaves import Leaf, regular_tree
-from penstock.plugins.grammars.llguidance.marker_text import text_regex
-from penstock.plugins.grammars.llguidance.part_edges import Edges, Indistinct
+from penstock.plugins.grammars.regex import tree as regular
+from penstock.plugins.grammars.regex.syntax import RegexError, parse, python_dialect
+from penstock.plugins.grammars.regex.tree import ANY, CharSet, of, union
 from penstock.plugins.markers import join_pieces
+
+_MAX_STATES = 500
+_MAX_LENGTH = 20_000  # of an expression; markers that overlap with themselves in many places make long ones
+
+MarkerEdges = dict[int, dict[int, str]]  # expressions from one state to another
+
+
+def text_regex(bans: Collection[str], marker: str | None = None) -> str | None:
+    """Text in which none of the `bans` comes up: up to the end of the first `marker`, or any at all.
+
+    None where the expression would be too long, or nothing could match.
+    """
+    markers = {*bans} if marker is None else {*bans, marker}
+    prefixes = {text[:end] for text in markers for end in range(len(text) + 1)}
+    banned = {prefix for prefix in prefixes if any(map(prefix.endswith, bans))}
+    ends = set() if marker is None else {prefix for prefix in prefixes if prefix.endswith(marker)} - banned
+    states = sorted(prefixes - banned - ends, key=len)
+    if not states or len(states) > _MAX_STATES:
+        return None
+    numbers = {state: number for number, state in enumerate(states)} | dict.fromkeys(ends, len(states))
+    final = len(states)
+    edges = {number: _marker_edges(state, markers, prefixes, numbers) for number, state in enumerate(states)}
+    if marker is None:
+        for outgoing in edges.values():
+            outgoing[final] = ""
+    for number in range(final - 1, 0, -1):
+        if not _eliminate(edges, number):
+            return None
+    rest = edges[0].get(final)
+    return None if rest is None else f"(?:{edges[0][0]})*{_grouped(rest)}"
+
+
+def _marker_edges(state: str, markers: Iterable[str], prefixes: Container[str], numbers: dict[str, int]) -> dict[int, str]:
+    """Where each character leads to: those of no marker, and of none that could go on here, to the start."""
+    targets: dict[int, str] = defaultdict(str)
+    special = ""
+    for character in sorted(set("".join(markers))):
+        longest = state + character
+        while longest not in prefixes:
+            longest = longest[1:]
+        if longest:
+            special += character
+            if longest in numbers:
+                targets[numbers[longest]] += character
+    return {0: f"[^{_spelled(special)}]"} | {target: f"[{_spelled(characters)}]" for target, characters in targets.items()}
+
+
+def _eliminate(edges: MarkerEdges, state: int) -> bool:
+    """Goes around the state; False where an expression would become too long."""
+    outgoing = edges.pop(state)
+    loop = outgoing.pop(state, None)
+    repeated = "" if loop is None else f"(?:{loop})*"
+    for others in edges.values():
+        into = others.pop(state, None)
+        if into is None:
+            continue
+        for target, onwards in outgoing.items():
+            path = f"{_grouped(into)}{repeated}{_grouped(onwards)}"
+            others[target] = f"{others[target]}|{path}" if target in others else path
+            if len(others[target]) > _MAX_LENGTH:
+                return False
+    return True
+
+
+def _grouped(expression: str) -> str:
+    return f"(?:{expression})" if "|" in expression else expression
+
+
+def _spelled(characters: str) -> str:
+    return "".join(f"\\x{{{ord(character):x}}}" for character in characters)
+
+
+_TOKEN = re.compile(
+    r"""(?P<comment>\#[^\n]*)
+    |(?P<string>"(?:\\.|[^"\\\n])*"i?)
+    |(?P<pattern>/(?:\\.|[^/\\\n])+/[a-z]*)
+    |(?P<set>\[(?:\\.|[^\]\\\n])*\])
+    |(?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_REACHING_FURTHER = frozenset('%.~/"[')  # directives, ranges, negation, and what the pattern above did not read
+
+
+def gbnf_alphabet(source: str) -> CharSet:
+    return _alphabet(source, has_sets=True)
+
+
+def lark_alphabet(source: str) -> CharSet:
+    """Brackets hold what is optional there, so a grammar that has them is not looked into."""
+    return _alphabet(source, has_sets=False)
+
+
+def _alphabet(source: str, *, has_sets: bool) -> CharSet:
+    """More than there are where that is not plain to see, up to all."""
+    chars: CharSet = ()
+    for token in _TOKEN.finditer(source):
+        match token.lastgroup, token[0]:
+            case "string", text:
+                chars = union(chars, _of_string(text))
+            case "pattern", text if not has_sets:
+                chars = union(chars, _of_pattern(text[1:-1]) if text.endswith("/") else ANY)
+            case "set", text if has_sets:
+                chars = union(chars, _of_pattern(text))
+            case "comment", _:
+                pass
+            case _, text:
+                if token.lastgroup != "other" or text in _REACHING_FURTHER:
+                    return ANY
+    return chars
+
+
+def _of_string(quoted: str) -> CharSet:
+    try:
+        text = json.loads(quoted.removesuffix("i"))
+    except ValueError:
+        return ANY
+    return of(text + text.upper() + text.lower() if quoted.endswith("i") else text)
+
+
+def _of_pattern(pattern: str) -> CharSet:
+    try:
+        return _of_node(parse(pattern, python_dialect()))
+    except RegexError:
+        return ANY
+
+
+def _of_node(node: regular.Node) -> CharSet:
+    match node:
+        case regular.Literal(text):
+            return of(text)
+        case regular.Chars(chars):
+            return chars
+        case regular.Sequence(items) | regular.Either(items):
+            return union(*map(_of_node, items))
+        case regular.Repeat(item, _, _):
+            return _of_node(item)
+        case _:
+            return ()  # anchors
+
 
 ToLeaf = Callable[[GrammarSpec, Vocabulary], Leaf]
 

@@ -1,10 +1,4 @@
-"""The grammar backend `outlines_core`: regexes, choices and the JSON Schemas that are regular, through Outlines' types and its index.
-
-Three things in the released engine are worked around. Its own vocabulary is made of strings, in which half a character is lost: ours is
-made of bytes. Its index drops transitions out of states that may already end, so no state may: the pattern is followed by a NUL, which
-only stop tokens spell. And it builds a second automaton, for matches that begin anywhere, which can be exponentially larger (`a[ab]{14}`):
-a NUL before the pattern leaves one place to begin.
-"""
+"""The grammar backend `outlines_core`: regexes, choices and the JSON Schemas that are regular."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,17 +6,59 @@ from typing import TYPE_CHECKING, Any
 from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
-from penstock.plugins.grammars.json_schema import json_schema
-from penstock.plugins.grammars.json_schema.json_document import parse_document
-from penstock.plugins.grammars.json_schema.json_text import Whitespace
+from penstock.plugins.grammars.json_schema import regular as json_schema
+from penstock.plugins.grammars.json_schema.document import parse_document
+from penstock.plugins.grammars.json_schema.values import Whitespace
 from penstock.plugins.grammars.outlines_core.index_size import IndexSize, IndexTooLarge, TokenOpenings, measure
-from penstock.plugins.grammars.outlines_core.terms import UnwritableText, to_pattern
-from penstock.plugins.grammars.regex import text_constraints
-from penstock.plugins.grammars.regex.llguidance_regex import num_ranges
-from penstock.plugins.grammars.regex.regular import Node
+from penstock.plugins.grammars.regex import lark as text_constraints
+from penstock.plugins.grammars.regex.lark import num_ranges
+from penstock.plugins.grammars.regex.tree import Chars, CharSet, Either, Literal, Node, Repeat, Sequence, of
 
 if TYPE_CHECKING:
+    from outlines.types.dsl import Term
+
     from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
+
+
+class UnwritableText(Exception):
+    """Text that is asked for holds NUL or a lone surrogate."""
+
+
+def to_pattern(node: Node) -> str:
+    """The regex, in the syntax of Rust's `regex`. Every set is spelled out in ranges, so that it means there what it means here."""
+    from outlines.types.dsl import to_regex
+
+    return to_regex(_term(node))
+
+
+def _term(node: Node) -> "Term":
+    from outlines.types import dsl
+
+    match node:
+        case Literal(text):
+            if any(not of(character) for character in text):
+                raise UnwritableText("NUL and lone surrogates cannot be generated")
+            return dsl.String(text)
+        case Chars(chars):
+            return dsl.Regex(_class(chars))
+        case Sequence(items):
+            return dsl.Sequence([_term(item) for item in items])
+        case Either(items):
+            return dsl.Alternatives([_term(item) for item in items])
+        case Repeat(item, 0, None):
+            return dsl.KleeneStar(_term(item))
+        case Repeat(item, 0, 1):
+            return dsl.Optional(_term(item))
+        case Repeat(item, minimum, None):
+            return dsl.QuantifyMinimum(_term(item), minimum)
+        case Repeat(item, minimum, maximum) if maximum is not None:
+            return dsl.QuantifyBetween(_term(item), minimum, maximum)
+    raise AssertionError("anchors are resolved before a pattern is written")
+
+
+def _class(chars: CharSet) -> str:
+    return "[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in chars) + "]"
+
 
 MAX_SECONDS = 2.0
 MAX_BYTES = 128 * 2**20

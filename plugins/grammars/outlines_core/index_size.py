@@ -10,8 +10,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.plugins.grammars.regex.charset import CharSet, lead_bytes, num_utf8_states, of
-from penstock.plugins.grammars.regex.regular import Anchor, Chars, Either, Literal, Node, Reference, Repeat, Sequence
+from penstock.plugins.grammars.regex.tree import (
+    Anchor,
+    Chars,
+    CharSet,
+    Either,
+    Literal,
+    Node,
+    Reference,
+    Repeat,
+    Sequence,
+    lead_bytes,
+    num_utf8_states,
+    of,
+)
 
 MAX_POSITIONS = 30_000
 MAX_WORK = 300_000  # 100 ms of Python

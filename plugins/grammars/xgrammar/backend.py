@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
-from penstock.plugins.grammars.json_schema.json_document import parse_document
-from penstock.plugins.grammars.json_schema.left_out import MAX_WARNINGS
-from penstock.plugins.grammars.regex import text_constraints
-from penstock.plugins.grammars.regex.regular import Node
+from penstock.plugins.grammars.json_schema.document import parse_document
+from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS
+from penstock.plugins.grammars.regex import lark as text_constraints
+from penstock.plugins.grammars.regex.tree import Node
 from penstock.plugins.grammars.xgrammar.ebnf import UnwritableGrammar, to_ebnf
 from penstock.plugins.grammars.xgrammar.gbnf import check_gbnf
 from penstock.plugins.grammars.xgrammar.process import CompilationFailed, CompilerProcess

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from penstock.plugins.grammars.regex.charset import CharSet, of
-from penstock.plugins.grammars.regex.regular import Chars, Either, Literal, Node, Reference, Repeat, Sequence
+from penstock.plugins.grammars.regex.tree import Chars, CharSet, Either, Literal, Node, Reference, Repeat, Sequence, of
 
 MAX_CHARS = 4 * 2**20
 _NOTHING = '""'

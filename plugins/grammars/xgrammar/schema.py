@@ -10,15 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.plugins.grammars.json_schema import json_text
-from penstock.plugins.grammars.json_schema.json_schema import Place, Translation, described, object_members, refusal
-from penstock.plugins.grammars.json_schema.json_text import INTEGER, NUMBER, STRING_CHARACTER, Whitespace, dumps
-from penstock.plugins.grammars.json_schema.lenient_schema import LenientSchema
-from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS, KEYWORDS_OF, TRANSLATED
-from penstock.plugins.grammars.json_schema.schema_shape import resolve
+from penstock.plugins.grammars.json_schema import values as json_text
+from penstock.plugins.grammars.json_schema.document import resolve
+from penstock.plugins.grammars.json_schema.regular import LenientSchema, Place, Translation, described, object_members, refusal
+from penstock.plugins.grammars.json_schema.values import (
+    ANNOTATIONS,
+    INTEGER,
+    KEYWORDS_OF,
+    NUMBER,
+    STRING_CHARACTER,
+    TRANSLATED,
+    Whitespace,
+    dumps,
+)
 from penstock.plugins.grammars.llguidance.limits import MAX_OPTIONAL_PROPERTIES
-from penstock.plugins.grammars.regex.charset import charset, complement, intersect, of, union
-from penstock.plugins.grammars.regex.regular import (
+from penstock.plugins.grammars.regex.tree import (
     EMPTY,
     Chars,
     Either,
@@ -28,8 +34,13 @@ from penstock.plugins.grammars.regex.regular import (
     Repeat,
     Sequence,
     chars,
+    charset,
+    complement,
     either,
+    intersect,
+    of,
     optional,
+    union,
 )
 
 MAX_NAME = 200

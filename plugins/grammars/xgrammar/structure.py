@@ -8,8 +8,20 @@ from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarSpec, Vocabulary
 from penstock.engine.structure import FreeText, Marker, Structure, TextUntil, Value
 from penstock.plugins.automaton import split_symbols
-from penstock.plugins.grammars.regex.charset import complement, of
-from penstock.plugins.grammars.regex.regular import ANYTHING, EMPTY, Chars, Either, Literal, Node, Reference, Repeat, Sequence, either
+from penstock.plugins.grammars.regex.tree import (
+    ANYTHING,
+    EMPTY,
+    Chars,
+    Either,
+    Literal,
+    Node,
+    Reference,
+    Repeat,
+    Sequence,
+    complement,
+    either,
+    of,
+)
 from penstock.plugins.markers import join_pieces
 
 MAX_MARKER = 64

@@ -4,11 +4,11 @@ from itertools import pairwise
 import pytest
 from msgspec import UNSET
 
-from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView, UsageFold
-from penstock.api.chat_protocol import ChatChoice, ChatChunkChoice, TokenLogprob
+from penstock.api.protocol import ChatChoice, ChatChunkChoice, TokenLogprob
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.serving.messages import ChoiceFold, MessageFold, ReasoningView, UsageFold
 
 EVENTS: list[Event] = [
     Reasoning("Let "),

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from penstock.api.context import ServerOptions
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, PenstockError, QueueFull
+from penstock.serving.context import ServerOptions
 from tests.api.scripted import Scripted, scripted_server
 
 Scenario = Callable[[aiohttp.ClientSession, Scripted], Coroutine[Any, Any, None]]

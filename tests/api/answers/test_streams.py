@@ -3,7 +3,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from penstock.api.answers.streams import MAX_OPEN, FirstDelta, merge
+from penstock.api.answering import MAX_OPEN, FirstDelta, merge
 from penstock.engine.errors import GenerationFailed, QueueFull
 from penstock.engine.outputs import SequenceDelta
 

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.api.answers.logprobs import CompletionLogprobsWriter, TokenWriter
+from penstock.api.logprobs import CompletionLogprobsWriter, TokenWriter
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.tokenizer import Tokenizer
 from tests.api.scripted import byte_tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from penstock.api.constraints.answer_check import MAX_HEADER, WARNING_HEADER, warning_header
-from penstock.api.context import ServerOptions
 from penstock.plugins.tools import hermes
+from penstock.serving.constraints.answer_check import MAX_HEADER, WARNING_HEADER, warning_header
+from penstock.serving.context import ServerOptions
 from tests.api.scripted import NoGrammar, Scripted, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}

@@ -3,9 +3,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.api.common_protocol import GenerationFields
-from penstock.api.constraints.backend_choice import chosen_backend
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.constraints.sources import chosen_backend
+from penstock.serving.requests import GenerationFields
 
 KNOWN = ("llguidance", "outlines_core", "mine")
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from penstock.api.common_protocol import Conformance
-from penstock.api.constraints.conformance import MAX_MESSAGE, conformance
-from penstock.api.constraints.conformance_checker import ConformanceChecker
+from penstock.serving.constraints.answer_check import ConformanceChecker
+from penstock.serving.constraints.conformance import MAX_MESSAGE, Conformance, conformance
 
 HANGING = {"pattern": "^(a+)+$"}
 HANGING_TEXT = json.dumps("a" * 50 + "!")

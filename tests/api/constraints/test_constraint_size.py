@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.body_limits import MAX_BRACKETS
-from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.constraints.constraint_size import LONG, check_text, exceeds, is_large
-from penstock.api.decoding import decode
+from penstock.api.bodies import MAX_BRACKETS, decode
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammars.grammar_limits import MAX_TEXT
+from penstock.serving.constraints.sources import LONG, check_text, exceeds, is_large
+from penstock.serving.requests import ChatCompletionRequest
 
 documents = st.recursive(
     st.none() | st.booleans() | st.integers(-999, 999) | st.text(),

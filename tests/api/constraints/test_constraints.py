@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from penstock.api.chat_protocol import ChatCompletionRequest
-from penstock.api.constraints.constraints import grammar_spec
-from penstock.api.decoding import decode
+from penstock.api.bodies import decode
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.grammars.grammar_limits import MAX_GRAMMAR
+from penstock.serving.constraints.specs import grammar_spec
+from penstock.serving.requests import ChatCompletionRequest
 
 SCHEMA = {"type": "object", "properties": {"z": {}, "a": {"const": "ü"}}}
 GBNF = 'root ::= "a" word\nword ::= [b-c]+  # a: b'

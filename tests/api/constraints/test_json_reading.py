@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from penstock.api.context import ServerOptions
 from penstock.engine.grammar import AdditionalProperties, GrammarSpec
 from penstock.plugins.tools import hermes
+from penstock.serving.context import ServerOptions
 from tests.api.scripted import scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {}}}

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from penstock.api.constraints.json_reading import JsonReading
-from penstock.api.constraints.structural_tag import TagReader
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
+from penstock.serving.constraints.sources import JsonReading
+from penstock.serving.constraints.structural_tag import TagReader
 from tests.api.scripted import byte_tokenizer
 
 X = {"type": "regex", "pattern": "x+"}

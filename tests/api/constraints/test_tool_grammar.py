@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from penstock.api.constraints.json_reading import JsonReading
-from penstock.api.constraints.tool_grammar import answer_grammar
-from penstock.api.tools import ToolUse
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.tool_format import CallableTool
+from penstock.serving.constraints.sources import JsonReading
+from penstock.serving.tools import ToolUse, answer_grammar
 from tests.api.test_tools import allowed, named, use_of
 
 TOOLS = [named("f", {"properties": {"b": {}, "a": {}}}), named("g")]

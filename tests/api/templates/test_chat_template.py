@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.api.templates.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
-from penstock.api.workers import Workers
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
+from penstock.serving.templates.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
+from penstock.serving.workers import Workers
 from tests.api.templates.test_template_environment import ENDLESS
 
 USER = {"role": "user", "content": "Hello"}

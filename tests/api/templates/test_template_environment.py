@@ -9,8 +9,8 @@ import jinja2
 import pytest
 from jinja2.exceptions import SecurityError
 
-from penstock.api.templates.template_bounds import MAX_OUTPUT_CHARS, TemplateTooLarge
-from penstock.api.templates.template_environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
+from penstock.serving.templates.bounds import MAX_OUTPUT_CHARS, TemplateTooLarge
+from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 
@@ -149,7 +149,7 @@ def test_nothing_is_left_pending_once_a_call_is_over(is_interrupted: bool) -> No
     """Where something were, Python 3.11 would never get past the first step of the traced function."""
     script = f"""
 import contextlib, sys
-from penstock.api.templates.template_environment import Interruptible, TemplateTimeout
+from penstock.serving.templates.environment import Interruptible, TemplateTimeout
 call = Interruptible()
 with contextlib.suppress(TemplateTimeout):
     call.run(call.interrupt if {is_interrupted} else list)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from penstock.api.templates.chat_template import ChatTemplate, load_chat_template
-from penstock.api.templates.tool_prompt import ToolPrompt, written_call
 from penstock.engine.events import ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.tools.hermes import Hermes
 from penstock.plugins.tools.mistral import mistral
+from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template
+from penstock.serving.templates.tool_prompt import ToolPrompt, written_call
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "It tells.", "parameters": {"type": "object"}}}
 SYSTEM = {"role": "system", "content": "Be brief."}

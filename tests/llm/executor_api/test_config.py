@@ -7,7 +7,8 @@ import pytest
 from torch import Tensor
 
 from penstock import ConfigurationError
-from penstock.llm.executor import (
+from penstock.llm.executor.config import OF_CACHES, OF_EXECUTORS, OF_SCHEDULERS
+from penstock.llm.executor.executor import (
     BatchingType,
     CapacitySchedulerPolicy,
     Executor,
@@ -19,7 +20,6 @@ from penstock.llm.executor import (
     Request,
     SchedulerConfig,
 )
-from penstock.llm.executor_api.config import OF_CACHES, OF_EXECUTORS, OF_SCHEDULERS
 from tests.llm.executors import whole
 from tests.llm.model_directory import SETTINGS
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.llm.executor_api.mailbox import Mailbox
-from penstock.llm.executor_api.response import FinishReason, Response, Result
+from penstock.llm.executor.jobs import Mailbox
+from penstock.llm.executor.responses import FinishReason, Response, Result
 
 
 def response(request_id: int, index: int = 0, *, is_final: bool = False) -> Response:

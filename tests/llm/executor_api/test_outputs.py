@@ -9,11 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.engine.engine_core import EngineCore
-from penstock.llm.executor import Executor
-from penstock.llm.executor_api.output import AdditionalModelOutput, OutputConfig
-from penstock.llm.executor_api.request import Request
-from penstock.llm.executor_api.response import AdditionalOutput, FinishReason, Response
-from penstock.llm.executor_api.sampling import SamplingConfig
+from penstock.llm.executor.executor import Executor
+from penstock.llm.executor.requests import AdditionalModelOutput, OutputConfig, Request, SamplingConfig
+from penstock.llm.executor.responses import AdditionalOutput, FinishReason, Response
 from tests.engines import core_over, loaded_model
 from tests.fakes import VOCAB_SIZE
 from tests.llm.executors import context_over, error_of, output, result_of, whole

@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 
 from penstock.engine.sampling.sampling_params import SamplingParams
-from penstock.llm.executor_api.guide import GuidedDecodingParams, GuideType
-from penstock.llm.executor_api.output import AdditionalModelOutput, OutputConfig
-from penstock.llm.executor_api.preparing import beam_params, sampling_params
-from penstock.llm.executor_api.refusals import OF_REQUESTS, OF_SAMPLING
-from penstock.llm.executor_api.request import LogitsProcessorConfig, Request, RequestType
-from penstock.llm.executor_api.response import FinishReason, Response
-from penstock.llm.executor_api.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
-from penstock.llm.executor_api.sampling import SamplingConfig
+from penstock.llm.executor.preparing import OF_REQUESTS, OF_SAMPLING, beam_params, sampling_params
+from penstock.llm.executor.requests import (
+    AdditionalModelOutput,
+    GuidedDecodingParams,
+    GuideType,
+    KvCacheRetentionConfig,
+    LogitsProcessorConfig,
+    OutputConfig,
+    Request,
+    RequestType,
+    SamplingConfig,
+    TokenRangeRetentionConfig,
+)
+from penstock.llm.executor.responses import FinishReason, Response
 from tests.fakes import EOS, VOCAB_SIZE, ids, letter_after, make_core, saying
 from tests.llm.executors import OUTPUT_ALONE, ask, error_of, executor_over, make_executor, output, result_of, whole
 

@@ -5,9 +5,8 @@ import threading
 from collections import Counter
 from datetime import timedelta
 
-from penstock.llm.executor_api.output import OutputConfig
-from penstock.llm.executor_api.sampling import SamplingConfig
-from penstock.llm.executor_api.stats import IterationStats, RequestStage
+from penstock.llm.executor.requests import OutputConfig, SamplingConfig
+from penstock.llm.executor.stats import IterationStats, RequestStage
 from tests.fakes import make_core, runner_of
 from tests.llm.executors import ask, executor_over, make_executor, result_of, whole
 

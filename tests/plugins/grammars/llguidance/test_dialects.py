@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.grammars.llguidance.continuation import continuation
 from penstock.plugins.grammars.llguidance.gbnf import to_lark
 from penstock.plugins.grammars.llguidance.matcher import LlguidanceGrammar
-from penstock.plugins.grammars.regex.regex_syntax import parse, python_dialect
+from penstock.plugins.grammars.regex.syntax import parse, python_dialect
+from penstock.plugins.grammars.regex.tree import continuation
 from tests.plugins.grammars.grammar_walks import SPECIAL, STOPS, VOCABULARY, allowed, patterns
 from tests.plugins.grammars.llguidance.test_backend import accepts, compiled, refusal
 

@@ -1,7 +1,7 @@
 import pytest
 
-from penstock.plugins.grammars.llguidance.grammar_alphabet import gbnf_alphabet, lark_alphabet
-from penstock.plugins.grammars.regex.charset import ANY, complement, of
+from penstock.plugins.grammars.llguidance.structure import gbnf_alphabet, lark_alphabet
+from penstock.plugins.grammars.regex.tree import ANY, complement, of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from penstock.plugins.grammars.llguidance.marker_text import text_regex
+from penstock.plugins.grammars.llguidance.structure import text_regex
 
 
 def pattern(expression: str) -> re.Pattern[str]:

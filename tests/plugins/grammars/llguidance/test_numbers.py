@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.plugins.grammars.llguidance.numbers import LARGEST_EXACT, nearest_bound
+from penstock.plugins.grammars.llguidance.exact_schema import LARGEST_EXACT, nearest_bound
 
 
 @pytest.mark.parametrize("bound", [LARGEST_EXACT + 1, LARGEST_EXACT + 2, 2**60 + 1, 2**62 - 1, -(2**60) - 1, -(2**62) + 1])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 
-from penstock.plugins.grammars.llguidance.part_edges import (
+from penstock.plugins.grammars.llguidance.edges import (
     ADDED_TOKEN,
     EMPTY,
     Edges,
@@ -22,9 +22,8 @@ from penstock.plugins.grammars.llguidance.part_edges import (
     sequence,
     text_until,
 )
-from penstock.plugins.grammars.regex.charset import ANY, of
-from penstock.plugins.grammars.regex.regex_syntax import parse, python_dialect
-from penstock.plugins.grammars.regex.regular import Either, Literal, full_match
+from penstock.plugins.grammars.regex.syntax import parse, python_dialect
+from penstock.plugins.grammars.regex.tree import ANY, Either, Literal, full_match, of
 from tests.plugins.grammars.grammar_walks import patterns, subjects
 
 NUMBER = json_value(None, is_number=True)

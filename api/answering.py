@@ -1,0 +1,258 @@
+"""Sends an answer, as one body or as server-sent events. Whatever happens on the way, the engine's request is closed."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+from aiohttp import web
+
+from penstock.api.context import SHARED
+from penstock.api.errors import body_of, json_response
+from penstock.engine.outputs import SequenceDelta
+from penstock.serving.workers import run
+
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_event(chunk: msgspec.Struct) -> bytes:
+    return b"data: %b\n\n" % _encode(chunk)
+
+
+class EventStream:
+    """One streamed response. Entering it sends the headers; leaving it sends what ends the stream.
+
+    An exception inside becomes an error event and `[DONE]`: the status is long sent. Cancellation, and a client that is gone, pass through.
+    One that has not read for `write_timeout_seconds` is taken for gone, and its connection is cut: what is unread would pile up here.
+    """
+
+    def __init__(
+        self, request: web.Request, *, keep_alive_seconds: float, headers: dict[str, str], write_timeout_seconds: float = 0.0
+    ) -> None:
+        self.response = web.StreamResponse(headers={**HEADERS, **headers})
+        self._request = request
+        self._keep_alive_seconds = keep_alive_seconds
+        self._write_timeout = write_timeout_seconds or None
+        self._last_write = 0.0
+        self._keep_alive: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.response.prepare(self._request)
+        self._last_write = asyncio.get_running_loop().time()
+        if self._keep_alive_seconds > 0:
+            self._keep_alive = asyncio.create_task(self._comment_when_idle())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
+            await asyncio.gather(self._keep_alive, return_exceptions=True)
+        if error is not None and not isinstance(error, Exception):
+            return False
+        try:
+            if isinstance(error, ConnectionResetError):
+                return True  # the client is gone: there is nobody to tell
+            if error is not None:
+                await self._write(encode_event(body_of(error)))
+            await self._write(DONE)
+            await self.response.write_eof()
+        except ConnectionResetError:
+            return True
+        return True
+
+    async def send(self, chunks: Iterable[msgspec.Struct]) -> None:
+        """One write for all that one step brought."""
+        data = b"".join(map(encode_event, chunks))
+        if data:
+            self._last_write = asyncio.get_running_loop().time()
+            await self._write(data)
+
+    async def _write(self, data: bytes) -> None:
+        """Raises `ConnectionResetError` where the client is gone, or has not read for too long."""
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await self.response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client does not read its stream") from None
+
+    async def _comment_when_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = self._last_write + self._keep_alive_seconds
+            if loop.time() < due:
+                await asyncio.sleep(due - loop.time())
+                continue
+            self._last_write = loop.time()
+            try:
+                await self.response.write(KEEP_ALIVE)
+            except ConnectionResetError:
+                return  # the next write of an event finds out
+
+
+AT_ONCE = 32
+MAX_OPEN = 256  # enough for any batch; all of a long list at once would overflow the engine's queue, or shut others out of it
+
+
+async def merge(streams: Sequence[AsyncGenerator[SequenceDelta, None]], n: int) -> AsyncGenerator[SequenceDelta, None]:
+    """The deltas of several prompts as they come, their choices numbered through: prompt p's sequence s becomes choice p * n + s.
+
+    At most `MAX_OPEN` streams are open at a time. The first exception of any ends all of them and is raised here. Closing this generator
+    closes the streams.
+    """
+    places = asyncio.Semaphore(MAX_OPEN)
+    queue: asyncio.Queue[SequenceDelta | Exception | None] = asyncio.Queue()
+
+    async def pump(position: int, stream: AsyncGenerator[SequenceDelta, None]) -> None:
+        try:
+            async with places, aclosing(stream):
+                async for delta in stream:
+                    delta.index += position * n
+                    queue.put_nowait(delta)
+        except Exception as error:  # raised again below, where the caller can see it
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        for position, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(position, stream)))
+            if len(tasks) % AT_ONCE == 0:
+                await asyncio.sleep(0)  # adding a request takes a while: let other streams go on in between
+        num_running = len(tasks)
+        while num_running:
+            item = await queue.get()
+            if isinstance(item, SequenceDelta):
+                yield item
+            elif item is None:
+                num_running -= 1
+            else:
+                raise item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def bundled(deltas: AsyncGenerator[SequenceDelta, None], interval: int) -> AsyncGenerator[SequenceDelta, None]:
+    """The same with `interval` tokens or more in each delta, but for a sequence's first and last one, which come at once.
+
+    Closing this generator closes `deltas`.
+    """
+    held: dict[int, SequenceDelta] = {}
+    begun: set[int] = set()
+    async with aclosing(deltas):
+        async for delta in deltas:
+            delta = delta if delta.index not in held else joined(held.pop(delta.index), delta)
+            if delta.index in begun and delta.finish_reason is None and len(delta.token_ids) < interval:
+                held[delta.index] = delta
+                continue
+            begun.add(delta.index)
+            yield delta
+
+
+def joined(first: SequenceDelta, second: SequenceDelta) -> SequenceDelta:
+    """Two steps of a sequence as one, in which the text of both is there and only the later one may be the last."""
+    return replace(
+        second,
+        token_ids=first.token_ids + second.token_ids,
+        events=first.events + second.events,
+        logprobs=first.logprobs + second.logprobs,
+        prompt=first.prompt or second.prompt,
+    )
+
+
+class FirstDelta:
+    """A stream whose first delta can be waited for, for a while, before anything is sent.
+
+    An error in it is then still an HTTP status. `close` aborts the request wherever it stands.
+    """
+
+    def __init__(self, stream: AsyncGenerator[SequenceDelta, None]) -> None:
+        self._stream = stream
+        self._first = asyncio.ensure_future(anext(stream))
+
+    async def wait(self, seconds: float | None) -> None:
+        """Raises what the stream raised; returns quietly where its first delta is there, or did not come in time."""
+        await asyncio.wait({self._first}, timeout=seconds)
+        if self._first.done():
+            self._first.result()
+
+    async def deltas(self) -> AsyncIterator[SequenceDelta]:
+        yield await self._first
+        async for delta in self._stream:
+            yield delta
+
+    async def close(self) -> None:
+        if not self._first.done():
+            self._first.cancel()
+        await asyncio.gather(self._first, return_exceptions=True)
+        await self._stream.aclose()
+
+
+class AnswerFold(Protocol):
+    """One request's deltas as an endpoint writes them.
+
+    Streaming: `opening`, then `chunks` of each delta, then `closing`. Otherwise: `add` each delta, then `body`, in a worker where that
+    `is_long` to write.
+    """
+
+    @property
+    def is_long(self) -> bool: ...
+
+    def opening(self) -> Sequence[msgspec.Struct]: ...
+
+    def chunks(self, delta: SequenceDelta) -> Sequence[msgspec.Struct]: ...
+
+    def closing(self) -> Sequence[msgspec.Struct]: ...
+
+    def add(self, delta: SequenceDelta) -> None: ...
+
+    def body(self) -> msgspec.Struct: ...
+
+
+async def answer(
+    http: web.Request,
+    deltas: AsyncGenerator[SequenceDelta, None],
+    fold: AnswerFold,
+    *,
+    stream: bool,
+    headers: dict[str, str],
+    interval: int | None = None,
+) -> web.StreamResponse:
+    """Streams a chunk for every `interval` tokens. Raises what the engine raises, as long as nothing has been sent."""
+    if stream:
+        return await _stream(http, deltas if interval is None or interval == 1 else bundled(deltas, interval), fold, headers)
+    async with aclosing(deltas):
+        async for delta in deltas:
+            fold.add(delta)
+    return await run(http.app[SHARED], lambda: json_response(fold.body(), headers=headers), is_long=fold.is_long)
+
+
+async def _stream(
+    http: web.Request, deltas: AsyncGenerator[SequenceDelta, None], fold: AnswerFold, headers: dict[str, str]
+) -> web.StreamResponse:
+    keep_alive_seconds = http.app[SHARED].options.keep_alive_seconds
+    source = FirstDelta(deltas)
+    try:
+        # An error before the first token keeps its status, unless the client has to wait so long that it needs a sign of life.
+        await source.wait(keep_alive_seconds or None)
+        write_timeout_seconds = http.app[SHARED].options.write_timeout_seconds
+        events = EventStream(http, keep_alive_seconds=keep_alive_seconds, headers=headers, write_timeout_seconds=write_timeout_seconds)
+        async with events:
+            await events.send(fold.opening())
+            async for delta in source.deltas():
+                await events.send(fold.chunks(delta))
+            await events.send(fold.closing())
+        return events.response
+    finally:
+        await source.close()

@@ -1,0 +1,318 @@
+"""The command lines of the subcommands: their flags, defaults and help. Imports nothing heavy."""
+
+import argparse
+import keyword
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import BinaryIO, Literal
+
+from penstock.arguments import CommandParser, add_model_choice, add_parser_choice, add_plugin_choice, add_reading_choice, integer
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.grammar import AdditionalProperties
+
+KINDS = {"json": "json_schema", "regex": "regex", "lark": "lark", "gbnf": "gbnf", "choice": "choice"}  # each with its `GrammarKind`
+KINDS_BY_SUFFIX = {".json": "json", ".lark": "lark", ".gbnf": "gbnf", ".ebnf": "gbnf", ".regex": "regex"}
+_EPILOG = "Only the tokenizer and the config of the model are read, not its weights. FILE may be -, which is standard input."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarArguments:
+    """What the command line said. `backend` is None for `auto`; `kind` is one of `KINDS`, for `check` only."""
+
+    action: Literal["check", "test"]
+    path: str
+    kind: str
+    backend: str | None
+    is_strict: bool
+    additional_properties: AdditionalProperties
+    is_json: bool
+    limit: int | None
+    model: str | None
+    trust_remote_code: bool
+    plugins: tuple[str, ...]
+    without: tuple[str, ...]
+
+
+def parse_grammar_arguments(argv: list[str]) -> GrammarArguments:
+    """Of what follows `penstock grammar`. Exits with code 2 for what cannot be read, and with 0 after help."""
+    if not argv or argv[0] not in PARSERS:
+        parser = build_overview_parser()
+        parser.parse_args(argv)
+        parser.error("say which: check or test")
+    parser = PARSERS[argv[0]]()
+    given = parser.parse_args(argv[1:])
+    kind = getattr(given, "kind", None) or KINDS_BY_SUFFIX.get(PurePath(given.file).suffix.lower())
+    if kind is None and argv[0] == "check":
+        parser.error(f"{given.file} does not say what it holds: add --kind {'|'.join(KINDS)}")
+    return GrammarArguments(
+        action="check" if argv[0] == "check" else "test",
+        path=given.file,
+        kind=kind or "json",
+        backend=None if given.backend == "auto" else given.backend,
+        is_strict=given.strict,
+        additional_properties=given.additional_properties,
+        is_json=given.json,
+        limit=getattr(given, "limit", None),
+        model=given.model,
+        trust_remote_code=given.trust_remote_code,
+        plugins=tuple(given.plugin),
+        without=tuple(given.without),
+    )
+
+
+def build_overview_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="penstock grammar",
+        description="Try schemas and grammars against the grammar backends, without a server. "
+        "check: which backend takes one constraint, and what in it is unsupported. "
+        "test: whether backends accept and refuse what they should, on a file of schemas with instances.",
+        epilog="`penstock grammar check --help` and `penstock grammar test --help` list the flags.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("action", choices=tuple(PARSERS), help="what to do")
+    return parser
+
+
+def build_check_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="penstock grammar check",
+        description="Says which backend a request without a named one would get, and for every backend whether it enforces the whole "
+        "constraint, what it would leave out, or why it refuses; with compile times (medians) and sizes. "
+        "Exit code: 0 taken, 1 taken by none (or not by the named one), 2 wrong usage or an unreadable file.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE", help="the constraint: a JSON Schema, a regex, a grammar, or a JSON array of choices")
+    parser.add_argument(
+        "--kind", choices=tuple(KINDS), help="what FILE holds (default: by its name: .json is a JSON Schema; .lark, .gbnf, .ebnf, .regex)"
+    )
+    _add_common_flags(parser, "closed")
+    return parser
+
+
+def build_test_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="penstock grammar test",
+        description='Reads lines of {"schema": ..., "tests": [{"valid": true or false, "data": ...}]}; other keys are '
+        "ignored. Compiles each schema, spells each instance in the model's tokens and takes it through the grammar token by token, to "
+        "an allowed end. The text of an instance is that of Python's json.dumps(data, ensure_ascii=False): one blank after each comma and "
+        "colon, no other white space, members in the file's order or, where that is refused, in the schema's. A schema is "
+        "tried exactly first, leniently where that is refused; the two are counted apart. Compile times are medians of three, none from a "
+        "cache; times of masks are of every one. Exit code: 0 where "
+        "every exactly compiled schema accepts what is valid and refuses what is not, and no "
+        "lenient one refuses what is valid; 1 otherwise, where a backend failed (reported as such; the next schema is tried) or where a "
+        "line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints what has been tried so far.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE.jsonl", help="schemas with instances, one schema a line")
+    parser.add_argument("--limit", type=integer(1), metavar="N", help="only the first N schemas (default: all)")
+    _add_common_flags(parser, "open")
+    return parser
+
+
+def _add_common_flags(parser: argparse.ArgumentParser, reading: AdditionalProperties) -> None:
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="one backend (default: auto, as for a request that names none)")
+    fallback = parser.add_mutually_exclusive_group()
+    fallback.add_argument(
+        "--strict", action="store_true", help="as `strict: true`: refused unless all of it is enforced (default: then try leniently)"
+    )
+    fallback.add_argument("--lenient", dest="strict", action="store_false", help="the default: try leniently what is refused exactly")
+    add_reading_choice(parser, "", reading)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_model_choice(parser.add_argument_group("model"))
+    add_plugin_choice(parser.add_argument_group("plug-ins"), "load a plug-in and ask its grammar backends too; repeatable")
+    parser.set_defaults(strict=False)
+
+
+PARSERS = {"check": build_check_parser, "test": build_test_parser}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParseArguments:
+    """What the command line said. `prompt_tail` is None for the usual one of the reasoning parser's family.
+
+    A parser that is not named is `auto`, which is the one that `--plugin` names, as there is no model to decide.
+    """
+
+    path: str
+    plugins: tuple[str, ...]
+    without: tuple[str, ...]
+    reasoning_parser: str
+    tool_parser: str
+    tools_path: str | None
+    prompt_tail: str | None
+    response_template_path: str | None
+    special_tokens: tuple[str, ...]
+    chunk_size: int | None
+    is_json: bool
+    is_jsonl: bool
+
+
+def build_parse_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="penstock parse",
+        description="Prints the message that the server would answer where a model has written this text. With --jsonl each line is an "
+        'object {"text", "reasoning_parser", "tool_parser", "tools", "prompt_tail", "special_tokens", "chunk_sizes"}, of which only the '
+        "text has to be there: the flags stand for what is not, and other keys are ignored. For each a line is printed: "
+        '{"reasoning_content", "content", "tool_calls": [{"id", "name", "arguments"}]}, or {"error": {"line", "message"}} where the line '
+        "cannot be read. Exit code: 0; 1 where a line cannot be read; 2 wrong usage or an unreadable file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the text, exactly as written (default: standard input)")
+    parser.add_argument("--tools", metavar="FILE.json", help="an array of tools as in a request: types of arguments come from it")
+    parser.add_argument(
+        "--prompt-tail",
+        metavar="TEXT",
+        help="what the template wrote after the last assistant header (default: what is usual where this reasoning parser is used)",
+    )
+    parser.add_argument(
+        "--response-template",
+        metavar="FILE.json",
+        help="what the parser response_template goes by: the template, or a tokenizer_config.json that holds one",
+    )
+    parser.add_argument(
+        "--special-token",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a marker that is a special token in the text; repeatable (default: none, all markers are plain text)",
+    )
+    parser.add_argument("--chunks", type=integer(1), metavar="N", help="feed N characters at a time (default: all at once)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--jsonl", action="store_true", help="read one JSON object a line, and print one for each")
+    group = parser.add_argument_group("plug-ins")
+    add_parser_choice(group, has_model=False)
+    return parser
+
+
+def parse_parse_arguments(argv: list[str]) -> ParseArguments:
+    """Of what follows `penstock parse`. Exits with code 2 for what cannot be read, and with 0 after help."""
+    parser = build_parse_parser()
+    given = parser.parse_args(argv)
+    if "auto" in (given.reasoning_parser, given.tool_parser, *given.plugin):
+        parser.error("auto needs a model's files: name the parsers")
+    return ParseArguments(
+        path=given.file,
+        plugins=tuple(given.plugin),
+        without=tuple(given.without),
+        reasoning_parser=given.reasoning_parser or "auto",
+        tool_parser=given.tool_parser or "auto",
+        tools_path=given.tools,
+        prompt_tail=given.prompt_tail,
+        response_template_path=given.response_template,
+        special_tokens=tuple(given.special_token),
+        chunk_size=given.chunks,
+        is_json=given.json,
+        is_jsonl=given.jsonl,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginsArguments:
+    """What the command line said."""
+
+    plugins: tuple[str, ...]
+    without: tuple[str, ...]
+    reasoning_parser: str
+    tool_parser: str
+    is_markdown: bool
+
+
+def build_plugins_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="penstock plugins",
+        description="Lists what is loaded and where it comes from; a star marks what is selected. What a server selects by itself, from "
+        "the model's own files, is in the line that it prints when it has started.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/parsers.md: every parser with what it reads")
+    group = parser.add_argument_group("plug-ins")
+    add_parser_choice(group, has_model=True)
+    return parser
+
+
+def parse_plugins_arguments(argv: list[str]) -> PluginsArguments:
+    """Of what follows `penstock plugins`. Exits with code 2 for what cannot be read, and with 0 after help."""
+    given = build_plugins_parser().parse_args(argv)
+    return PluginsArguments(
+        plugins=tuple(given.plugin),
+        without=tuple(given.without),
+        reasoning_parser=given.reasoning_parser,
+        tool_parser=given.tool_parser,
+        is_markdown=given.markdown,
+    )
+
+
+PLUGIN_KINDS = ("reasoning", "tool", "logits", "grammar")
+RESERVED = ("auto", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewPluginArguments:
+    """What the command line said. `name` is an identifier in lower case, `kinds` are different; the package is made in `directory`."""
+
+    name: str
+    kinds: tuple[str, ...]
+    directory: Path
+
+
+def build_new_plugin_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="penstock new-plugin",
+        description="Writes a package with a plug-in that works, its test and a README, to be changed into what you need. It is installed "
+        "with pip where penstock is installed already, and the server then finds it by its entry point. Nothing that exists is "
+        "overwritten.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", type=plugin_name, metavar="NAME", help="what --plugin or a request will call it, such as my_format")
+    parser.add_argument(
+        "--kind",
+        choices=PLUGIN_KINDS,
+        action="append",
+        required=True,
+        help="which of the four hooks it implements; repeatable: --kind reasoning --kind tool for a format that has both, under one name",
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        metavar="D",
+        help="where to write it: a folder that does not exist or is empty (default: penstock-plugin-NAME)",
+    )
+    return parser
+
+
+def parse_new_plugin_arguments(argv: list[str]) -> NewPluginArguments:
+    """Of what follows `penstock new-plugin`. Exits with code 2 for what cannot be read, and with 0 after help."""
+    given = build_new_plugin_parser().parse_args(argv)
+    return NewPluginArguments(
+        name=given.name,
+        kinds=tuple(dict.fromkeys(given.kind)),
+        directory=given.directory or Path(f"penstock-plugin-{given.name.replace('_', '-')}"),
+    )
+
+
+def plugin_name(text: str) -> str:
+    """It becomes part of a module's name. Hyphens are taken as underscores."""
+    name = text.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name in RESERVED:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name such as my_format: lower-case letters, digits and underscores")
+    return name
+
+
+@contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """`-` is standard input."""
+    if path == "-":
+        yield sys.stdin.buffer
+        return
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "rb"))
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from error
+        yield file

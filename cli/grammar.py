@@ -1,0 +1,352 @@
+"""`penstock grammar check` and `penstock grammar test`: constraints tried against the backends that a server would have."""
+
+import asyncio
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from penstock.cli.arguments import KINDS, GrammarArguments, opened
+from penstock.cli.grammar_trial import PARAM, Failure, GrammarBench, Outcome, Result, Trial, lenient, run_trial, schema_spec
+from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.loading.model_config import read_answer_tokens
+from penstock.engine.loading.model_store import model_name, resolve_model
+from penstock.engine.tokenizer import Tokenizer
+from penstock.plugins.manager import Plugins
+
+NUM_COMPILATIONS = 5
+PATIENCE = 1.0  # seconds for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class BackendAnswer:
+    """What one backend makes of the constraint: `outcome` as it would be used; `refusal` why it is not enforced as a whole."""
+
+    backend: str
+    outcome: Outcome
+    refusal: UnsupportedGrammar | None
+    seconds: float | None
+
+    @property
+    def verdict(self) -> str:
+        if self.outcome.failure is not None:
+            return "failed"
+        if self.outcome.grammar is None:
+            return "refused"
+        return "exact" if self.outcome.is_exact and self.refusal is None else "lenient"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`chosen` is what a request that names no backend gets, or one that names the only backend asked about."""
+
+    chosen: Outcome
+    answers: tuple[BackendAnswer, ...]
+
+
+async def check(bench: GrammarBench, spec: GrammarSpec, backend: str | None, *, is_strict: bool) -> Check:
+    """Tries every backend, or the named one, exactly and then, unless `is_strict`, leniently."""
+    await bench.warm_up(backend)
+    names = bench.backend_names if backend is None else (backend,)
+    answers = tuple([await _answer(bench, spec, name, is_strict) for name in names])
+    chosen = await bench.compile(spec if is_strict else lenient(spec), backend)
+    return Check(chosen, answers)
+
+
+async def _answer(bench: GrammarBench, spec: GrammarSpec, backend: str, is_strict: bool) -> BackendAnswer:
+    outcome = await bench.compile(spec, backend)
+    refusal = outcome.refusal
+    if refusal is not None and not is_strict:
+        spec = lenient(spec)
+        outcome = await bench.compile(spec, backend)
+    seconds = outcome.seconds
+    if outcome.grammar is not None and seconds is not None:
+        num_more = min(NUM_COMPILATIONS, int(PATIENCE / max(seconds, 1e-6)))
+        compiled = spec.as_written if outcome.is_as_written and spec.as_written is not None else spec
+        more = [bench.compile_again(compiled, backend) for _ in range(num_more)]
+        seconds = statistics.median([again for again in more if again is not None] or [seconds])
+    return BackendAnswer(backend, outcome, refusal, seconds)
+
+
+def check_as_json(checked: Check, about: dict[str, Any]) -> dict[str, Any]:
+    """`about` says what was checked: file, kind, model."""
+    return {
+        **about,
+        "is_taken": checked.chosen.grammar is not None,
+        "is_exact": checked.chosen.is_exact,
+        "is_as_written": checked.chosen.is_as_written,
+        "backend": checked.chosen.backend,
+        "backends": [_as_json(answer) for answer in checked.answers],
+    }
+
+
+def _as_json(answer: BackendAnswer) -> dict[str, Any]:
+    grammar, refusal = answer.outcome.grammar, answer.refusal
+    return {
+        "name": answer.backend,
+        "verdict": answer.verdict,
+        "is_as_written": answer.outcome.is_as_written,
+        "refusal": None if refusal is None else {"message": refusal.message, "path": refusal.param},
+        "failure": answer.outcome.failure,
+        "not_enforced": [] if grammar is None else list(grammar.warnings),
+        "compile_ms": None if grammar is None or answer.seconds is None else answer.seconds * 1e3,
+        "num_bytes": None if grammar is None else grammar.num_bytes,
+    }
+
+
+def check_as_text(checked: Check, about: dict[str, Any]) -> Iterator[str]:
+    chosen = checked.chosen
+    reading = f", {about['additional_properties']}" if about["kind"] == GrammarKind.JSON_SCHEMA else ""
+    if chosen.grammar is None:
+        yield f"{about['file']} ({about['kind']}{reading}): no backend takes it"
+    else:
+        how = "as a whole" if chosen.is_exact else "leniently: not all of it is enforced"
+        yield f"{about['file']} ({about['kind']}{reading}): taken by {chosen.backend}, {how}"
+    yield ""
+    width = max([len("BACKEND"), *(len(answer.backend) for answer in checked.answers)])
+    yield f"{'BACKEND':{width}}  VERDICT  {'COMPILE':>11}  {'SIZE':>11}"
+    for answer in checked.answers:
+        grammar = answer.outcome.grammar
+        cost = f"{'':>11}  {'':>11}"
+        if grammar is not None:
+            cost = f"{(answer.seconds or 0) * 1e3:8,.2f} ms  {grammar.num_bytes / 2**10:7,.0f} KiB"
+        yield f"{answer.backend:{width}}  {answer.verdict:7}  {cost}".rstrip()
+        if answer.refusal is not None:
+            yield f"  {'refused' if grammar is None else 'not exact'}: {_sentence(answer.refusal)}"
+        if answer.outcome.failure is not None:
+            yield f"  failed: {answer.outcome.failure}"
+        if answer.outcome.is_as_written:
+            yield "  open: refused as closed"
+        yield from (f"  not enforced: {warning}" for warning in (grammar.warnings if grammar is not None else ()))
+
+
+def _sentence(refusal: UnsupportedGrammar) -> str:
+    return refusal.message + (f", at {refusal.param}" if refusal.param else "")
+
+
+MAX_SHOWN = 20
+
+
+def trial_as_json(trial: Trial, about: dict[str, Any]) -> dict[str, Any]:
+    """`about` says what was tried: file, model, backend. Shares are of all schemas.
+
+    `compile_ms` is what backends took for the grammars that were used, `waited_ms` what requests would have waited for
+    them or for a refusal: what other backends refused first counts in it, and so does the exact attempt before a lenient one.
+    Each is the median of several compilations, none of them from the cache, where they are quick.
+    """
+    exact, lenient = (trial.of_mode(mode) for mode in ("exact", "lenient"))
+    right = sum(result.is_right for result in exact)
+    right_leniently = sum(result.is_right for result in lenient)
+    compiled = [result.outcome.seconds for result in trial.results if result.outcome.seconds is not None]
+    waited = [result.outcome.waited for result in trial.results if result.outcome.waited is not None]
+    reasons = Counter(result.refusal.message for result in trial.results if result.refusal is not None)
+    return {
+        **about,
+        "schemas": len(trial.results),
+        "compiled": {mode: len(trial.of_mode(mode)) for mode in ("exact", "lenient", "refused", "failed")},
+        "backends": dict(Counter(result.outcome.backend for result in [*exact, *lenient])),
+        "right": {
+            "strictly": _share(right, len(trial.results)),
+            "with_lenient_fallback": _share(right + right_leniently, len(trial.results)),
+        },
+        "instances": {"exact": _instances(exact), "lenient": _instances(lenient)},
+        "compile_ms": _times(compiled, 1e3),
+        "waited_ms": _times(waited, 1e3),
+        "mask_us": _times(trial.mask_seconds, 1e6),
+        "refused_exactly": [{"reason": reason, "schemas": count} for reason, count in reasons.most_common()],
+        "not_right": [_described(result) for result in trial.results if not result.is_right],
+        "malformed": [{"line": line.line, "message": line.message} for line in trial.malformed],
+        "is_complete": trial.is_complete,
+        "is_passed": trial.is_passed,
+    }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least value that so many percent of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _share(count: int, total: int) -> dict[str, float | int | None]:
+    return {"schemas": count, "share": count / total if total else None}
+
+
+def _times(seconds: Sequence[float], scale: float) -> dict[str, float | int] | None:
+    if not seconds:
+        return None
+    values = {f"p{percent}": percentile(seconds, percent) * scale for percent in (50, 95, 99)}
+    return {"count": len(seconds), **values, "max": max(seconds) * scale}
+
+
+def _instances(results: Sequence[Result]) -> dict[str, int]:
+    wrong = Counter(failure.is_valid for result in results for failure in result.failures)
+    total = Counter(instance.is_valid for result in results for instance in result.case.instances)
+    return {
+        "valid": total[True],
+        "valid_accepted": total[True] - wrong[True],
+        "invalid": total[False],
+        "invalid_refused": total[False] - wrong[False],
+    }
+
+
+def _described(result: Result) -> dict[str, Any]:
+    """A schema that is not fully right: refused, or wrong about an instance."""
+    return {
+        "line": result.case.line,
+        "name": result.case.name,
+        "mode": result.mode,
+        "backend": result.outcome.backend,
+        "not_enforced": [] if result.outcome.grammar is None else list(result.outcome.grammar.warnings),
+        "refusal": None if result.refusal is None else {"message": result.refusal.message, "path": result.refusal.param},
+        "failure": result.outcome.failure,
+        "failures": [{"test": failure.test, "valid": failure.is_valid, "why": failure.why} for failure in result.failures],
+    }
+
+
+def trial_as_text(trial: Trial, about: dict[str, Any]) -> Iterator[str]:
+    report = trial_as_json(trial, about)
+    total, compiled = report["schemas"], report["compiled"]
+    reading = f"read as {about['additional_properties']}"
+    yield f"{about['file']}: {total} schemas, {reading}; model {about['model']}, backend {about['backend']}"
+    yield ""
+    for mode, heading in (("exact", "compiled exactly"), ("lenient", "compiled leniently")):
+        if compiled[mode]:
+            counts = report["instances"][mode]
+            accepted, refused = (
+                f"{counts[key]} of {counts[of]}" for key, of in (("valid_accepted", "valid"), ("invalid_refused", "invalid"))
+            )
+            yield f"{heading:19} {_of(compiled[mode], total):>20}   valid accepted {accepted}, invalid refused {refused}"
+    yield f"{'refused':19} {_of(compiled['refused'], total):>20}"
+    if compiled["failed"]:
+        yield f"{'failed':19} {_of(compiled['failed'], total):>20}"
+    yield f"{'right strictly':19} {_of(report['right']['strictly']['schemas'], total):>20}"
+    if not about["is_strict"]:
+        yield f"{'right with fallback':19} {_of(report['right']['with_lenient_fallback']['schemas'], total):>20}"
+    yield ""
+    for heading, key, digits in (("compile, ms", "compile_ms", 2), ("until then, ms", "waited_ms", 2), ("mask, µs", "mask_us", 1)):
+        if report[key]:
+            yield f"{heading:19} " + "   ".join(f"{name} {report[key][name]:,.{digits}f}" for name in ("p50", "p95", "p99", "max"))
+    if report["refused_exactly"]:
+        yield from ["", "not compiled exactly:"]
+        for entry in report["refused_exactly"][:MAX_SHOWN]:
+            yield f"{entry['schemas']:5}  {entry['reason']}"
+    yield from _details(trial)
+    yield ""
+    if not trial.is_complete:
+        yield "interrupted: the schemas that follow were not tried"
+    yield "passed" if trial.is_passed else "NOT passed"
+
+
+def _details(trial: Trial) -> Iterator[str]:
+    wrong = [result for result in trial.results if not result.is_right]
+    if wrong:
+        yield from ["", "not right:"]
+    for result in wrong:
+        yield f"  line {result.case.line}{f' ({result.case.name})' if result.case.name else ''}, {result.mode}"
+        if result.refusal is not None:
+            yield f"    {result.refusal.message}, at {result.refusal.param}"
+        if result.outcome.failure is not None:
+            yield f"    the backend failed: {result.outcome.failure}"
+        for failure in result.failures:
+            yield f"    {_line(failure)}"
+    if trial.malformed:
+        yield from ["", "malformed, and left out:"]
+    for line in trial.malformed:
+        yield f"  line {line.line}: {line.message}"
+
+
+def _line(failure: Failure) -> str:
+    return f"test {failure.test}: {failure.why}"
+
+
+def _of(count: int, total: int) -> str:
+    return f"{count} of {total}" + (f" ({count / total:.1%})" if total else "")
+
+
+def run_grammar_command(arguments: GrammarArguments, plugins: Plugins) -> int:
+    """Prints what was found and returns the exit code, 0 or 1. Raises `ConfigurationError` for what cannot be tried at all."""
+    with opened(arguments.path) as file:
+        return check_file(file, arguments, plugins) if arguments.action == "check" else test_file(file, arguments, plugins)
+
+
+def check_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
+    spec = read_spec(file, arguments)
+    with grammar_bench(arguments, plugins) as bench:
+        checked = asyncio.run(check(bench, spec, bench.backend_named(arguments.backend), is_strict=arguments.is_strict))
+    about = {
+        "file": arguments.path,
+        "kind": spec.kind.value,
+        "model": model_name(arguments.model),
+        "additional_properties": arguments.additional_properties,
+    }
+    if arguments.is_json:
+        print(json.dumps(check_as_json(checked, about), ensure_ascii=False))
+    else:
+        print("\n".join(check_as_text(checked, about)))
+    return 0 if checked.chosen.grammar is not None else 1
+
+
+def test_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
+    trial = Trial()
+    with grammar_bench(arguments, plugins) as bench:
+        backend = bench.backend_named(arguments.backend)
+        try:
+            reading, is_strict = arguments.additional_properties, arguments.is_strict
+            asyncio.run(run_trial(trial, bench, file, backend, reading, is_strict=is_strict, limit=arguments.limit))
+        finally:  # Ctrl-C in the middle of a long file loses none of the results
+            print_trial(trial, arguments, backend)
+    return 0 if trial.is_passed else 1
+
+
+def print_trial(trial: Trial, arguments: GrammarArguments, backend: str | None) -> None:
+    about = {
+        "file": arguments.path,
+        "model": model_name(arguments.model),
+        "backend": backend or "auto",
+        "is_strict": arguments.is_strict,
+        "additional_properties": arguments.additional_properties,
+    }
+    if arguments.is_json:
+        print(json.dumps(trial_as_json(trial, about), ensure_ascii=False))
+    else:
+        print("\n".join(trial_as_text(trial, about)))
+
+
+def read_spec(file: BinaryIO, arguments: GrammarArguments) -> GrammarSpec:
+    """The constraint as a request would bring it. Raises `ConfigurationError` where the file holds none of this kind."""
+    kind = GrammarKind(KINDS[arguments.kind])
+    try:
+        text = file.read().decode("utf-8-sig")
+        content = json.loads(text) if kind in (GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE) else None
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{arguments.path} cannot be read as {arguments.kind}: {error}") from error
+    match kind:
+        case GrammarKind.JSON_SCHEMA if not isinstance(content, dict | bool):
+            raise ConfigurationError(f"{arguments.path} holds no JSON Schema: that is an object, true or false")
+        case GrammarKind.CHOICE if not isinstance(content, list) or not all(isinstance(choice, str) for choice in content):
+            raise ConfigurationError(f"{arguments.path} holds no choices: they are a JSON array of strings")
+        case GrammarKind.JSON_SCHEMA:
+            return schema_spec(content, PARAM, arguments.additional_properties)
+        case GrammarKind.CHOICE:
+            return GrammarSpec(kind, json.dumps(content, ensure_ascii=False), PARAM)
+        case GrammarKind.REGEX:
+            return GrammarSpec(kind, text.removesuffix("\n").removesuffix("\r"), "")
+    return GrammarSpec(kind, text, "")
+
+
+@contextmanager
+def grammar_bench(arguments: GrammarArguments, plugins: Plugins) -> Iterator[GrammarBench]:
+    """Over the model's tokenizer; its weights are not read."""
+    directory = resolve_model(arguments.model, arguments.trust_remote_code)
+    tokenizer = Tokenizer.load(directory, arguments.trust_remote_code)
+    tokens = read_answer_tokens(directory, tokenizer, arguments.trust_remote_code)
+    bench = GrammarBench(plugins.grammar_backends, tokenizer, tokens.vocab_size, tokens.stop_token_ids)
+    try:
+        yield bench
+    finally:
+        bench.close()

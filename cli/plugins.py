@@ -1,0 +1,133 @@
+"""`penstock plugins`: what is loaded, and the page docs/parsers.md."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.cli.arguments import PluginsArguments
+from penstock.engine.format_info import FormatInfo
+from penstock.plugins.manager import Plugins
+from penstock.plugins.registry import Registry
+
+INTRODUCTION = """\
+# Parsers
+
+What the built-in parsers say of themselves: `penstock plugins --markdown` prints this page. A parser is named by `--plugin`, or by
+`--reasoning-parser` and `--tool-parser`, under its name or one of its aliases. Without a name, the server takes the parser whose signs are
+all in the model's own chat template or among its added tokens: where several fit, the one with the most signs. Where a parser has several
+sets of signs, any of them will do. One without signs has to be named. Where no tool parser fits, it is `hermes`, and the server
+[tells the model](requests.md#tools) how calls are written.
+
+`penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows what parsers make of a text. It assumes that the prompt ended
+as the column *prompt ends with* says, unless `--prompt-tail` says otherwise; the server reads the real prompt.
+
+Where servers disagree about a format, the choice made here is in its notes below; what concerns all formats is in
+[Reasoning parsers](reasoning-parsers.md#where-other-servers-differ) and
+[Tool parsers](tool-parsers.md#where-other-servers-differ).
+"""
+UNREAD = """\
+## What is not read
+
+| format | why |
+|---|---|
+| GigaChat 3.5 | neither its template nor a description of its calls was found; `gigachat3` reads 3.0 and 3.1 |
+| code after `<\\|python_tag\\|>`, and Functionary 3.2's messages to `python` | it is code and no call in JSON: content |
+| Kimi-K3's arguments in one tag, `<\\|open\\|>json` | its template writes that only for arguments that a client sent as text: content |
+| MiniCPM-V's `\\n`, written as two characters | `minicpmv` is `qwen3` and `qwen3_coder`, which leave text as the model wrote it |
+| MiniMax-M1's reasoning | its template does not mark it; name `holo2` where a checkpoint writes `<think>` |
+| YAML in Apriel 1.5's calls | its template never asks for it by itself |
+"""
+TITLES = {"reasoning parser": "Reasoning", "tool parser": "Tool calls"}
+
+
+def parser_page(plugins: Plugins) -> str:
+    """Markdown: a table for each kind, then what is to be known of single formats, then an example of each."""
+    return "\n".join(_lines(plugins))
+
+
+def _lines(plugins: Plugins) -> Iterator[str]:
+    yield INTRODUCTION
+    for registry in (plugins.reasoning_parsers, plugins.tool_parsers):
+        yield f"## {TITLES[registry.kind]}\n"
+        yield from _table(registry)
+        yield ""
+        yield from _notes(registry)
+    yield UNREAD.rstrip()
+    yield ""
+
+
+def _table(registry: Registry[Any]) -> Iterator[str]:
+    is_reasoning = registry.kind == "reasoning parser"
+    last = "prompt ends with" if is_reasoning else "example"
+    yield f"| parser | models | markers | aliases | {last} |"
+    yield "|---|---|---|---|---|"
+    for name, info in sorted(registry.infos.items()):
+        cells = (
+            f"`{name}`",
+            info.models,
+            " ".join(cell(marker) for marker in info.markers),
+            " ".join(f"`{alias}`" for alias in info.aliases),
+            cell(info.prompt_tail if is_reasoning else info.example),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _notes(registry: Registry[Any]) -> Iterator[str]:
+    for name, info in sorted(registry.infos.items()):
+        if info.quirks or info.signs or info.declared_fields:
+            yield f"- **`{name}`**: {_sentence(info.quirks)}{_signs(info)}"
+    yield ""
+
+
+def _sentence(text: str) -> str:
+    if not text:
+        return ""
+    return f"{text[0].upper()}{text[1:].removesuffix('.')}. "
+
+
+def _signs(info: FormatInfo) -> str:
+    if info.declared_fields:
+        return f"Chosen where no other fits and the template declares {' or '.join(map(code, info.declared_fields))}."
+    if not info.signs:
+        return "Has to be named."
+    counter = f", and no {' or '.join(map(code, info.counter_signs))}" if info.counter_signs else ""
+    signs = " or ".join(" ".join(map(code, signs)) for signs in (info.signs, *info.other_signs))
+    return f"Signs: {signs}{counter}."
+
+
+def cell(text: str) -> str:
+    """Code in a table, where bars would end the cell."""
+    return code(text).replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    """As Markdown shows it: line breaks as in Python, and more backticks around than there are within."""
+    if not text:
+        return ""
+    shown = text.replace("\n", "\\n")
+    fence = "`" * (1 + max((len(run) for run in _runs(shown)), default=0))
+    pad = " " if "`" in shown or shown[0] == shown[-1] == " " else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"
+
+
+def _runs(text: str) -> list[str]:
+    """The runs of backticks in a text."""
+    return re.findall("`+", text)
+
+
+def run_plugins_command(arguments: PluginsArguments) -> int:
+    plugins = Plugins.start(
+        arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
+    )
+    print(parser_page(plugins) if arguments.is_markdown else plugin_table(plugins), end="" if arguments.is_markdown else "\n")
+    return 0
+
+
+def plugin_table(plugins: Plugins) -> str:
+    """Kind, name (with a star where it is selected), distribution and version, plug-in, aliases."""
+    rows = [("KIND", "NAME", "FROM", "PLUG-IN", "ALIASES")]
+    for row in plugins.listing():
+        source = f"{row.distribution} {row.version}" if row.distribution else "-"
+        rows.append((row.kind, row.name + " *" * row.is_active, source, row.plugin, ", ".join(row.aliases)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

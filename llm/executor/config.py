@@ -1,0 +1,177 @@
+"""How an executor is configured. Names, order and defaults are those of TensorRT-LLM's `ExecutorConfig` and what it holds."""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from enum import Enum
+from typing import Any
+
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.hooks import RegisteredLogitsProcessor
+from penstock.llm.executor.requests import BATCHED, AdditionalModelOutput, BatchedCallback, batched_processor, row_processor
+
+Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]  # the reason, and the values that ask for nothing beside None
+
+
+class ModelType(Enum):
+    DECODER_ONLY = 0
+    ENCODER_ONLY = 1
+    ENCODER_DECODER = 2
+
+
+class BatchingType(Enum):
+    STATIC = 0
+    INFLIGHT = 1
+
+
+class CapacitySchedulerPolicy(Enum):
+    MAX_UTILIZATION = 0
+    GUARANTEED_NO_EVICT = 1
+    STATIC_BATCH = 2
+
+
+@dataclass(slots=True)
+class SchedulerConfig:
+    """Whatever the policy, a sequence that finds no room in the KV cache waits, and one that loses its room is computed again."""
+
+    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    context_chunking_policy: Any = None
+    dynamic_batch_config: Any = None
+
+
+@dataclass(slots=True)
+class KvCacheConfig:
+    """`enable_block_reuse` is prefix caching; parts of blocks are not shared."""
+
+    enable_block_reuse: bool = True
+    max_tokens: int | None = None
+    max_attention_window: list[int] | None = None
+    sink_token_length: int | None = None
+    free_gpu_memory_fraction: float | None = None
+    host_cache_size: int | None = None
+    onboard_blocks: bool = True
+    cross_kv_cache_fraction: float | None = None
+    secondary_offload_min_priority: int | None = None
+    event_buffer_max_size: int = 0
+    _: KW_ONLY
+    enable_partial_reuse: bool = True
+    copy_on_partial_reuse: bool = True
+    use_uvm: bool = False
+
+
+@dataclass(slots=True)
+class LogitsPostProcessorConfig:
+    """Callbacks of TensorRT-LLM's form: of `processor_map` a request names one, and `Request.BATCHED_POST_PROCESSOR_NAME` is
+    `processor_batched`. Processors in the forms of docs/logits-processors.md are taken as well.
+    """
+
+    processor_map: Mapping[str, Any] | None = None
+    processor_batched: BatchedCallback | None = None
+    replicate: bool = True
+
+    def processors(self) -> dict[str, RegisteredLogitsProcessor]:
+        """By the names that requests use. Raises `TypeError` for what is no callback."""
+        named = {name: row_processor(callback, f"processor_map[{name!r}]") for name, callback in (self.processor_map or {}).items()}
+        return named if self.processor_batched is None else {**named, BATCHED: batched_processor(self.processor_batched)}
+
+
+@dataclass(slots=True)
+class ExecutorConfig:
+    """`max_batch_size`, `max_num_tokens` and `max_queue_size` bound sequences, tokens of a step, and requests that wait.
+
+    Requests of any beam width run, prompts are always computed in chunks, and any request may ask for outputs: `max_beam_width`,
+    `enable_chunked_context`, `additional_model_outputs` and `gather_generation_logits` change nothing, nor do `normalize_log_probs`,
+    `recv_poll_period_ms` and `max_seq_idle_microseconds`. What cannot be honoured is refused by its name when the executor is made.
+    """
+
+    max_beam_width: int = 1
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
+    enable_chunked_context: bool = False
+    normalize_log_probs: bool = True
+    iter_stats_max_iterations: int = 1000
+    request_stats_max_iterations: int = 0
+    batching_type: BatchingType = BatchingType.INFLIGHT
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    parallel_config: Any = None
+    peft_cache_config: Any = None
+    logits_post_processor_config: LogitsPostProcessorConfig | None = None
+    decoding_config: Any = None
+    use_gpu_direct_storage: bool = False
+    gpu_weights_percent: float = 1.0
+    max_queue_size: int | None = None
+    extended_runtime_perf_knob_config: Any = None
+    debug_config: Any = None
+    recv_poll_period_ms: int = 0
+    max_seq_idle_microseconds: int = 180_000_000
+    spec_dec_config: Any = None
+    guided_decoding_config: Any = None
+    additional_model_outputs: list[AdditionalModelOutput] | None = None
+    cache_transceiver_config: Any = None
+    gather_generation_logits: bool = False
+    prompt_table_offloading: bool = False
+    enable_trt_overlap: bool = False
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """As keyword arguments of `LLM`. Raises `ConfigurationError` for the first field that cannot be honoured."""
+        _check(self, OF_EXECUTORS, "")
+        _check(self.scheduler_config, OF_SCHEDULERS, "scheduler_config.")
+        _check(self.kv_cache_config, OF_CACHES, "kv_cache_config.")
+        given = {
+            "max_num_seqs": self.max_batch_size,
+            "max_num_batched_tokens": self.max_num_tokens,
+            "max_waiting_requests": self.max_queue_size,
+            "prefix_caching": None if self.kv_cache_config.enable_block_reuse else False,
+            "async_scheduling": self.enable_trt_overlap or None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+OF_EXECUTORS: Refusals = {
+    "batching_type": ("sequences are batched in flight", (BatchingType.INFLIGHT,)),
+    "parallel_config": ("a model runs on one device, in this process", ()),
+    "peft_cache_config": ("adapters are not supported", ()),
+    "decoding_config": ("each request says how it is decoded", ()),
+    "use_gpu_direct_storage": ("weights are read through memory", (False,)),
+    "gpu_weights_percent": ("weights stay where the model runs", (1,)),
+    "extended_runtime_perf_knob_config": ("use `compile`", ()),
+    "debug_config": ("`additional_model_outputs` of a request show what the model computes", ()),
+    "spec_dec_config": ("use `speculation`", ()),
+    "guided_decoding_config": ("guided decoding is always there: leave it out", ()),
+    "cache_transceiver_config": ("the KV cache stays in this process", ()),
+    "prompt_table_offloading": ("there are no prompt tables", (False,)),
+}
+OF_SCHEDULERS: Refusals = {
+    "capacity_scheduler_policy": (
+        "sequences are batched in flight",
+        (CapacitySchedulerPolicy.MAX_UTILIZATION, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT),
+    ),
+    "context_chunking_policy": ("prompts are computed in turn", ()),
+    "dynamic_batch_config": ("`max_batch_size` and `max_num_tokens` bound every step", ()),
+}
+OF_CACHES: Refusals = {
+    "max_tokens": ("use `kv_cache_memory`, in bytes or such as '8GiB'", ()),
+    "max_attention_window": ("the model's own windows are kept", ()),
+    "sink_token_length": ("the model's own attention is kept", (0,)),
+    "free_gpu_memory_fraction": ("use `kv_cache_memory`, in bytes or such as '8GiB'", ()),
+    "host_cache_size": ("what does not fit is computed again", (0,)),
+    "cross_kv_cache_fraction": ("there are no encoders", ()),
+    "secondary_offload_min_priority": ("what does not fit is computed again", ()),
+    "event_buffer_max_size": ("there are no events of the KV cache", (0,)),
+    "use_uvm": ("the KV cache lies where the model runs", (False,)),
+}
+
+
+def check_model_type(model_type: object) -> None:
+    """Raises `ConfigurationError` for models that an executor does not serve, `TypeError` for what is no type of model."""
+    if not isinstance(model_type, ModelType | None):
+        raise TypeError(f"`model_type` must be a ModelType, got {model_type!r:.100}")
+    if model_type not in (None, ModelType.DECODER_ONLY):
+        raise ConfigurationError(f"`model_type`: {model_type.name} is not served here; `LLM` serves models that embed, score or classify")
+
+
+def _check(config: object, refusals: Refusals, path: str) -> None:
+    for name, (reason, neutral) in refusals.items():
+        value = getattr(config, name)
+        if value is not None and value not in neutral:
+            raise ConfigurationError(f"`{path}{name}` is not supported: {reason}")

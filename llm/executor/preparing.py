@@ -1,0 +1,268 @@
+"""From an executor's request to the engine's: fields that cannot be honoured are refused by name."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.beam_search.beam_params import BeamSearchParams
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.request import Request as EngineRequest
+from penstock.engine.sampling.logits_processors import bind
+from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
+from penstock.llm.executor.responses import FoldSettings
+from penstock.plugins.chosen_processors import chosen_processors
+from penstock.serving.constraints.sources import LONG
+from penstock.serving.context import ServerContext
+from penstock.serving.preparing import answer_reader
+from penstock.serving.workers import run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OF_REQUESTS = {
+    "position_ids": "positions are counted from the first token",
+    "external_draft_tokens_config": "the engine drafts for itself, from what was said before",
+    "prompt_tuning_config": "prompts are token ids alone",
+    "multimodal_input": "only text can be read",
+    "multimodal_embedding": "only text can be read",
+    "mrope_config": "positions are the model's own",
+    "lora_config": "adapters cannot be loaded",
+    "lookahead_config": "the engine drafts for itself: see `speculation` of the Executor",
+    "eagle_config": "there are no draft models",
+    "encoder_input_token_ids": "there are no encoders",
+    "encoder_input_features": "there are no encoders",
+    "encoder_output_length": "there are no encoders",
+    "cross_attention_mask": "there are no encoders",
+    "skip_cross_attn_blocks": "there are no encoders",
+    "context_phase_params": "prompts and answers are computed in one place",
+    "language_adapter_uid": "adapters cannot be loaded",
+}
+OF_SAMPLING = {
+    "top_p_min": "`top_p` does not decay",
+    "top_p_reset_ids": "`top_p` does not decay",
+    "top_p_decay": "`top_p` does not decay",
+    "beam_search_diversity_rate": "beams are scored by what the model says alone",
+    "beam_width_array": "the beam width stays the same from step to step",
+}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p_decay": (1,),
+    "beam_search_diversity_rate": (0,),
+    "top_k": (0, 1),
+    "top_p": (0, 1),
+    "min_p": (0,),
+}
+
+
+def check_supported(request: Request) -> None:
+    """Raises `InvalidRequest` that names the first field which cannot be honoured. A value that asks for nothing is as good as none.
+
+    Raises `TypeError` for one of the wrong type: configs may have been changed since they were made.
+    """
+    request.output_config.check()
+    request.sampling_config.check()
+    if request.type is not RequestType.CONTEXT_AND_GENERATION:
+        raise InvalidRequest("`type` is not supported: prompts and answers are computed in one place", "type")
+    if request.output_config.return_encoder_output:
+        raise InvalidRequest("`return_encoder_output` is not supported: there are no encoders", "output_config.return_encoder_output")
+    _refuse(request, OF_REQUESTS, "")
+    config = request.sampling_config
+    _refuse(config, OF_SAMPLING, "sampling_config.")
+    if config.beam_width > 1:
+        _refuse(config, dict.fromkeys(("top_k", "top_p", "min_p"), "beams are not drawn"), "sampling_config.")
+    if config.beam_width < 1:
+        raise InvalidRequest(f"`beam_width` must be at least 1, got {config.beam_width}", "sampling_config.beam_width")
+    if not 0 <= request.priority <= 1:
+        raise InvalidRequest(f"`priority` must be from 0 to 1, got {request.priority}", "priority")
+    if request.end_id is not None and request.end_id < -1:
+        raise InvalidRequest(f"`end_id` must be a token id, or -1 for none, got {request.end_id}", "end_id")
+    seconds = request.allotted_seconds
+    if seconds is not None and not (isfinite(seconds) and seconds >= 0):
+        raise InvalidRequest(f"`allotted_time` must be 0 or more seconds, got {seconds}", "allotted_time")
+
+
+def _refuse(holder: object, reasons: dict[str, str], path: str) -> None:
+    for name, reason in reasons.items():
+        value = getattr(holder, name)
+        is_neutral = value is None or value is False or (isinstance(value, int | float) and value in NEUTRAL.get(name, ()))
+        if not is_neutral:
+            raise InvalidRequest(f"`{name}` is not supported: {reason}", f"{path}{name}")
+
+
+PRIORITY_LEVELS = 2**20
+NO_END = -1
+MAX_SEQUENCES = 128
+
+
+def fold_settings(context: ServerContext, request: Request, arrival_time: float, num_steps: Callable[[], int]) -> FoldSettings:
+    """What responses are made by. Raises `InvalidRequest` for what is not supported, with the name of the field."""
+    check_supported(request)
+    scheduler, count = context.engine.core.scheduler, num_sequences(request)
+    limit = min(MAX_SEQUENCES, scheduler.max_num_seqs)  # they all run at once
+    if count > limit:
+        name = "num_return_sequences" if request.sampling_config.beam_width <= 1 else "beam_width"
+        raise InvalidRequest(f"`{name}` must be at most {limit}, got {count}", name)
+    return FoldSettings(
+        num_sequences=count,
+        stop_token_ids=_stop_token_ids(context, request),
+        stop_sequences=_sequences(request.stop_words, "stop_words", context.vocab_size),
+        arrival_time=arrival_time,
+        block_size=scheduler.block_size,
+        num_steps=num_steps,
+    )
+
+
+async def prepare(
+    context: ServerContext, request: Request, request_id: int, arrival_time: float, turns: asyncio.Semaphore
+) -> EngineRequest:
+    """Raises `InvalidRequest` for what cannot be served, with the name of the field.
+
+    Requests take `turns` at having their grammars compiled: the compiler refuses those that it cannot come to in time, and a batch may
+    bring any number.
+    """
+    params = sampling_params(request)
+    params.check_token_ids(context.vocab_size)
+    grammar = None
+    if request.guided_decoding_params is not None:
+        guide = request.guided_decoding_params
+        async with turns:
+            spec = await run(context, lambda: guide.spec(context.options.additional_properties), is_long=len(guide.guide or "") > LONG)
+            grammar = await context.compile_grammar.compile(spec)
+    prompt = list(request.input_token_ids)
+    return EngineRequest(
+        request_id=str(request_id),
+        prompt_token_ids=prompt,
+        params=params,
+        make_answer=answer_reader(context.tokenizer, prompt, params),
+        grammar=grammar,
+        logits_processors=processors(context, request),
+        priority=round((DEFAULT_PRIORITY - request.priority) * PRIORITY_LEVELS),
+        cache_salt=request.cache_salt,
+        client_id=request.client_id,
+        outputs=request.output_config.wanted,
+        with_context_outputs=request.output_config.wants_context,
+        deadline=None if request.allotted_seconds is None else arrival_time + request.allotted_seconds,
+        beam=beam_params(request),
+        bad_sequences=_sequences(request.bad_words, "bad_words", context.vocab_size),
+        stop_sequences=_sequences(request.stop_words, "stop_words", context.vocab_size),
+        retention=None if request.kv_cache_retention_config is None else request.kv_cache_retention_config.retention,
+    )
+
+
+def num_sequences(request: Request) -> int:
+    """How many the engine ends: sequences, or beams that are returned. Raises `InvalidRequest` for a number that cannot be."""
+    config = request.sampling_config
+    given = {request.num_return_sequences, config.num_return_sequences} - {None}
+    if len(given) > 1:
+        raise InvalidRequest("`num_return_sequences` differs from the one in the sampling config", "num_return_sequences")
+    is_search = config.beam_width > 1
+    number = given.pop() if given else config.beam_width if is_search else 1
+    assert number is not None
+    if number < 1 or (is_search and number > config.beam_width):
+        rule = f"from 1 to beam_width ({config.beam_width})" if is_search else "at least 1"
+        raise InvalidRequest(f"`num_return_sequences` must be {rule}, got {number}", "num_return_sequences")
+    return number
+
+
+def sampling_params(request: Request) -> SamplingParams:
+    config = request.sampling_config
+    if request.max_tokens < 1:
+        raise InvalidRequest(f"`max_tokens` must be a positive integer, got {request.max_tokens}", "max_tokens")
+    return SamplingParams(
+        n=num_sequences(request),
+        **_choice(config),
+        **_given(
+            seed=config.seed,
+            min_tokens=config.min_tokens,
+            repetition_penalty=config.repetition_penalty,
+            presence_penalty=config.presence_penalty,
+            frequency_penalty=config.frequency_penalty,
+        ),
+        max_tokens=request.max_tokens,
+        ignore_eos=request.end_id is not None,
+        stop=tuple(word for word in request.stop_words or () if isinstance(word, str)),
+        stop_token_ids=() if request.end_id in (None, NO_END) else (request.end_id,),
+        bad_words=tuple(word for word in request.bad_words or () if isinstance(word, str)),
+        logprobs=0 if request.output_config.return_log_probs and config.beam_width == 1 else None,
+    )
+
+
+def beam_params(request: Request) -> BeamSearchParams | None:
+    """None where nothing is searched for. There as here an answer's score is divided by its length to the power of the penalty."""
+    config = request.sampling_config
+    if config.beam_width == 1:
+        return None
+    early_stopping = {None: True, 1: True, 0: False}.get(config.early_stopping, "never")
+    penalty = 0.0 if config.length_penalty is None else config.length_penalty
+    return BeamSearchParams(config.beam_width, length_penalty=penalty, early_stopping=early_stopping)  # type: ignore[arg-type]
+
+
+def processors(context: ServerContext, request: Request) -> list[Callable[[], Any]]:
+    """What the request names or brings, what its n-grams need, and its bias."""
+    choices: list[tuple[str, Mapping[str, Any]]] = [(choice.name, choice.arguments) for choice in request.processors]
+    size = request.sampling_config.no_repeat_ngram_size
+    if size is not None and size <= request.max_tokens:  # more tokens than that do not come even once
+        choices.append(("no_repeat_ngram", {"size": size}))
+    made = chosen_processors(context.plugins.logits_processors, choices)
+    if request.logits_post_processor is not None:
+        try:
+            made.append(bind(row_processor(request.logits_post_processor, "logits_post_processor"), {}))
+        except (TypeError, ValueError, LookupError) as error:
+            raise InvalidRequest(f"`logits_post_processor`: {error}", "logits_post_processor") from error
+    if request.embedding_bias is not None:
+        made.append(_adding(_checked_bias(request.embedding_bias, context.vocab_size)))
+    return made
+
+
+def _choice(config: SamplingConfig) -> dict[str, Any]:
+    """How one of the tokens is chosen, in the engine's terms."""
+    if config.beam_width > 1:
+        return {"temperature": config.temperature or 0.0}
+    if not config.is_drawn:
+        return {"temperature": 0.0}
+    return _given(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _sequences(words: Any, name: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The words that are token ids."""
+    sequences = tuple(word for word in words or () if not isinstance(word, str))
+    for place, word in enumerate(words or ()):
+        if not word:
+            raise InvalidRequest(f"`{name}[{place}]` is empty", f"{name}[{place}]")
+    for sequence in sequences:
+        for token_id in (min(sequence), max(sequence)):
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"`{name}` holds token id {token_id}, outside the vocabulary of {vocab_size} tokens", name)
+    return sequences
+
+
+def _stop_token_ids(context: ServerContext, request: Request) -> frozenset[int]:
+    """The ids that end its sequences, of which a grammar's end is always one of the model's own."""
+    if request.end_id is not None and request.end_id >= context.vocab_size:
+        raise InvalidRequest(f"`end_id` is {request.end_id}, and the vocabulary has {context.vocab_size} tokens", "end_id")
+    own = context.stop_token_ids if request.end_id is None or request.guided_decoding_params is not None else frozenset[int]()
+    return own if request.end_id in (None, NO_END) else own | {request.end_id}
+
+
+def _checked_bias(bias: "Tensor", vocab_size: int) -> "Tensor":
+    import torch
+
+    if not isinstance(bias, torch.Tensor) or bias.shape != (vocab_size,) or not bias.is_floating_point():
+        shape = f"one of shape {tuple(bias.shape)} and {bias.dtype}" if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise InvalidRequest(f"`embedding_bias` must be a tensor of {vocab_size} floats, got {shape}", "embedding_bias")
+    if bool(bias.isnan().any()) or bool(bias.isposinf().any()):
+        raise InvalidRequest("`embedding_bias` holds what is not a number, or plus infinity", "embedding_bias")
+    return bias.detach().float()
+
+
+def _adding(bias_V: "Tensor") -> Callable[[], LogitsProcessor]:
+    def process(token_ids: list[int], logits: "Tensor") -> "Tensor":
+        return logits + bias_V.to(logits.device)
+
+    return lambda: process

@@ -1,0 +1,464 @@
+"""A model in this process: loaded and assembled as for the server, run by an event loop in a thread of its own, put to sleep and woken."""
+
+import asyncio
+import concurrent.futures
+import functools
+import gc
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, cast
+
+import torch
+
+from penstock.assembly import Assembled, assemble
+from penstock.engine.build import build_core, load, release
+from penstock.engine.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
+from penstock.engine.heap import release_heap
+from penstock.engine.hooks import RegisteredLogitsProcessor
+from penstock.engine.loading.model_loader import LoadedModel
+from penstock.engine.loading.model_store import model_name, resolve_model
+from penstock.engine.outputs import SequenceDelta
+from penstock.engine.pooling.pooling_model import PoolingModel
+from penstock.engine.pooling.pooling_params import PoolingTask
+from penstock.engine.request import Request
+from penstock.engine.stats import EngineStats
+from penstock.llm.arguments import engine_arguments
+from penstock.llm.metrics import Metric, metric_values
+from penstock.llm.preparing import refuse_adapter
+from penstock.plugins.manager import Plugins
+from penstock.serving.context import GENERATES, PoolingContext, ServerContext, description, wrong_model
+from penstock.serving.metrics import Metrics, PoolingCollector, RequestMetrics
+
+T = TypeVar("T")
+
+SLEEPING = "the model is asleep: call wake_up() first"
+
+
+class SleepingEngine:
+    """Stands where the engine was, with what it had `counted`."""
+
+    is_healthy = True
+    is_accepting = False
+
+    def __init__(self, counted: EngineStats) -> None:
+        self.counted = counted
+
+    async def start(self) -> None:
+        """There is nothing to run."""
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """There is nothing to end."""
+
+    def stats(self) -> EngineStats:
+        return self.counted
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
+        raise EngineUnavailable(SLEEPING)
+        yield  # which makes it a generator, as the engine's is
+
+
+class Rest:
+    """Whether a model runs, sleeps with its weights in memory (level 1), or without them (level 2). Belongs to the engine's loop.
+
+    `core` is what the engine in `context` runs, None while the model sleeps.
+    """
+
+    def __init__(self, context: ServerContext, core: EngineCore, directory: Path, config: EngineConfig) -> None:
+        self.core: EngineCore | None = core
+        self.context = context
+        self._directory = directory
+        self._config = config
+        self._loaded: LoadedModel | None = None  # while it sleeps
+        self._change = asyncio.Lock()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.core is None
+
+    def awake(self) -> EngineCore:
+        """Raises `EngineUnavailable` while it sleeps."""
+        if self.core is None:
+            raise EngineUnavailable(SLEEPING)
+        return self.core
+
+    async def sleep(self, level: int) -> None:
+        """Takes no more requests, waits for those that run, and frees the KV cache; at level 2 the weights too."""
+        if level not in (1, 2):
+            raise InvalidRequest(f"`level` must be 1 (frees the KV cache) or 2 (frees the weights too), got {level!r}", "level")
+        async with self._change:
+            if self.core is not None:
+                self._loaded = await self._stop(self.core)
+            if level == 2:
+                self._loaded = None
+            await self._in_worker(_release_memory)
+
+    async def wake_up(self) -> None:
+        """Serves again; what the engine had counted begins anew. Raises `ConfigurationError` where there is no room any more."""
+        async with self._change:
+            if self.core is None:
+                self.core = await self._in_worker(functools.partial(self._rebuild, self._loaded))
+                self._loaded = None
+                self.context.engine = Engine(self.core)
+                await self.context.engine.start()
+
+    async def _stop(self, core: EngineCore) -> LoadedModel:
+        engine, resting = self.context.engine, SleepingEngine(core.stats())
+        self.context.engine, self.core = cast(Engine, resting), None
+        await engine.stop(drain_seconds=math.inf)
+        resting.counted = core.stats()
+        release(core)
+        return core.runner.loaded
+
+    def _rebuild(self, loaded: LoadedModel | None) -> EngineCore:
+        return build_core(loaded or load(self._directory, self._config), self.context.tokenizer, self._config)
+
+    async def _in_worker(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.context.workers, work)
+
+
+def _release_memory() -> None:
+    gc.collect()
+    release_heap()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+GENERATION_CALLS = ("generate", "chat", "beam_search")
+CALLS: dict[PoolingTask, tuple[str, ...]] = {
+    "embed": ("embed", "score", "encode"),
+    "token_embed": ("encode",),
+    "score": ("score", "encode"),
+    "classify": ("classify", "encode"),
+    "token_classify": ("encode",),
+}
+
+
+def pooling_calls(model: PoolingModel) -> list[str]:
+    """Those for this model, each once."""
+    return list(dict.fromkeys(call for task, calls in CALLS.items() if task in model.tasks for call in calls))
+
+
+logger = logging.getLogger(__name__)
+
+
+class LocalModel:
+    """Loads a model by the arguments of the command line, as keywords.
+
+    Making one checks the arguments; `load` blocks for seconds; `start` and everything after it belongs to one event loop. `metrics` counts
+    as the server's do.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None,
+        given: Mapping[str, Any],
+        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
+    ) -> None:
+        self.arguments = engine_arguments(model, given)
+        self.plugins = Plugins.start(
+            self.arguments.plugins,
+            self.arguments.without,
+            reasoning_parser=self.arguments.reasoning_parser,
+            tool_parser=self.arguments.tool_parser,
+        )
+        self.plugins.register_logits_processors(_by_name(logits_processors), "logits_processors")
+        self.name = (self.arguments.served_model_names or (model_name(self.arguments.engine.model),))[0]
+        self._context: ServerContext | PoolingContext | None = None
+        self._metrics: RequestMetrics | None = None
+        self._rest: Rest | None = None
+        self._is_closed = False
+
+    @property
+    def context(self) -> ServerContext | PoolingContext:
+        """What the server's handlers would be given. Raises `EngineUnavailable` where there is none."""
+        if self._context is None:
+            raise EngineUnavailable(self._why_not_served())
+        return self._context
+
+    @property
+    def generating(self) -> ServerContext:
+        """The same of a model that generates. Raises `InvalidRequest`, which says what the model is, for one that does not."""
+        context = self.context
+        if isinstance(context, PoolingContext):
+            model = context.engine.model
+            raise InvalidRequest(wrong_model(self.name, description(model), pooling_calls(model)), "model")
+        return context
+
+    @property
+    def pooling(self) -> PoolingContext:
+        """The same of a model that turns text into numbers. Raises `InvalidRequest` for one that generates."""
+        context = self.context
+        if isinstance(context, ServerContext):
+            raise InvalidRequest(wrong_model(self.name, GENERATES, GENERATION_CALLS), "model")
+        return context
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """What has been counted, as a server's are."""
+        if self._metrics is None:
+            raise EngineUnavailable(self._why_not_served())
+        return self._metrics
+
+    @property
+    def rest(self) -> Rest:
+        """What puts a model that generates to sleep."""
+        context = self.generating
+        assert self._rest is not None
+        assert self._rest.context is context
+        return self._rest
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._rest is not None and self._rest.is_sleeping
+
+    @property
+    def directory(self) -> Path:
+        """Where the model's files are."""
+        config = self.arguments.engine
+        return resolve_model(config.model, config.trust_remote_code)
+
+    @functools.cached_property
+    def hf_tokenizer(self) -> Any:
+        """transformers' own. Takes a second the first time."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self.arguments.engine.trust_remote_code)
+
+    def load(self) -> None:
+        """Fetches and loads the model, once. Raises `ConfigurationError` for whatever cannot be served as asked."""
+        if self._is_closed or self._context is not None:
+            raise EngineUnavailable(self._why_not_served() if self._is_closed else "the engine has been started already")
+        assembled = assemble(self.arguments, self.plugins)
+        if isinstance(assembled, Assembled):
+            self._rest = Rest(assembled.context, assembled.core, self.directory, self.arguments.engine)
+            self._metrics = _metrics(assembled.context, self.name)
+        else:
+            stats = assembled.context.engine.stats
+            self._metrics = RequestMetrics(PoolingCollector(stats, self.name), self.name)
+        self._context = assembled.context
+        logger.info("%s: %s", self.name, assembled.summary)
+
+    async def start(self) -> None:
+        await self.context.engine.start()
+
+    def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
+        """The engine's deltas, counted as they pass. Raises as `Engine.generate`."""
+        assert isinstance(self.metrics, Metrics)
+        return self.metrics.begin(time.monotonic()).watch(self.generating.engine.generate(request))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets what earlier prompts left in the KV cache. Requests that run keep what they hold."""
+        pool = self.rest.awake().scheduler.pool
+        pool.forget(range(pool.num_blocks))
+
+    async def close(self) -> None:
+        """Ends what runs and gives everything back. May be called twice."""
+        context, self._context, self._is_closed = self._context, None, True
+        if context is not None:
+            await context.engine.stop()
+            context.close()
+            self._rest = self._metrics = None
+
+    def _why_not_served(self) -> str:
+        return "the engine has been closed" if self._is_closed else "the engine has not been started"
+
+
+def _by_name(given: Any) -> Mapping[str, RegisteredLogitsProcessor]:
+    if not isinstance(given, Mapping | None):
+        message = f"`logits_processors` must be a dict of processors by the names that requests choose them by, got {type(given).__name__}"
+        raise ConfigurationError(message)
+    return given or {}
+
+
+def _metrics(context: ServerContext, name: str) -> Metrics:
+    """They read whichever engine is there, and hold none: one that sleeps is to be forgotten."""
+    return Metrics(lambda: context.engine.stats(), name)
+
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """Runs coroutines for synchronous callers, from any thread but its own.
+
+    A thread that waits in a notebook's running loop is as good a caller as any: the two loops know nothing of each other. What is still
+    running when it is closed, or at the latest when the interpreter ends, is cancelled.
+    """
+
+    def __init__(self, name: str = "penstock-loop") -> None:
+        started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=_serve, args=(started,), name=name, daemon=True)
+        self._thread.start()
+        self._loop, stop = started.result()
+        self._lock = threading.Lock()  # what is scheduled is so before the loop is told to stop, or not at all
+        self._close = weakref.finalize(self, _close, self._loop, stop, self._thread, self._lock)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._close.alive
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
+        """Begins to run it and returns at once. Cancelling the future cancels it. Raises `EngineUnavailable` once the loop is closed."""
+        with self._lock:
+            self._check_open(coroutine)
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Its result, or what it raised. An interrupted caller leaves nothing running."""
+        assert threading.current_thread() is not self._thread, "the loop's own thread would wait for itself"
+        call = _Call(coroutine)
+        with self._lock:
+            self._check_open(coroutine)
+            self._loop.call_soon_threadsafe(call.begin)
+        try:
+            call.done.wait()
+        except BaseException:
+            with self._lock:
+                if not self.is_closed:
+                    self._loop.call_soon_threadsafe(call.cancel)
+            call.done.wait()  # what it holds is given back by the time the caller goes on
+            raise
+        return call.result()
+
+    def iterate(self, source: AsyncGenerator[Result, None]) -> Generator[Result, None, None]:
+        """What the generator yields, one item at a time. Closing the iterator closes it."""
+        try:
+            while True:
+                try:
+                    yield self.run(_next(source))
+                except StopAsyncIteration:
+                    return
+        finally:
+            if not self.is_closed:
+                self.run(source.aclose())
+
+    def close(self) -> None:
+        """Cancels what runs and waits for the thread. May be called twice."""
+        self._close()
+
+    def _check_open(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        if self.is_closed:
+            coroutine.close()
+            raise EngineUnavailable("the engine has been closed")
+
+
+class _Call(Generic[Result]):
+    """One coroutine that a thread waits for. `done` is set however it ends, and also where it is cancelled before it began."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:
+        self.done = threading.Event()
+        self._coroutine = coroutine
+        self._task: asyncio.Task[Result] | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.create_task(self._coroutine)
+        self._task.add_done_callback(lambda task: self.done.set())
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def result(self) -> Result:
+        assert self._task is not None
+        if self._task.cancelled():
+            raise EngineUnavailable("the engine was closed while this ran")
+        return self._task.result()
+
+
+async def _next(source: AsyncGenerator[Result, None]) -> Result:
+    return await anext(source)
+
+
+def _serve(started: "concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]") -> None:
+    async def until_stopped() -> None:
+        stop = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()
+
+    asyncio.run(until_stopped())
+
+
+def _close(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, thread: threading.Thread, lock: threading.Lock) -> None:
+    with lock:
+        loop.call_soon_threadsafe(stop.set)
+    if threading.current_thread() is not thread:  # the garbage collector may run there
+        thread.join()
+
+
+class OfflineModel:
+    """Loads a model, and runs its engine in a thread of its own until `close`.
+
+    `_model` is the model, all of whose coroutines run in `_loop`. Any thread may call, also one in which another loop is running.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
+        **engine_arguments: Any,
+    ) -> None:
+        self._model = LocalModel(model, engine_arguments, logits_processors)
+        with threads_as_they_were():
+            self._model.load()
+        self._loop = LoopThread()
+        self._loop.run(self._model.start())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what runs and gives the model's memory back. May be called twice."""
+        if not self._loop.is_closed:
+            self._loop.run(self._model.close())
+            self._loop.close()
+
+    def get_tokenizer(self, lora_request: None = None) -> Any:
+        """The model's tokenizer as transformers loads it."""
+        refuse_adapter(lora_request)
+        return self._model.hf_tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """What the server shows at `/metrics`: counters, gauges and histograms by name."""
+        return metric_values(self._model.metrics.registry)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what earlier prompts left in the KV cache."""
+        self._loop.run(self._model.reset_prefix_cache())
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the KV cache, at level 2 the weights too, once what runs has ended. Until `wake_up`, `EngineUnavailable` is raised."""
+        self._loop.run(self._model.rest.sleep(level))
+
+    def wake_up(self) -> None:
+        """Serves again, with an empty KV cache and new counters. Raises `ConfigurationError` where there is no room any more."""
+        self._loop.run(self._model.rest.wake_up())
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._model.is_sleeping
+
+
+@contextmanager
+def threads_as_they_were() -> Iterator[None]:
+    """Loading leaves torch one thread in whichever thread it is done: a server's has nothing else to compute, a caller's may have."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

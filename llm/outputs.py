@@ -1,0 +1,217 @@
+"""What the library's calls return."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from penstock.api.protocol import ToolCall
+
+
+class Logprob(NamedTuple):
+    """Of one token at one place, from the raw logits. `rank` counts from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+TokenLogprobs = dict[int, Logprob]  # of one place: the token itself, and the likeliest ones that were asked for
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Seconds since the epoch, or lengths of time in seconds; None before there is a first token.
+
+    `time_in_queue` is how long the request waited before it was first scheduled.
+    """
+
+    arrival_time: float
+    time_in_queue: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_generation_tokens: int = 0
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        return None if self.time_in_queue is None else self.arrival_time + self.time_in_queue
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Until the first token, the waiting included."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def mean_time_per_token(self) -> float | None:
+        """From the first token to the last, over those after the first, of all sequences together."""
+        if self.first_token_time is None or self.last_token_time is None or self.num_generation_tokens < 2:
+            return None
+        return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n answers.
+
+    `text` is what the model said; in a conversation whose format is known, without `reasoning_content` and `tool_calls`, which are apart. A
+    call's `function` has `name` and `arguments`, the text of a JSON object. `logprobs` hold one entry per token, and `cumulative_logprob`
+    is their tokens' sum; None where none were asked for. `finish_reason` is None while the answer goes on, else `stop`, `length`,
+    `tool_calls`, or `error` where it failed, as `error` says. `stop_reason` is the stop string, or the id of the stop token, that ended it.
+    `additional_outputs` have one row per token. `beam_score` is what the answers of a beam search are ordered by.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    additional_outputs: dict[str, Tensor] = field(default_factory=dict)
+    error: str | None = None
+    beam_score: float | None = None
+
+    def finished(self) -> bool:
+        """A method, as vLLM's is."""
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        shown = [f"index={self.index}", f"text={self.text!r}", f"token_ids={self.token_ids}"]
+        shown += [f"{name}={value!r}" for name in ("reasoning_content", "tool_calls") if (value := getattr(self, name))]
+        if self.cumulative_logprob is not None:
+            shown.append(f"cumulative_logprob={self.cumulative_logprob:.4f}")
+        if self.logprobs is not None:
+            shown.append(f"logprobs=<of {len(self.logprobs)} tokens>")
+        shown += [f"{name}=<{list(rows.shape)}>" for name, rows in self.additional_outputs.items()]
+        shown += [f"finish_reason={self.finish_reason!r}", f"stop_reason={self.stop_reason!r}"]
+        return f"CompletionOutput({', '.join(shown)}{'' if self.error is None else f', error={self.error!r}'})"
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answers to one prompt. `prompt` is its text where it was one, or a conversation's as the template wrote it.
+
+    `prompt_logprobs` have one entry per token, the first of them None. `prompt_outputs` are the additional outputs of the prompt where they
+    were asked for, from the token at `first_prompt_output` on: those before it were reused from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int | None = None
+    prompt_outputs: dict[str, Tensor] = field(default_factory=dict)
+    first_prompt_output: int = 0
+
+    def __repr__(self) -> str:
+        shown = [f"request_id={self.request_id!r}", f"prompt={self.prompt!r}", f"prompt_token_ids=<{len(self.prompt_token_ids)} tokens>"]
+        if self.prompt_logprobs is not None:
+            shown.append(f"prompt_logprobs=<of {len(self.prompt_logprobs)} tokens>")
+        shown += [f"outputs={self.outputs!r}", f"finished={self.finished}", f"num_cached_tokens={self.num_cached_tokens}"]
+        return f"RequestOutput({', '.join(shown)})"
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One answer of a beam search. `tokens` and `text` begin with the prompt, as vLLM's do; `cum_logprob` is the sum over the answer.
+
+    `score` is what the answers are ordered by: that sum under the length penalty.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    score: float
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The answers to one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """`data` is float32 on the CPU: [D] of an embedding, [T, D] or [T, L] over tokens, [L] class probabilities, [1] score."""
+
+    data: Tensor
+
+    @property
+    def embedding(self) -> list[float]:
+        """The vector as a list. Raises `ValueError` where there is one for each token."""
+        if self.data.ndim != 1:
+            raise ValueError(f"there is no one vector: `data` has the shape {list(self.data.shape)}")
+        numbers: list[float] = self.data.tolist()
+        return numbers
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """`probs` are in the order of the labels' numbers; `label` is the name of the most probable one, None where the model gives none."""
+
+    probs: list[float]
+    label: str | None = None
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _RequestOutput:
+    """`prompt_token_ids` are what the model read; of a pair, those of both texts."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+    def __repr__(self) -> str:
+        shown = f"request_id={self.request_id!r}, outputs={getattr(self, 'outputs', None)!r}"
+        return f"{type(self).__name__}({shown}, prompt_token_ids=<{len(self.prompt_token_ids)} tokens>, finished={self.finished})"
+
+
+@dataclass(slots=True, kw_only=True, repr=False)
+class PoolingRequestOutput(_RequestOutput):
+    outputs: PoolingOutput
+
+
+@dataclass(slots=True, kw_only=True, repr=False)
+class EmbeddingRequestOutput(_RequestOutput):
+    outputs: EmbeddingOutput
+
+
+@dataclass(slots=True, kw_only=True, repr=False)
+class ClassificationRequestOutput(_RequestOutput):
+    outputs: ClassificationOutput
+
+
+@dataclass(slots=True, kw_only=True, repr=False)
+class ScoringRequestOutput(_RequestOutput):
+    outputs: ScoringOutput

@@ -1,0 +1,485 @@
+"""A client's JSON Schema as a document: how it is read and walked, where its references lead, and whether they ever end."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammars.joined_keywords import position
+from penstock.plugins.grammars.json_schema.values import ASSERTIONS, JSON_TYPES, dumps, json_type
+
+MAX_DEPTH = 192  # of the document: a schema within another stands up to two levels deeper, and a value in it has levels of its own
+
+_CONTAINERS = (dict, list)
+
+
+def parse_document(text: str, param: str) -> Any:
+    """The decoded document, members in the client's order. Raises `UnsupportedGrammar` where it is not JSON or nests too deeply."""
+    try:
+        document = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedGrammar(f"not valid JSON: {error}", param) from error
+    if text.count("{") + text.count("[") <= MAX_DEPTH:
+        return document
+    level: list[Iterable[Any]] = [[document]]
+    for _ in range(MAX_DEPTH + 2):
+        inner = [child for members in level for child in members if isinstance(child, _CONTAINERS)]
+        level = [child.values() if isinstance(child, dict) else child for child in inner]
+        if not level:
+            return document
+    raise UnsupportedGrammar(f"nested deeper than {MAX_DEPTH}", param)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+Steps = tuple[str | int, ...]  # from the document's root: names and positions
+# Of a subschema that is being read: that of the one around it, with that itself, then the steps from there. Written out where it is told.
+Place = tuple[Any, ...]
+ROOT: Place = ()
+
+SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+SCHEMAS_IN_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
+SINGLE_SCHEMAS = frozenset(
+    {
+        *("items", "additionalItems", "contains", "unevaluatedItems"),
+        *("additionalProperties", "propertyNames", "unevaluatedProperties"),
+        *("not", "if", "then", "else"),
+    }
+)
+SCHEMA_KEYWORDS = SCHEMAS_BY_NAME | SCHEMAS_IN_LISTS | SINGLE_SCHEMAS
+_SCHEMA_TYPES = (dict, bool)
+
+
+def subschemas(schema: Any) -> Iterator[tuple[Steps, Any]]:
+    """What stands one level below, in the schema's order: the steps there, and the subschema. Values that are none are passed over."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        if keyword not in SCHEMA_KEYWORDS:
+            continue
+        if isinstance(value, dict) and keyword in SCHEMAS_BY_NAME:
+            for name, child in value.items():
+                if isinstance(child, _SCHEMA_TYPES):
+                    yield (keyword, name), child
+        elif isinstance(value, list) and keyword in SCHEMAS_IN_LISTS:
+            for place, child in enumerate(value):
+                yield (keyword, place), child
+        elif keyword in SINGLE_SCHEMAS and isinstance(value, _SCHEMA_TYPES):
+            yield (keyword,), value
+
+
+def steps_of(place: Place, known: Mapping[int, Steps]) -> Steps:
+    """A place from the document's root. `known` are those of schemas, by identity."""
+    steps: Steps = ()
+    while place:
+        around, *below = place
+        steps = (*below, *steps)
+        if not around:
+            break
+        place, schema = around
+        if id(schema) in known:
+            return known[id(schema)] + steps
+    return steps
+
+
+def walk(schema: Any) -> Iterator[tuple[Steps, dict[str, Any]]]:
+    """Every subschema that is an object, the outermost first."""
+    pending: list[tuple[Steps, Any]] = [((), schema)]
+    while pending:
+        steps, current = pending.pop()
+        if isinstance(current, dict):
+            yield steps, current
+            pending += [(steps + below, child) for below, child in subschemas(current)]
+
+
+def schemas_below(schema: dict[str, Any]) -> Iterator[tuple[str, Iterable[Any]]]:
+    """The keywords that hold subschemas, each with those. There may be values among them that are none."""
+    for keyword, value in schema.items():
+        if keyword not in SCHEMA_KEYWORDS:
+            continue
+        if isinstance(value, dict):
+            if keyword in SCHEMAS_BY_NAME:
+                yield keyword, value.values()
+            elif keyword in SINGLE_SCHEMAS:
+                yield keyword, (value,)
+        elif isinstance(value, list) and keyword in SCHEMAS_IN_LISTS:
+            yield keyword, value
+
+
+def schemas_within(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every subschema that is an object, and the schema itself, in no order that is told."""
+    pending = [schema]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, dict):
+            yield current
+            if SCHEMA_KEYWORDS.isdisjoint(current):
+                continue
+            for _, children in schemas_below(current):
+                pending += children
+
+
+def path(steps: Steps) -> str:
+    """As it follows the name of the request's field: `.properties.a.anyOf[0]`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+
+
+def pointer(steps: Steps) -> str:
+    """A JSON Pointer (RFC 6901)."""
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
+
+
+def at(document: Any, steps: Steps) -> Any:
+    for step in steps:
+        document = document[step]
+    return document
+
+
+def typed_steps(document: Any, steps: list[str]) -> Steps:
+    """The steps of a JSON Pointer to something that is there, positions in arrays as numbers."""
+    typed: list[str | int] = []
+    for step in steps:
+        typed.append(int(step) if isinstance(document, list) else step)
+        document = document[typed[-1]]
+    return tuple(typed)
+
+
+def reachable(document: Any) -> frozenset[int]:
+    """The identities of the subschemas that count: definitions only where something that counts refers to them."""
+    pending: list[Any] = [document]
+    found: set[int] = set()
+    while pending:
+        schema = pending.pop()
+        if not isinstance(schema, dict) or id(schema) in found:
+            continue
+        found.add(id(schema))
+        for keyword, children in schemas_below(schema):
+            if keyword not in ("$defs", "definitions"):
+                pending += children
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            pending.append(at_pointer(document, unquote(reference[1:])))
+    return frozenset(found)
+
+
+def at_pointer(document: Any, target: str) -> Any:
+    """What stands there. True, which has nothing in it, where it leads nowhere."""
+    for step in target.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(document, dict) and name in document:
+            document = document[name]
+        elif isinstance(document, list) and (place := position(name, len(document))) is not None:
+            document = document[place]
+        else:
+            return True
+    return document
+
+
+_IN_PLACE = frozenset({"allOf", "anyOf", "oneOf"})
+_LEADING_ON = SCHEMA_KEYWORDS | {"$ref"}
+
+
+def can_be_circular(document: Any) -> bool:
+    """Whether something that is being looked into is referred to from within where it would have to be joined with what stands beside it.
+
+    That is what a compiler cannot do that reads what a reference leads to before it joins it. Members are taken in the document's order.
+    """
+    return _CircleSearch(document).finds(document, is_met=False)
+
+
+class _CircleSearch:
+    def __init__(self, document: Any) -> None:
+        self._document = document
+        self._seen: set[str] = set()
+        self._open: set[str] = set()
+
+    def finds(self, schema: Any, *, is_met: bool) -> bool:
+        """`is_met`: what the schema says is joined with what others say."""
+        if not isinstance(schema, dict):
+            return False
+        if _LEADING_ON.isdisjoint(schema):
+            return False
+        has_beside = is_met or sum(map(ASSERTIONS.__contains__, schema)) > 1
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#") and self._follows(reference, is_met=has_beside):
+            return True
+        for keyword, children in schemas_below(schema):
+            if keyword in ("$defs", "definitions"):
+                continue
+            is_joined = keyword in _IN_PLACE and (has_beside or (keyword == "allOf" and len(schema["allOf"]) > 1))
+            for child in children:
+                if isinstance(child, dict) and self.finds(child, is_met=is_joined):
+                    return True
+        return False
+
+    def _follows(self, reference: str, *, is_met: bool) -> bool:
+        if reference in self._open:
+            return is_met
+        if reference in self._seen:
+            return False
+        self._seen.add(reference)
+        self._open.add(reference)
+        found = self.finds(at_pointer(self._document, unquote(reference[1:])), is_met=False)
+        self._open.discard(reference)
+        return found
+
+
+OPTIONS = "x-guidance"  # what llguidance itself would take from the schema's root
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaDocument:
+    """`has_anchors`: parts of it may be named other than by their place."""
+
+    content: Any
+    identifiers: "Identifiers"
+    has_anchors: bool
+    can_be_circular: bool
+
+
+@lru_cache(maxsize=1)  # one document is read strictly, leniently and with references inlined, one after the other; no reading changes it
+def read_document(text: str, param: str) -> SchemaDocument:
+    schema = parse_document(text, param)
+    is_escaped = _holds(text, ("\\u",), "\\")  # where a keyword may be spelled otherwise
+    if is_escaped or not text.isascii():
+        _check_text(schema, text, param)
+    if isinstance(schema, dict) and OPTIONS in schema:
+        raise UnsupportedGrammar(f"`{OPTIONS}` is refused: what it sets is not the schema's to say", f"{param}.{OPTIONS}")
+    if isinstance(schema, dict) and not isinstance(schema.get("$defs", {}), dict):
+        raise UnsupportedGrammar("`$defs` must be an object", f"{param}.$defs")
+    has_anchors = is_escaped or _holds(text, ('"$anchor"', '"$dynamicAnchor"'), "$")
+    is_circular = (is_escaped or ('"$ref"' in text and '"allOf"' in text)) and can_be_circular(schema)
+    identifiers = Identifiers.of(schema, text) if is_escaped or _holds(text, ('"$id"',), "$") or '"id"' in text else Identifiers.NONE
+    return SchemaDocument(schema, identifiers, has_anchors, is_circular)
+
+
+class Identifiers(Enum):
+    """Whether parts of a document have names of their own, from which references count."""
+
+    NONE = auto()
+    OF_ROOT = auto()
+    OF_PARTS = auto()
+
+    @classmethod
+    def of(cls, schema: Any, text: str) -> "Identifiers":
+        names = ("$id", "id")
+        if isinstance(schema, dict) and sum(text.count(f'"{name}"') for name in names) == sum(name in schema for name in names):
+            return cls.OF_ROOT if any(isinstance(schema.get(name), str) for name in names) else cls.NONE
+        named = [part for part in schemas_within(schema) if isinstance(part.get("$id"), str) or isinstance(part.get("id"), str)]
+        return cls.OF_PARTS if any(part is not schema for part in named) else cls.OF_ROOT if named else cls.NONE
+
+
+def _holds(text: str, words: tuple[str, ...], rare: str) -> bool:
+    """Whether any of the words is in a long text. All of them have the rare character at the same place."""
+    offset = words[0].index(rare)
+    place = text.find(rare)
+    while place >= 0:
+        if text.startswith(words, place - offset):
+            return True
+        place = text.find(rare, place + 1)
+    return False
+
+
+def _check_text(document: Any, text: str, param: str) -> None:
+    """Raises `UnsupportedGrammar` for text that JSON in UTF-8 cannot hold."""
+    if "\\ud" not in text and "\\uD" not in text and _is_writable(text):
+        return
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise unwritable(document, param) from error
+
+
+def _is_writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def unwritable(document: Any, param: str) -> UnsupportedGrammar:
+    """The refusal of text or a number in the document that JSON cannot hold, with its place."""
+    return UnsupportedGrammar("a lone surrogate or a number out of range", param + path(_innermost((), document) or ()))
+
+
+def _innermost(steps: Steps, value: Any) -> Steps | None:
+    """Where the innermost offending value stands. The document is known not to be deep."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            found = steps if _is_unwritable(name) else _innermost((*steps, name), child)
+            if found is not None:
+                return found
+    elif isinstance(value, list):
+        for place, child in enumerate(value):
+            found = _innermost((*steps, place), child)
+            if found is not None:
+                return found
+    return steps if _is_unwritable(value) else None
+
+
+def _is_unwritable(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def resolve(root: Any, reference: str, param: str) -> tuple[list[str], Any]:
+    """The steps of a reference within the document and what they lead to. Raises `UnsupportedGrammar` with `param`."""
+    if reference != "#" and not reference.startswith("#/"):
+        raise UnsupportedGrammar(f"only references within the schema (#/...) are supported, got {dumps(reference)}", param)
+    steps = [step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:]]
+    target = root
+    for step in steps:
+        if isinstance(target, Mapping) and step in target:
+            target = target[step]
+        elif isinstance(target, list) and (place := position(step, len(target))) is not None:
+            target = target[place]
+        else:
+            raise UnsupportedGrammar(f"{dumps(reference)} leads nowhere in this schema", param)
+    return steps, target
+
+
+def are_disjoint(root: Any, left: Any, right: Any) -> bool:
+    """True where no value can satisfy both schemas, as far as types, given values and required discriminating properties tell."""
+    left, right = _follow(root, left), _follow(root, right)
+    if left is None or right is None:
+        return False
+    if not _types(left) & _types(right):
+        return True
+    left_values, right_values = _values(left), _values(right)
+    if left_values is not None and right_values is not None:
+        return not left_values & right_values
+    if _types(left) & _types(right) != {"object"}:
+        return False
+    return any(are_disjoint(root, left["properties"][name], right["properties"][name]) for name in _required(left) & _required(right))
+
+
+def _follow(root: Any, schema: Any) -> Mapping[str, Any] | None:
+    """The schema behind its references; None where there is none or it combines others."""
+    for _ in range(16):
+        if not isinstance(schema, Mapping):
+            return None
+        if "$ref" not in schema:
+            return None if {"anyOf", "oneOf", "allOf"} & schema.keys() else schema
+        _, schema = resolve(root, schema["$ref"], "$ref")
+    return None
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None:
+        return {json_type(value) for value in values}
+    given = schema.get("type", list(JSON_TYPES))
+    types = {given} if isinstance(given, str) else set(given)
+    return types | {"integer"} if "number" in types else types
+
+
+def _values(schema: Mapping[str, Any]) -> set[str] | None:
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is None:
+        return None
+    return {dumps(int(value) if isinstance(value, float) and value.is_integer() else value) for value in values}
+
+
+def _required(schema: Mapping[str, Any]) -> set[str]:
+    return {name for name in schema.get("required", []) if name in schema.get("properties", {})}
+
+
+_DEFINITION = "#/$defs/"
+MAX_ROUNDS = 8  # of looking through all definitions; what takes more is left to be found while it is generated
+_DEMANDING = frozenset({"$ref", "allOf", "anyOf", "required", "minItems"})
+_OTHER_TYPES = frozenset({"null", "boolean", "integer", "number", "string"})  # whose values hold no others
+_HOLDING_OTHERS = ("object", "array")
+
+
+def without_endless(content: dict[str, Any]) -> Steps | None:
+    """Lets no value satisfy the references in `content` that none can: a member that may be left out always is, then.
+
+    Where that leaves the whole without a value, the place of a reference to blame. Definitions are looked for in `$defs` only.
+    """
+    search = _RecursionSearch(content)
+    if not search.endless:
+        return None
+    if "#" in search.endless:
+        return search.blamed(content, ())
+    for _, schema in list(walk(content)):
+        if schema.get("$ref") in search.endless:
+            del schema["$ref"]
+            schema["enum"] = []
+    return None
+
+
+class _RecursionSearch:
+    def __init__(self, content: dict[str, Any]) -> None:
+        targets = {"#": content, **{_DEFINITION + name: schema for name, schema in content.get("$defs", {}).items()}}
+        self.endless = set(targets)
+        order = [*reversed(targets)]  # what is referred to mostly stands behind what refers to it
+        for _ in range(MAX_ROUNDS):
+            ended = [reference for reference in order if reference in self.endless and self._ends(reference, targets[reference])]
+            if not ended:
+                return
+        self.endless.clear()
+
+    def _ends(self, reference: str, target: Any) -> bool:
+        has_end = self.has_end(target)
+        if has_end:
+            self.endless.discard(reference)
+        return has_end
+
+    def has_end(self, schema: Any) -> bool:
+        """Whether a value may satisfy it, where none does what is still taken for endless. Bounds and the like are not looked at."""
+        if not isinstance(schema, dict):
+            return schema is not False
+        if _DEMANDING.isdisjoint(schema) and schema.get("type") != []:
+            return True
+        reference, parts, options = schema.get("$ref"), schema.get("allOf"), schema.get("anyOf")
+        if isinstance(reference, str) and reference in self.endless:
+            return False
+        if isinstance(parts, list) and not all(map(self.has_end, parts)):
+            return False
+        if isinstance(options, list) and options and not any(map(self.has_end, options)):
+            return False
+        types = schema.get("type")
+        names = [types] if isinstance(types, str) else types
+        if not isinstance(names, list) or not _OTHER_TYPES.isdisjoint(names):
+            return True
+        return any(name not in _HOLDING_OTHERS or self._has_ends(schema, name) for name in names)
+
+    def _has_ends(self, schema: dict[str, Any], name: str) -> bool:
+        demanded = self.demanded_members(schema) if name == "object" else self.demanded_items(schema)
+        return all(self.has_end(child) for _, child in demanded)
+
+    def demanded_members(self, schema: dict[str, Any]) -> list[tuple[Steps, Any]]:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            return []
+        return [(("properties", name), properties[name]) for name in required if isinstance(name, str) and name in properties]
+
+    def demanded_items(self, schema: dict[str, Any]) -> list[tuple[Steps, Any]]:
+        least = schema.get("minItems", 0)
+        first = schema.get("prefixItems", [])
+        items = schema.get("items", True)
+        if not isinstance(least, int) or not isinstance(first, list) or isinstance(items, list):
+            return []
+        demanded: list[tuple[Steps, Any]] = [(("prefixItems", place), child) for place, child in enumerate(first[:least])]
+        return [*demanded, (("items",), items)] if least > len(first) else demanded
+
+    def blamed(self, schema: Any, steps: Steps) -> Steps:
+        if not isinstance(schema, dict):
+            return steps
+        if schema.get("$ref") in self.endless:
+            return (*steps, "$ref")
+        joined = schema.get("allOf", [])
+        parts: list[tuple[Steps, Any]] = [(("allOf", place), part) for place, part in enumerate(joined if isinstance(joined, list) else ())]
+        for below, child in [*parts, *self.demanded_members(schema), *self.demanded_items(schema)]:
+            if not self.has_end(child):
+                return self.blamed(child, steps + below)
+        return (*steps, "anyOf") if "anyOf" in schema else steps

@@ -1,0 +1,290 @@
+"""Reads a regex and says exactly where it goes beyond regular languages.
+
+The syntax is Python's `re`, less what is not regular (look-around, back-references, atomic groups), word boundaries and inline flags; what
+a pattern matches is what `re.fullmatch` says. Nothing is passed on unread: engines differ in what `\\w`, `{` or `[[` mean.
+"""
+
+from dataclasses import dataclass
+
+from penstock.plugins.grammars.regex import tree as charset
+from penstock.plugins.grammars.regex.tree import (
+    ASCII_DIGIT,
+    ASCII_WORD,
+    Anchor,
+    Chars,
+    CharSet,
+    Either,
+    Node,
+    Repeat,
+    Sequence,
+    complement,
+    of,
+    union,
+)
+
+MAX_LENGTH = 4096
+MAX_DEPTH = 40
+MAX_REPEAT = 100_000
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_REFUSED_GROUPS = {
+    "(?=": "look-ahead",
+    "(?!": "look-ahead",
+    "(?<=": "look-behind",
+    "(?<!": "look-behind",
+    "(?P=": "a back-reference",
+    "(?>": "an atomic group",
+    "(?#": "a comment",
+    "(?(": "a conditional group",
+}
+_REFUSED_ESCAPES = {
+    "b": "a word boundary",
+    "B": "a word boundary",
+    "p": "a Unicode property",
+    "P": "a Unicode property",
+    "N": "a named character",
+}
+
+
+class RegexError(Exception):
+    """The pattern cannot be used. `position` counts characters from 0."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(f"{message} at position {position}")
+        self.position = position
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What the shorthands mean."""
+
+    dot: CharSet
+    digit: CharSet
+    word: CharSet
+    space: CharSet
+
+
+def python_dialect() -> Dialect:
+    """`re` on `str`: Unicode. Building the tables takes a quarter of a second once, so nobody does it at import."""
+    return Dialect(complement(of("\n")), charset.unicode_digit(), charset.unicode_word(), charset.unicode_space())
+
+
+def ecma_dialect() -> Dialect:
+    """ECMA-262, which JSON Schema's `pattern` refers to: `\\d` and `\\w` are ASCII."""
+    space = union(charset.unicode_space(), of("\ufeff"))
+    return Dialect(complement(of("\n\r\u2028\u2029")), ASCII_DIGIT, ASCII_WORD, space)
+
+
+def parse(pattern: str, dialect: Dialect) -> Node:
+    """The pattern's tree, anchors included. Raises `RegexError`."""
+    if len(pattern) > MAX_LENGTH:
+        raise RegexError(f"a pattern longer than {MAX_LENGTH} characters is refused", MAX_LENGTH)
+    parser = _Parser(pattern, dialect)
+    node = parser.alternatives(0)
+    if parser.position < len(pattern):
+        raise RegexError("unbalanced parenthesis", parser.position)
+    return node
+
+
+class _Parser:
+    """Recursive descent; `position` is the next character's."""
+
+    def __init__(self, pattern: str, dialect: Dialect) -> None:
+        self.pattern = pattern
+        self.dialect = dialect
+        self.position = 0
+
+    @property
+    def next(self) -> str:
+        """The next character, or "" at the end."""
+        return self.pattern[self.position : self.position + 1]
+
+    def accept(self, text: str) -> bool:
+        if not self.pattern.startswith(text, self.position):
+            return False
+        self.position += len(text)
+        return True
+
+    def alternatives(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise RegexError(f"groups nested deeper than {MAX_DEPTH}", self.position)
+        branches = [self.sequence(depth)]
+        while self.accept("|"):
+            branches.append(self.sequence(depth))
+        return branches[0] if len(branches) == 1 else Either(tuple(branches))
+
+    def sequence(self, depth: int) -> Node:
+        items: list[Node] = []
+        while self.next not in ("", "|", ")"):
+            start = self.position
+            atom = self.atom(depth)
+            repeated = self.quantified(atom)
+            if isinstance(atom, Anchor) and repeated is not atom:
+                raise RegexError("a repeated anchor", start)
+            items.append(repeated)
+        return items[0] if len(items) == 1 else Sequence(tuple(items))
+
+    def atom(self, depth: int) -> Node:
+        start = self.position
+        character = self.next
+        if character == "(":
+            return self.group(depth)
+        if character == "[":
+            return Chars(self.char_class())
+        if character == "\\":
+            return self.escape()
+        if character in ("*", "+", "?"):
+            raise RegexError("nothing to repeat", start)
+        self.position += 1
+        if character == ".":
+            return Chars(self.dialect.dot)
+        if character in ("^", "$"):
+            return Anchor(character == "^", start)
+        return Chars(self.single(ord(character), start))
+
+    def group(self, depth: int) -> Node:
+        start = self.position
+        for opening, name in _REFUSED_GROUPS.items():
+            if self.pattern.startswith(opening, start):
+                raise RegexError(f"{name} ({opening}...) is not a regular expression: refused", start)
+        self.position += 1
+        if self.accept("?P<") or self.accept("?<"):
+            end = self.pattern.find(">", self.position)
+            if end < 0 or not self.pattern[self.position : end].isidentifier():
+                raise RegexError("bad group name", self.position)
+            self.position = end + 1
+        elif self.next == "?" and not self.accept("?:"):
+            raise RegexError("inline flags or an unknown group: refused", start)
+        node = self.alternatives(depth + 1)
+        if not self.accept(")"):
+            raise RegexError("missing ), unterminated group", start)
+        return node
+
+    def quantified(self, atom: Node) -> Node:
+        start = self.position
+        bounds = self.bounds()
+        if bounds is None:
+            return atom
+        if self.accept("+"):
+            raise RegexError("a possessive quantifier is refused", start)
+        self.accept("?")  # lazy or greedy: the same language
+        if self.next in ("*", "+", "?") or self.repeat_braces() is not None:
+            raise RegexError("multiple repeat", self.position)
+        return Repeat(atom, *bounds)
+
+    def bounds(self) -> tuple[int, int | None] | None:
+        for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self.accept(sign):
+                return bounds
+        braces = self.repeat_braces()
+        if braces is None:
+            return None
+        lowest, highest, end = braces
+        if highest is not None and highest < lowest:
+            raise RegexError("min repeat greater than max repeat", self.position)
+        if max(lowest, highest or 0) > MAX_REPEAT:
+            raise RegexError(f"more than {MAX_REPEAT} repeats", self.position)
+        self.position = end
+        return lowest, highest
+
+    def repeat_braces(self) -> tuple[int, int | None, int] | None:
+        """Bounds and end of `{m}`, `{m,}`, `{,n}` or `{m,n}` here; a brace that is none of these is a character, as in `re`."""
+        end = self.pattern.find("}", self.position)
+        if self.next != "{" or end < 0:
+            return None
+        low, comma, high = self.pattern[self.position + 1 : end].partition(",")
+        if not all(part == "" or (part.isascii() and part.isdigit()) for part in (low, high)) or (low == "" and comma == ""):
+            return None
+        if max(len(low), len(high)) > 9:
+            raise RegexError(f"more than {MAX_REPEAT} repeats", self.position)
+        lowest = int(low or 0)
+        return lowest, (int(high) if high else None) if comma else lowest, end + 1
+
+    def escape(self) -> Node:
+        start = self.position
+        if self.accept("\\A"):
+            return Anchor(True, start)
+        if self.accept("\\Z") or self.accept("\\z"):
+            return Anchor(False, start)
+        return Chars(self.escaped_set())
+
+    def escaped_set(self) -> CharSet:
+        """The characters that a backslash sequence outside a class stands for."""
+        start = self.position
+        chars = self.escaped()
+        return self.single(chars, start) if isinstance(chars, int) else chars
+
+    def escaped(self) -> CharSet | int:
+        """What a backslash sequence here stands for, inside or outside a class: one code point, or a set."""
+        start = self.position
+        self.position += 1
+        character = self.next
+        self.position += 1
+        if character == "":
+            raise RegexError("bad escape (end of pattern)", start)
+        shorthands = {"d": self.dialect.digit, "w": self.dialect.word, "s": self.dialect.space}
+        if character.lower() in shorthands:
+            chars = shorthands[character.lower()]
+            return chars if character.islower() else complement(chars)
+        if character in _CONTROLS:
+            return ord(_CONTROLS[character])
+        if character in _HEX_DIGITS:
+            return self.hexadecimal(_HEX_DIGITS[character], start)
+        if character in _REFUSED_ESCAPES:
+            raise RegexError(f"{_REFUSED_ESCAPES[character]} (\\{character}) is refused", start)
+        if character in "123456789":
+            raise RegexError(f"a back-reference (\\{character}) is not a regular expression: refused", start)
+        if character.isascii() and character.isalnum():
+            raise RegexError(f"bad escape \\{character}", start)
+        return ord(character)
+
+    def hexadecimal(self, num_digits: int, start: int) -> int:
+        digits = self.pattern[self.position : self.position + num_digits]
+        if len(digits) < num_digits or any(digit not in "0123456789abcdefABCDEF" for digit in digits):
+            raise RegexError("incomplete hexadecimal escape", start)
+        self.position += num_digits
+        point = int(digits, 16)
+        if point > 0x10FFFF:
+            raise RegexError("no such character", start)
+        return point
+
+    def single(self, point: int, start: int) -> CharSet:
+        chars = charset.charset((point, point))
+        if not chars:
+            raise RegexError("NUL and lone surrogates cannot be generated: refused", start)
+        return chars
+
+    def char_class(self) -> CharSet:
+        start = self.position
+        self.position += 1
+        is_negated = self.accept("^")
+        items: list[CharSet] = []
+        while not items or self.next != "]":
+            if self.next == "":
+                raise RegexError("unterminated character set", start)
+            items.append(self.class_item())
+        self.position += 1
+        chars = union(*items)
+        return complement(chars) if is_negated else chars
+
+    def class_item(self) -> CharSet:
+        """A character, range or shorthand. NUL and surrogates may be named here: mostly to be left out, and they are in no set anyway."""
+        start = self.position
+        low = self.class_character()
+        after_dash = self.pattern[self.position + 1 : self.position + 2]
+        if self.next != "-" or after_dash in ("]", ""):
+            return charset.charset((low, low)) if isinstance(low, int) else low
+        self.position += 1
+        high = self.class_character()
+        if not isinstance(low, int) or not isinstance(high, int) or high < low:
+            raise RegexError(f"bad character range {self.pattern[start : self.position]}", start)
+        return charset.charset((low, high))
+
+    def class_character(self) -> CharSet | int:
+        if self.next == "\\":
+            if self.pattern.startswith("\\b", self.position):
+                self.position += 2
+                return ord("\b")
+            return self.escaped()
+        self.position += 1
+        return ord(self.pattern[self.position - 1])

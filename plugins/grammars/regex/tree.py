@@ -1,0 +1,367 @@
+"""Regular expressions as trees, over sets of characters as sorted ranges of code points."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, reduce
+from typing import Any
+
+CharSet = tuple[tuple[int, int], ...]  # inclusive, sorted, neither overlapping nor touching
+_Run = tuple[int, int, Any]  # from the first to the last, and what each of them is
+
+MAX_CACHED = 1024  # sets come from clients: what is learnt of them must not pile up
+_SURROGATES = (0xD800, 0xDFFF)
+ANY: CharSet = ((1, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, 0x10FFFF))
+
+
+def _merge(ranges: Iterable[tuple[int, int]]) -> CharSet:
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return tuple(merged)
+
+
+def charset(*ranges: tuple[int, int]) -> CharSet:
+    """The characters in any of the inclusive ranges, less NUL and the surrogates."""
+    return intersect(_merge(ranges), ANY)
+
+
+def of(characters: str) -> CharSet:
+    return charset(*((ord(character), ord(character)) for character in characters))
+
+
+def union(*sets: CharSet) -> CharSet:
+    return _merge(span for one in sets for span in one)
+
+
+@lru_cache(MAX_CACHED)
+def complement(chars: CharSet) -> CharSet:
+    gaps = []
+    start = 1
+    for low, high in chars:
+        gaps.append((start, low - 1))
+        start = high + 1
+    gaps.append((start, 0x10FFFF))
+    return charset(*((low, high) for low, high in gaps if low <= high))
+
+
+def intersect(left: CharSet, right: CharSet) -> CharSet:
+    shared = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        low, high = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if low <= high:
+            shared.append((low, high))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(shared)
+
+
+@cache
+def unicode_word() -> CharSet:
+    """What Python's `re` matches with `\\w`."""
+    return union(_where(str.isalnum), of("_"))
+
+
+@cache
+def unicode_digit() -> CharSet:
+    return _where(str.isdecimal)
+
+
+@cache
+def unicode_space() -> CharSet:
+    return _where(str.isspace)
+
+
+ASCII_DIGIT = charset((0x30, 0x39))
+ASCII_WORD = union(ASCII_DIGIT, charset((0x41, 0x5A), (0x61, 0x7A)), of("_"))
+
+
+@lru_cache(MAX_CACHED)
+def lead_bytes(chars: CharSet) -> frozenset[int]:
+    """The first bytes of the characters' UTF-8 forms."""
+    leads: set[int] = set()
+    for low, high in chars:
+        leads.update(range(_lead(low), _lead(high) + 1))
+    return frozenset(leads)
+
+
+@lru_cache(MAX_CACHED)
+def num_utf8_states(chars: CharSet) -> int:
+    """How many states an automaton needs inside the characters' UTF-8 forms: distinct tails after one, two and three bytes."""
+    runs = _blocks([(low, high, None) for low, high in intersect(chars, charset((0x80, 0x10FFFF)))])
+    tails = {tail for _, _, tail in runs}
+    # One more byte for what no two-byte form reaches, then for what no three-byte form reaches.
+    for first in (0x800 >> 6, 0x10000 >> 12):
+        runs = _blocks([(max(low, first), high, tail) for low, high, tail in runs if high >= first])
+        tails.update(tail for _, _, tail in runs)
+    return len(tails)
+
+
+def _blocks(runs: list[_Run]) -> list[_Run]:
+    """The aligned blocks of 64 that the runs touch, each with what it holds; those that hold the same in a row are one run again."""
+    blocks: list[_Run] = []
+    for low, high, tail in runs:
+        while low <= high:
+            block = low >> 6
+            if low & 63 == 0 and high - low >= 63:  # whole blocks
+                last = ((high + 1) >> 6) - 1
+                blocks.append((block, last, ((0, 63, tail),)))
+                low = (last + 1) << 6
+                continue
+            end = min(high, low | 63)
+            part = (low & 63, end & 63, tail)
+            if blocks and blocks[-1][0] == block:
+                blocks[-1] = (block, block, (*blocks[-1][2], part))
+            else:
+                blocks.append((block, block, (part,)))
+            low = end + 1
+    joined: list[_Run] = []
+    for low, high, tail in blocks:
+        if joined and joined[-1][1] + 1 == low and joined[-1][2] == tail:
+            joined[-1] = (joined[-1][0], high, tail)
+        else:
+            joined.append((low, high, tail))
+    return joined
+
+
+def _lead(code_point: int) -> int:
+    return chr(code_point).encode()[0]
+
+
+def _where(is_member: Callable[[str], bool]) -> CharSet:
+    return charset(*_merge((point, point) for point in range(0x110000) if is_member(chr(point))))
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character out of a set."""
+
+    chars: CharSet
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    items: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    items: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`minimum` to `maximum` times; None is without end."""
+
+    item: "Node"
+    minimum: int
+    maximum: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """The start or the end of the text. `position` is its place in the pattern, for messages."""
+
+    is_start: bool
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a rule of this name stands for, where a grammar has rules. Regular expressions have none."""
+
+    name: str
+
+
+Node = Literal | Chars | Sequence | Either | Repeat | Anchor | Reference
+
+EMPTY = Sequence(())
+ANYTHING = Repeat(Chars(ANY), 0, None)
+
+
+def sequence(*items: Node) -> Node:
+    return items[0] if len(items) == 1 else Sequence(items)
+
+
+def either(*items: Node) -> Node:
+    return items[0] if len(items) == 1 else Either(items)
+
+
+def optional(item: Node) -> Node:
+    return Repeat(item, 0, 1)
+
+
+def chars(characters: str) -> Chars:
+    return Chars(of(characters))
+
+
+def any_of(*sets: CharSet) -> Chars:
+    return Chars(reduce(union, sets))
+
+
+class MisplacedAnchor(Exception):
+    """`^` or `$` where text may stand before or after it. `position` is its place in the pattern."""
+
+    def __init__(self, anchor: Anchor) -> None:
+        super().__init__("^" if anchor.is_start else "$")
+        self.position = anchor.position
+
+
+def full_match(node: Node) -> Node:
+    """The tree without its anchors, to be matched as a whole. Raises `MisplacedAnchor`."""
+    return _strip(node, at_start=True, at_end=True)
+
+
+def search(node: Node) -> Node:
+    """A tree whose full matches are the texts in which `node` is found somewhere, as JSON Schema's `pattern` means it.
+
+    Anchors count only at the ends of the whole pattern's alternatives. Raises `MisplacedAnchor` for others.
+    """
+    if isinstance(node, Either):
+        return Either(tuple(search(item) for item in node.items))
+    items = node.items if isinstance(node, Sequence) else (node,)
+    if len(items) == 1 and isinstance(items[0], Either | Sequence):
+        return search(items[0])
+    is_anchored_start = bool(items) and isinstance(items[0], Anchor) and items[0].is_start
+    is_anchored_end = bool(items) and isinstance(items[-1], Anchor) and not items[-1].is_start
+    inner = _strip(Sequence(items), at_start=is_anchored_start, at_end=is_anchored_end)
+    return Sequence((*(() if is_anchored_start else (ANYTHING,)), inner, *(() if is_anchored_end else (ANYTHING,))))
+
+
+def _strip(node: Node, *, at_start: bool, at_end: bool) -> Node:
+    match node:
+        case Anchor():
+            if not (at_start if node.is_start else at_end):
+                raise MisplacedAnchor(node)
+            return EMPTY
+        case Either(items):
+            return Either(tuple(_strip(item, at_start=at_start, at_end=at_end) for item in items))
+        case Repeat(item, minimum, maximum):
+            is_single = maximum == 1
+            return Repeat(_strip(item, at_start=at_start and is_single, at_end=at_end and is_single), minimum, maximum)
+        case Sequence(items):
+            widths = [not isinstance(item, Anchor) for item in items]
+            return Sequence(
+                tuple(
+                    _strip(item, at_start=at_start and not any(widths[:i]), at_end=at_end and not any(widths[i + 1 :]))
+                    for i, item in enumerate(items)
+                )
+            )
+    return node
+
+
+MAX_POSITIONS = 2000
+MAX_STATES = 2000
+_Places = frozenset[int]
+
+
+@dataclass(slots=True)
+class Budget:
+    """Steps left, each of which asks a place about a character: up to a microsecond."""
+
+    num_steps: int = 300_000
+
+
+def continuation(node: Node, budget: Budget | None = None) -> CharSet:
+    """Counts of repeats are passed over, so that it may name too many; where the tree is large or the budget spent, every character."""
+    budget = budget or Budget()
+    positions = _Positions()
+    whole = positions.read(node)
+    if len(positions.chars) > MAX_POSITIONS:
+        return ANY
+    more: CharSet = union(*(positions.chars[place] for place in whole.first)) if whole.is_nullable else ()
+    seen: set[_Places] = set()
+    pending = [whole.first]
+    while pending:
+        offered = pending.pop()
+        points = positions.points(offered)
+        budget.num_steps -= len(points) * sum(len(positions.chars[place]) for place in offered)
+        if budget.num_steps < 0:
+            return ANY
+        for state in positions.states(offered, points):
+            if state in seen:
+                continue
+            seen.add(state)
+            if len(seen) > MAX_STATES:
+                return ANY
+            after = frozenset[int]().union(*(positions.follow[place] for place in state))
+            if state & whole.last and after:
+                more = union(more, *(positions.chars[place] for place in after))
+            pending.append(after)
+    return more
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    first: _Places = frozenset()
+    last: _Places = frozenset()
+    is_nullable: bool = True
+
+
+@dataclass(slots=True)
+class _Positions:
+    """Each place in the tree that takes a character: which ones, and what places may come after it."""
+
+    chars: list[CharSet] = field(default_factory=list)
+    follow: list[set[int]] = field(default_factory=list)
+
+    def read(self, node: Node) -> _Part:
+        match node:
+            case Literal(text):
+                return self.read(Sequence(tuple(Chars(of(character)) for character in text)))
+            case Chars(chars):
+                self.chars.append(chars)
+                self.follow.append(set())
+                place = frozenset({len(self.chars) - 1})
+                return _Part(place, place, is_nullable=False)
+            case Sequence(items):
+                whole = _Part()
+                for item in items:
+                    whole = self.joined(whole, self.read(item))
+                return whole
+            case Either(items):
+                parts = [self.read(item) for item in items]
+                first = frozenset[int]().union(*(part.first for part in parts))
+                last = frozenset[int]().union(*(part.last for part in parts))
+                return _Part(first, last, any(part.is_nullable for part in parts))
+            case Repeat(item, minimum, maximum):
+                if maximum == 0:
+                    return _Part()
+                part = self.read(item)
+                if maximum != 1:
+                    self.joined(part, part)
+                return _Part(part.first, part.last, part.is_nullable or minimum == 0)
+        raise AssertionError("anchors and references are resolved before")
+
+    def joined(self, left: _Part, right: _Part) -> _Part:
+        for place in left.last:
+            self.follow[place] |= right.first
+        return _Part(
+            left.first | right.first if left.is_nullable else left.first,
+            left.last | right.last if right.is_nullable else right.last,
+            left.is_nullable and right.is_nullable,
+        )
+
+    def points(self, offered: _Places) -> list[int]:
+        """One character of each kind that these places tell apart."""
+        edges = sorted({edge for place in offered for low, high in self.chars[place] for edge in (low, high + 1)})
+        return [edge for edge in edges if edge <= 0x10FFFF]
+
+    def states(self, offered: _Places, points: list[int]) -> set[_Places]:
+        """The places that one character, whichever, can be at."""
+        found = {frozenset(place for place in offered if _holds(self.chars[place], point)) for point in points}
+        return found - {frozenset()}
+
+
+def _holds(chars: CharSet, point: int) -> bool:
+    return any(low <= point <= high for low, high in chars)

@@ -1,0 +1,157 @@
+"""What serving a model takes, in one object: the engine, the tokenizer, the parsers and the operator's options."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import AdditionalProperties
+from penstock.engine.pooling.pooling_model import PoolingModel
+from penstock.engine.pooling.pooling_params import PoolingTask
+from penstock.serving.constraints.answer_check import ConformanceChecker
+from penstock.serving.requests import ReasoningField
+from penstock.serving.workers import Workers
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.grammars.grammar_cache import GrammarCompiler
+    from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
+    from penstock.engine.pooling.pooling_engine import PoolingEngine
+    from penstock.engine.tokenizer import Tokenizer
+    from penstock.plugins.manager import Plugins
+    from penstock.serving.templates.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What the operator chose about the wire. Sizes are in bytes, times in seconds.
+
+    `reasoning_field` names the reasoning in answers. `system_fingerprint` changes with whatever may change the answer to a seed.
+    """
+
+    allow_unknown_fields: bool = False
+    trust_request_chat_template: bool = False
+    additional_properties: AdditionalProperties = "closed"
+    max_body_bytes: int = 16 * 2**20
+    keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
+    api_keys: tuple[str, ...] = ()
+    share_prefix_cache: bool = False  # between several keys
+    write_timeout_seconds: float = 60.0  # for a client that does not read its stream; 0: none
+    cors_origins: tuple[str, ...] = ()
+    metrics_without_key: bool = False
+    reasoning_field: ReasoningField = "reasoning_content"
+    system_fingerprint: str | None = None
+    max_tool_calls: int = 16
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a request's own go before them
+
+
+class RunningEngine(Protocol):
+    """The life of an engine, whatever it computes."""
+
+    @property
+    def is_healthy(self) -> bool: ...
+
+    def check_admission(self) -> None:
+        """Raises `EngineUnavailable` or `QueueFull` where a request would be refused whatever is in it."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self, drain_seconds: float = 0.0) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedContext:
+    """What handlers need whatever the model does. `vocab_size` bounds the token ids that may come in; `workers` is for anything slow: the
+    event loop stays free.
+    """
+
+    engine: RunningEngine
+    tokenizer: "Tokenizer"
+    chat_template: "ChatTemplate"
+    model_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    workers: Workers
+    options: ServerOptions = field(default_factory=ServerOptions)
+
+    def warm_up(self) -> None:
+        """Does beforehand what the first request would wait for. Blocks for up to a second."""
+
+    def close(self) -> None:
+        """Ends the threads. The engine has been stopped before."""
+        self.workers.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerContext(SharedContext):
+    """A model that generates, shared by every handler.
+
+    `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
+    model's generation_config by our field names.
+    """
+
+    engine: "Engine"
+    stop_token_ids: frozenset[int]
+    plugins: "Plugins"
+    reasoning_parser: "ReasoningParserFactory | None"
+    tool_parser: "ToolParserFactory | None"
+    compile_grammar: "GrammarCompiler"
+    default_thinking_budget: int | None
+    default_sampling: dict[str, Any]
+    conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
+
+    def warm_up(self) -> None:
+        self.compile_grammar.warm_up()
+
+    def close(self) -> None:
+        self.compile_grammar.close()
+        SharedContext.close(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingContext(SharedContext):
+    """A model that gives numbers for a text: an encoder, a classifier, a cross-encoder."""
+
+    engine: "PoolingEngine"
+
+
+GENERATES = "a model that generates text"
+SCORING_ROUTES = ("/v1/score", "/v1/rerank")
+ROUTES: dict[PoolingTask, tuple[str, ...]] = {
+    "embed": ("/v1/embeddings", *SCORING_ROUTES, "/pooling"),
+    "token_embed": ("/pooling",),
+    "score": (*SCORING_ROUTES, "/pooling"),
+    "classify": ("/classify", "/pooling"),
+    "token_classify": ("/pooling",),
+}
+
+
+def description(model: PoolingModel) -> str:
+    if "score" in model.tasks:
+        return "a cross-encoder, which scores pairs of texts"
+    if "classify" in model.tasks:
+        return f"a classifier with {model.num_labels} labels"
+    if "token_classify" in model.tasks:
+        return f"a classifier of tokens with {model.num_labels} labels"
+    return "an embedding model"
+
+
+def routes_of(model: PoolingModel) -> list[str]:
+    """Those that serve it, each once."""
+    return list(dict.fromkeys(route for task, routes in ROUTES.items() if task in model.tasks for route in routes))
+
+
+def check_task(context: PoolingContext, *tasks: PoolingTask) -> None:
+    """Raises `InvalidRequest`, naming the routes that do serve the model, where it can do none of these."""
+    if not set(tasks) & context.engine.model.tasks:
+        raise InvalidRequest(what_it_is(context), "model")
+
+
+def what_it_is(context: PoolingContext) -> str:
+    model = context.engine.model
+    return wrong_model(context.model_names[0], description(model), routes_of(model))
+
+
+def wrong_model(name: str, what: str, routes: Iterable[str]) -> str:
+    return f"`{name}` is {what}; it is served by {', '.join(routes)}"

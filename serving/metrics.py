@@ -1,0 +1,283 @@
+"""Prometheus metrics: vLLM's core names under the prefix `penstock:`, in a registry of the server's own."""
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.engine.grammars.grammar_stats import BOUNDS, CompileSeconds, GrammarStats
+from penstock.engine.outputs import PromptInfo, SequenceDelta
+from penstock.engine.pooling.pooling_batch import pool_all
+from penstock.engine.pooling.pooling_engine import PoolingEngine, PoolingOutput, PoolingStats
+from penstock.engine.pooling.pooling_params import PoolingParams
+from penstock.engine.pooling.pooling_text import EncodedText
+from penstock.engine.stats import EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFamilies:
+    """Names begin with `prefix`."""
+
+    prefix: str
+    model_name: str
+
+    def gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(self.prefix + name, help_text, labels=["model_name"])
+        family.add_metric([self.model_name], value)
+        return family
+
+    def counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(self.prefix + name, help_text, labels=["model_name"])
+        family.add_metric([self.model_name], value)
+        return family
+
+
+PREFIX = "penstock:"
+TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+SLOW_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class EngineCollector(Collector):
+    """Reads the engine's counters when they are asked for, so that counting costs the token loop nothing."""
+
+    def __init__(self, read: Callable[[], EngineStats], model_name: str) -> None:
+        self._read = read
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        families = MetricFamilies(PREFIX, self._model_name)
+        yield families.gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
+        yield families.gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting)
+        yield families.gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all of them.", stats.kv_cache_usage)
+        yield families.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_cache_queries)
+        yield families.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_cache_hits)
+        yield families.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
+        yield families.counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
+        yield families.counter("forced_tokens", "Generated tokens that a grammar left no choice in: not sampled.", stats.num_forced_tokens)
+        yield families.counter("spec_decode_num_drafts", "Times that tokens were tried ahead.", stats.num_drafts)
+        yield families.counter("spec_decode_num_draft_tokens", "Tokens that were tried ahead.", stats.num_draft_tokens)
+        yield families.counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that turned out right.", stats.num_accepted_tokens)
+        yield self._accepted_by_place(stats)
+        yield families.counter("num_preemptions", "Sequences preempted for want of KV cache.", stats.num_preemptions)
+
+    def describe(self) -> list[Metric]:
+        return []  # the registry must not ask the engine before it runs
+
+    def _accepted_by_place(self, stats: EngineStats) -> Metric:
+        help_text = "Drafts whose tokens turned out right up to this position, from 0."
+        family = CounterMetricFamily(PREFIX + "spec_decode_num_accepted_tokens_per_pos", help_text, labels=["model_name", "position"])
+        for position, count in enumerate(stats.accepted_by_place):
+            family.add_metric([self._model_name, str(position)], count)
+        return family
+
+
+class RequestMetrics:
+    """A server's registry, with what is measured of requests whatever the model does."""
+
+    def __init__(self, engine: Collector, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(engine)
+        self._success = Counter(
+            PREFIX + "request_success", "Sequences that came to an end, by how.", ["model_name", "finished_reason"], registry=self.registry
+        )
+        self._model_name = model_name
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", SLOW_BUCKETS)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+
+    def count_finished(self, reason: str) -> None:
+        self._success.labels(self._model_name, reason).inc()
+
+    def expose(self) -> bytes:
+        """The registry in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(PREFIX + name, help_text, ["model_name"], registry=self.registry, buckets=buckets)
+        return family.labels(self._model_name)
+
+
+class Metrics(RequestMetrics):
+    """Those of a model that generates. `begin()` gives the timer of one request."""
+
+    def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
+        super().__init__(EngineCollector(read_stats, model_name), model_name)
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Until a request's first token.", SLOW_BUCKETS)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "From one token to the next.", FAST_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Until a request was first scheduled.", SLOW_BUCKETS)
+        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence.", TOKEN_BUCKETS)
+
+    def begin(self, arrived: float) -> "RequestTimer":
+        """`arrived` is when the request came, by the monotonic clock."""
+        return RequestTimer(self, arrived)
+
+
+class RequestTimer:
+    """One HTTP request's times and counts, from the engine's deltas that pass through `watch`.
+
+    `time_to_first_token` is in seconds, None before there was one.
+    """
+
+    __slots__ = ("_metrics", "_start", "num_generation_tokens", "num_prompt_tokens", "time_to_first_token")
+
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
+        self._metrics = metrics
+        self._start = arrived
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.time_to_first_token: float | None = None
+
+    @property
+    def summary(self) -> str:
+        first = "-" if self.time_to_first_token is None else f"{self.time_to_first_token * 1000:.1f}ms"
+        return f"first={first} prompt={self.num_prompt_tokens} output={self.num_generation_tokens}"
+
+    async def watch(self, stream: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
+        """The same deltas, counted as they pass. Wrap each prompt's stream; closing the wrapper closes the stream."""
+        sequences: dict[int, _SequenceTimes] = {}
+        has_prompt = False
+        async with aclosing(stream):
+            async for delta in stream:
+                if delta.prompt is not None and not has_prompt:
+                    has_prompt = True
+                    self._observe_prompt(delta.prompt)
+                self._observe(delta, sequences.setdefault(delta.index, _SequenceTimes()))
+                yield delta
+
+    def _observe_prompt(self, prompt: PromptInfo) -> None:
+        self.num_prompt_tokens += prompt.num_tokens
+        self._metrics.prompt_tokens.observe(prompt.num_tokens)
+        self._metrics.queue_time.observe(prompt.queue_seconds)
+
+    def _observe(self, delta: SequenceDelta, sequence: "_SequenceTimes") -> None:
+        now = time.monotonic()
+        if delta.token_ids:
+            if self.time_to_first_token is None:
+                self.time_to_first_token = now - self._start
+                self._metrics.time_to_first_token.observe(self.time_to_first_token)
+            if sequence.last_token is not None:
+                self._metrics.inter_token_latency.observe((now - sequence.last_token) / len(delta.token_ids))
+            sequence.last_token = now
+            sequence.num_tokens += len(delta.token_ids)
+            self.num_generation_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._metrics.count_finished(delta.finish_reason.value)
+            self._metrics.generation_tokens.observe(sequence.num_tokens)
+            self._metrics.e2e_latency.observe(now - self._start)
+
+
+@dataclass(slots=True)
+class _SequenceTimes:
+    last_token: float | None = None
+    num_tokens: int = 0
+
+
+class LoggedTimer(Protocol):
+    """What a request took, for the access log."""
+
+    @property
+    def summary(self) -> str: ...
+
+
+GRAMMAR_PREFIX = "penstock:grammar_"
+
+
+class GrammarCollector(Collector):
+    """Reads the counters when they are asked for."""
+
+    def __init__(self, read: Callable[[], GrammarStats], model_name: str) -> None:
+        self._read = read
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        families = MetricFamilies(GRAMMAR_PREFIX, self._model_name)
+        attempts = CounterMetricFamily(
+            GRAMMAR_PREFIX + "compilations",
+            "Constraints that a backend was asked to compile, by how that ended.",
+            labels=["model_name", "backend", "outcome"],
+        )
+        for (backend, outcome), number in stats.num_attempts.items():
+            attempts.add_metric([self._model_name, backend, outcome], number)
+        yield attempts
+        seconds = HistogramMetricFamily(
+            GRAMMAR_PREFIX + "compile_seconds", "How long a backend took over a constraint.", labels=["model_name", "backend"]
+        )
+        for backend, times in stats.seconds.items():
+            seconds.add_metric([self._model_name, backend], _grammar_buckets(times), times.total)
+        yield seconds
+        yield families.counter("cache_queries", "Constraints looked up in the cache.", stats.num_cache_queries)
+        yield families.counter("cache_hits", "Constraints found in the cache, refused ones among them.", stats.num_cache_hits)
+        yield families.gauge("cache_entries", "Compiled constraints in the cache.", stats.num_cache_entries)
+        yield families.gauge("cache_bytes", "Memory that they take.", stats.num_cache_bytes)
+        yield families.gauge("num_compiling", "Constraints being compiled.", stats.num_running)
+        yield families.gauge("num_waiting", "Constraints waiting to be compiled.", stats.num_waiting)
+
+    def describe(self) -> list[Metric]:
+        return []  # as the engine's
+
+
+def _grammar_buckets(times: CompileSeconds) -> list[tuple[str, float]]:
+    """As Prometheus has them: each holds what is in those before it."""
+    return list(zip((*map(str, BOUNDS), "+Inf"), accumulate(times.counts), strict=True))
+
+
+class PoolingCollector(Collector):
+    """Reads the engine's counters when they are asked for."""
+
+    def __init__(self, read: Callable[[], PoolingStats], model_name: str) -> None:
+        self._read = read
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        families = MetricFamilies(PREFIX, self._model_name)
+        yield families.gauge("num_requests_running", "Inputs in the running batch.", stats.num_running)
+        yield families.gauge("num_requests_waiting", "Inputs waiting to be computed.", stats.num_waiting)
+        yield families.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
+
+    def describe(self) -> list[Metric]:
+        return []  # the registry must not ask the engine before it runs
+
+
+class PoolingTimer:
+    """One request's counts, from what it has pooled. `on_output` is told of each output as it comes."""
+
+    __slots__ = ("_metrics", "_on_output", "_start", "num_prompt_tokens")
+
+    def __init__(self, metrics: RequestMetrics, arrived: float, on_output: Callable[[PoolingOutput], None] | None = None) -> None:
+        self._metrics = metrics
+        self._start = arrived
+        self._on_output = on_output
+        self.num_prompt_tokens = 0
+
+    @property
+    def summary(self) -> str:
+        return f"prompt={self.num_prompt_tokens}"
+
+    async def pool(
+        self,
+        engine: PoolingEngine,
+        inputs: Sequence[EncodedText],
+        params: PoolingParams | Sequence[PoolingParams],
+        *,
+        priority: int | Sequence[int] | None,
+    ) -> list[PoolingOutput]:
+        """As `pool_all`; each output is counted as it comes."""
+        return await pool_all(engine, inputs, params, priority=priority or 0, on_output=self._observe)
+
+    def _observe(self, output: PoolingOutput) -> None:
+        num_tokens = len(output.prompt_token_ids)
+        self.num_prompt_tokens += num_tokens
+        self._metrics.prompt_tokens.observe(num_tokens)
+        self._metrics.e2e_latency.observe(time.monotonic() - self._start)
+        self._metrics.count_finished("stop")
+        if self._on_output is not None:
+            self._on_output(output)

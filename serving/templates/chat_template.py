@@ -1,0 +1,337 @@
+"""From a conversation to the prompt's text, and to the part of it that tells a parser where the answer starts."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+
+from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.serving.context import SharedContext
+from penstock.serving.requests import ChatMessage
+from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
+from penstock.serving.templates.messages import Message, prepare_message, template_messages
+from penstock.serving.templates.tool_prompt import ToolPrompt, with_instructions, with_results
+from penstock.serving.workers import MANY, Lane, Workers, run
+
+SHIPPED = Path(__file__).parent
+TIME_LIMIT_SECONDS = 5.0
+LONG_CONVERSATION = 2**18  # characters; a template writes fewer in some milliseconds
+MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
+PROBE = "penstock_probe"  # in JSON as it is, whatever a template escapes there
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """`tail` is the end of `text`: what the template wrote to open the assistant's turn, with the text being continued if there is any.
+
+    `continued` is that text as the client wrote it.
+    """
+
+    text: str
+    tail: str
+    continued: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """Renders conversations with the served model's template, or with one that came in a request.
+
+    `source` is None where the model has none: then every chat request is refused. `tool_source` is used instead where tools are given.
+    `special_tokens` are the template's variables `bos_token`, `eos_token`, ... `tool_prompt` tells of tools, calls and results where the
+    template does not. Templates run on `workers`, each for at most `time_limit` seconds, not counting the wait for a thread.
+    """
+
+    source: str | None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    tool_source: str | None = None
+    tool_prompt: ToolPrompt = field(default_factory=ToolPrompt)
+    workers: Workers = field(default_factory=Workers)
+    time_limit: float = TIME_LIMIT_SECONDS
+
+    def __post_init__(self) -> None:
+        for source in (self.source, self.tool_source):
+            if source is not None:
+                try:
+                    compile_template(source)
+                except jinja2.TemplateError as error:
+                    raise ConfigurationError(f"the chat template is not valid Jinja: {describe(error)}") from error
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        template: str | None = None,
+    ) -> RenderedPrompt:
+        """Raises `InvalidRequest` with the template's own message where it refuses the conversation, fails, or takes too long."""
+        source = template or self.source_for(tools)
+        if source is None:
+            raise InvalidRequest(
+                "the model has no chat template: use /v1/completions, or start the server with --chat-template", "messages"
+            )
+        call = Interruptible()
+
+        def render() -> RenderedPrompt:
+            prepared = [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+            conversation, shown = self._with_tools(source, prepared, list(tools or ()))
+            variables = {"tools": shown or None, "documents": None, **self.special_tokens, **(template_kwargs or {})}
+            return _Rendering(source, conversation, variables).run(add_generation_prompt, continue_final_message)
+
+        is_short = len(messages) <= MANY and sum(map(_num_characters, messages)) <= LONG_CONVERSATION and template is None
+        try:
+            return await self.workers.run(Lane.SHORT if is_short else Lane.LONG, self._timed(call, render))
+        except TemplateTimeout:
+            raise InvalidRequest(f"the chat template did not finish within {self.time_limit:g} seconds", "messages") from None
+        except RecursionError:
+            raise InvalidRequest("the chat template recurses too deeply", "messages") from None
+
+    def _timed(self, call: Interruptible, render: Callable[[], RenderedPrompt]) -> Callable[[], RenderedPrompt]:
+        """For a worker: renders, and has the event loop interrupt it when its time is over."""
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+
+        def run() -> RenderedPrompt:
+            loop.call_soon_threadsafe(lambda: timers.append(loop.call_later(self.time_limit, call.interrupt)))
+            try:
+                return call.run(render)
+            finally:
+                loop.call_soon_threadsafe(lambda: timers[0].cancel())
+
+        return run
+
+    def _with_tools(
+        self, source: str, messages: list[dict[str, Any]], tools: list[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+        """The conversation and the tools for the template: what it would leave out is in the conversation."""
+        prompt = self.tool_prompt
+        if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+            return messages, tools
+        shown, replaces = shown_by(source, tuple(sorted(self.special_tokens.items()))), prompt.replaces(source)
+        if replaces or not shown.calls:
+            messages = prompt.with_calls(messages)
+        if replaces or not shown.results:
+            messages = with_results(messages)
+        if tools and prompt.form and (replaces or not shown.tools):
+            messages, tools = with_instructions(messages, prompt.instructions(tools), has_system=shown.system), []
+        return messages, tools
+
+    def source_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        """The template that a conversation with these tools is rendered with."""
+        return self.tool_source if tools and self.tool_source else self.source
+
+
+def load_chat_template(name: str) -> str:
+    """The text of a template file, or of a shipped template by its name.
+
+    Raises `ConfigurationError` listing the shipped names where there is neither.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        if name not in shipped_names():
+            raise ConfigurationError(f"no chat template {name!r}: it is neither a file nor one of {', '.join(shipped_names())}")
+        path = SHIPPED / f"{name}.jinja"
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the chat template {name!r}: {error}") from error
+
+
+def with_open_reasoning(source: str, start: str, end: str) -> str:
+    """The template, with answers that start inside the reasoning. `enable_thinking=false` closes it at once."""
+    opened, closed = (json.dumps(text, ensure_ascii=False) for text in (f"{start}\n", f"\n{end}\n\n"))
+    return (
+        source.removesuffix("\n")
+        + f"{{{{ {opened} if add_generation_prompt else '' }}}}"
+        + f"{{{{ {closed} if add_generation_prompt and enable_thinking is defined and enable_thinking is false else '' }}}}"
+    )
+
+
+def shipped_names() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.jinja"))
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> jinja2.Template:
+    return TemplateEnvironment().from_string(source)
+
+
+@lru_cache(maxsize=16)
+def wants_parts(source: str) -> bool:
+    """Whether a template shows content only where it is a list of parts, as those of some multimodal models do."""
+
+    def shows(content: object) -> bool:
+        try:
+            text = render_bounded(compile_template(source), {"messages": [{"role": "user", "content": content}]})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+            return False
+        return MARK in text
+
+    return not shows(MARK) and shows([{"type": "text", "text": MARK}])
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What of a conversation with tools a template writes into the prompt: a system message, the tools, and earlier calls and results.
+
+    A template without tools that writes whatever role there is does not know that of results: its model never saw it.
+    """
+
+    system: bool
+    tools: bool
+    calls: bool
+    results: bool
+
+
+@lru_cache(maxsize=16)
+def shown_by(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Shown:
+    """Found out by rendering; a template that fails at the simplest of conversations, for other reasons, is taken to show all."""
+    user = {"role": "user", "content": "Hello"}
+    function = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+    arguments = {"name": "f", "arguments": json.dumps({"x": PROBE})}
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "probe0000", "type": "function", "function": arguments}]}
+    result = {"role": "tool", "tool_call_id": "probe0000", "name": "f", "content": "42"}
+    variables = {"tools": None, "documents": None, **dict(special_tokens)}
+
+    def text(*messages: Message, **others: Any) -> str:
+        prepared = [prepare_message(message) for message in messages]
+        try:
+            return _Rendering(source, prepared, variables | others).text(prepared)
+        except Exception:  # a template is a program: it refuses this conversation, in whatever way
+            return ""
+
+    if not text(user):
+        return Shown(system=True, tools=True, calls=True, results=True)
+    with_result, with_other = (text(user, calls, {**result, "role": role}) for role in ("tool", PROBE))
+    has_tools = PROBE in text(user, tools=[{"type": "function", "function": function}])
+    return Shown(
+        system=PROBE in text({"role": "system", "content": PROBE}, user),
+        tools=has_tools,
+        calls=PROBE in with_result,
+        results="42" in with_result and (has_tools or with_result.replace("tool", PROBE) != with_other),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """One conversation and one template, rendered as often as it takes to find out where the answer starts."""
+
+    source: str
+    messages: list[dict[str, Any]]
+    variables: Mapping[str, Any]
+
+    def run(self, add_generation_prompt: bool, continue_final_message: bool) -> RenderedPrompt:
+        try:
+            if continue_final_message:
+                return self.continued()
+            return self.opened() if add_generation_prompt else RenderedPrompt(self.text(self.messages), "")
+        except (InvalidRequest, RecursionError):
+            raise
+        except Exception as error:  # a template is a program: whatever it raises is about this conversation, and the client is told
+            raise InvalidRequest(f"the chat template refused the messages: {describe(error)}", "messages") from error
+
+    def opened(self) -> RenderedPrompt:
+        """The prompt with its generation prompt; the tail is what that has added.
+
+        Some templates open the assistant's turn without being asked to: there the tail is what follows the last message's content.
+        """
+        closed = self.text(self.messages)
+        opened = self.text(self.messages, add_generation_prompt=True)
+        if opened != closed:
+            return RenderedPrompt(opened, opened[common_prefix(opened, closed) :])
+        _, mark, tail = self.text(self.marked(), add_generation_prompt=True).rpartition(MARK)
+        return RenderedPrompt(opened, tail if mark and opened.endswith(tail) else "")
+
+    def continued(self) -> RenderedPrompt:
+        """The prompt up to the end of the final message's content, which a mark finds wherever the template puts it."""
+        text, mark, _ = self.text(self.marked()).rpartition(MARK)
+        if not mark:
+            raise InvalidRequest("the chat template leaves out the final message, so it cannot be continued", "continue_final_message")
+        content = self.messages[-1]["content"]
+        try:
+            start = common_prefix(text, self.text(self.messages[:-1]))
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+            # Some templates refuse what comes before on its own, such as nothing at all.
+            return RenderedPrompt(text, content, content)
+        return RenderedPrompt(text, text[start:], content)
+
+    def marked(self) -> list[dict[str, Any]]:
+        """The messages with a mark after the last one's content."""
+        *before, final = self.messages
+        return [*before, {**final, "content": final["content"] + MARK}]
+
+    def text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        if wants_parts(self.source):
+            messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+        variables = {**self.variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        return render_bounded(compile_template(self.source), variables)
+
+
+def _num_characters(message: Message) -> int:
+    """Of its content; a part of one counts as text where it has some."""
+    content = message.get("content") or ""
+    return len(content) if isinstance(content, str) else sum(len(part.get("text") or "") for part in content if isinstance(part, Mapping))
+
+
+def common_prefix(left: str, right: str) -> int:
+    """How many characters the two start with in common."""
+    if left.startswith(right):
+        return len(right)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+def describe(error: Exception) -> str:
+    """A template's error as one line; where Jinja knows the line, with it."""
+    line = getattr(error, "lineno", None)
+    message = str(error) or type(error).__name__
+    return f"{message} (line {line})" if line else message
+
+
+class TemplateFields(Protocol):
+    """What a body says of the template and of where the prompt ends."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+
+    @property
+    def continue_final_message(self) -> bool | None: ...
+
+
+def check_template_fields(context: SharedContext, body: TemplateFields) -> None:
+    """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
+    if body.chat_template is not None and not context.options.trust_request_chat_template:
+        raise InvalidRequest(
+            "a chat template in the request is refused: start the server with --trust-request-chat-template", "chat_template"
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
+
+
+async def render_conversation(
+    context: SharedContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
+) -> RenderedPrompt:
+    """The prompt, by the body's own template where it brings one. Raises `InvalidRequest` for what the template cannot take."""
+    template = context.chat_template
+    source = body.chat_template or template.source_for(tools) or ""
+    knows_developer = "developer" in source
+    plain = await run(context, lambda: template_messages(messages, knows_developer=knows_developer), is_long=len(messages) > MANY)
+    continues = bool(body.continue_final_message)
+    return await template.render(
+        plain,
+        tools or None,
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        template_kwargs=kwargs,
+        template=body.chat_template,
+    )

@@ -1,0 +1,163 @@
+"""Where chat templates run: Jinja's immutable sandbox with what templates on model hubs expect, and bounds on what one may cost."""
+
+import ctypes
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any, TypeVar
+
+import jinja2
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.filters import make_attrgetter
+from jinja2.nodes import Concat, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.serving.templates import bounds as template_bounds
+from penstock.serving.templates.bounds import check_size
+
+Result = TypeVar("Result")
+
+
+class TemplateTimeout(BaseException):
+    """A template ran for longer than it may. A BaseException, so that no handler inside the template engine stops it."""
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads the class attribute
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class BoundedCodeGenerator(CodeGenerator):
+    """Lets the environment do what `~` does."""
+
+    def visit_Concat(self, node: Concat, frame: Frame) -> None:
+        self.write("environment.concat((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles templates with transformers' settings, filters and globals.
+
+    A thread can be interrupted between bytecodes but not inside one huge multiplication, so what could start one is bounded:
+    operators, methods of texts, and filters.
+    """
+
+    intercepted_binops = frozenset(["*", "**", "+", "%", "//"])
+    code_generator_class = BoundedCodeGenerator
+    concat = staticmethod(template_bounds.concatenate)
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
+        self.filters |= {"tojson": to_json, "join": self.join, "replace": template_bounds.replace, "format": template_bounds.percent_format}
+        for name in template_bounds.WIDTH_FILTERS:
+            self.filters[name] = template_bounds.check_filter_widths(self.filters[name])
+        self.globals["raise_exception"] = raise_exception
+        self.globals["strftime_now"] = strftime_now
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        template_bounds.check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        template_bounds.check_method(function, (*args, *kwargs.values()))
+        return super().call(context, function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            template_bounds.check_format(value.__self__)
+        return wrapped
+
+    def join(self, values: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
+        """Jinja's filter, bounded."""
+        return template_bounds.join(separator, values if attribute is None else map(make_attrgetter(self, attribute), values))
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML; models were trained on plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """Renders, and raises `TemplateTooLarge` where the output grows too long."""
+    pieces: list[str] = []
+    num_chars = 0
+    for piece in template.generate(**variables):
+        num_chars += len(piece)
+        check_size(num_chars)
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+class Interruptible:
+    """One function call in some thread, which `interrupt` ends from another with `TemplateTimeout`.
+
+    The lock makes sure that the exception reaches the call and never what the thread does next: once the call is over it is not sent,
+    and if it was sent but has not arrived it is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread_id: int | None = None
+        self._is_interrupted = False
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Raises `TemplateTimeout` where `interrupt` came before the end, also where it came before the start."""
+        with self._lock:
+            if self._is_interrupted:
+                raise TemplateTimeout
+            self._thread_id = threading.get_ident()
+        try:
+            return function()
+        finally:
+            self._end()
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._is_interrupted = True
+            if self._thread_id is not None:
+                _raise_in_thread(self._thread_id, TemplateTimeout)
+
+    def _end(self) -> None:
+        """Another exception takes the place of one that may not have arrived, and is waited for.
+
+        Taking it back would cost less here and everywhere else more: Python 3.11 and 3.12 then look for an exception at every step, in
+        every thread, from there on (and 3.11 hangs where such code is traced).
+        """
+        while True:
+            try:
+                with self._lock:
+                    thread_id, self._thread_id = self._thread_id, None
+                    if not self._is_interrupted or thread_id is None:
+                        return
+                    _raise_in_thread(thread_id, TemplateTimeout)
+                    while True:
+                        pass
+            except TemplateTimeout:
+                continue
+
+
+def _raise_in_thread(thread_id: int, exception: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(exception))

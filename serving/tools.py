@@ -1,0 +1,285 @@
+"""`tools` and `tool_choice`: what the model is told of, what it may or must call, and the grammar that holds it to that."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.structure import Either, FreeText, Marker, Repeat, Sequence, Structure, TextUntil, Value
+from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
+from penstock.engine.tool_format import CallableTool, ToolFormat
+from penstock.serving.constraints.sources import AS_WRITTEN, JsonReading, schema_spec
+from penstock.serving.requests import ChatCompletionRequest, mistaken_path
+
+T = TypeVar("T")
+
+MAX_TOOLS = 256
+MAX_NAME_LENGTH = 256
+
+
+class FunctionDefinition(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct):
+    function: FunctionDefinition
+    type: str = "function"
+
+
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolChoice(msgspec.Struct):
+    allowed_tools: AllowedTools
+    type: Literal["allowed_tools"] = "allowed_tools"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function as the client described it. `path` is that of its definition; without `parameters` it takes none."""
+
+    name: str
+    parameters: dict[str, Any] | None
+    is_strict: bool
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """`shown` are the tools that the prompt tells of, as the client wrote them; `callable` those of them that may be called.
+
+    Where `is_forced` the answer is a call; where `is_single` there is one at most. `is_restricted` says that `allowed_tools` chose some.
+    `choice` is the word for parsers: as `Turn.tool_choice`. `max_calls` is the request's own bound.
+    """
+
+    shown: list[dict[str, Any]]
+    callable: tuple[Tool, ...]
+    choice: str
+    is_forced: bool = False
+    is_single: bool = False
+    is_restricted: bool = False
+    max_calls: int | None = None
+
+    def limits(self, default: int, opening: str | None) -> CallLimits:
+        """What ends the answer. `opening` is how a grammar opens calls, None without a grammar.
+
+        A model that is forced to call, and would not stop by itself, repeats a call: there the first repetition ends the answer, elsewhere
+        `default` equal calls in a row. Without a bound of the request's own, a forced answer has `default` calls at most.
+        """
+        if not self.shown:
+            return NO_LIMITS
+        max_calls = 1 if self.is_single else self.max_calls or (default if self.is_forced else None)
+        return CallLimits(max_calls=max_calls, max_alike=1 if self.is_forced else default, opening="" if self.is_forced else opening)
+
+
+NO_TOOLS = ToolUse(shown=[], callable=(), choice="none")
+
+
+def tool_use(body: ChatCompletionRequest, *, has_parser: bool) -> ToolUse:
+    """What the request asks for: `NO_TOOLS` where it has none, or where `tool_choice` is `none`.
+
+    Raises `InvalidRequest` for what is malformed, and for tools on a server that could not read their calls.
+    """
+    if body.tools is None:
+        if body.tool_choice not in (None, "none"):
+            raise InvalidRequest("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        return NO_TOOLS
+    if not body.tools:
+        raise InvalidRequest("`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.", "tools")
+    if len(body.tools) > MAX_TOOLS:
+        raise InvalidRequest(f"`tools` may hold {MAX_TOOLS} tools at most, got {len(body.tools)}", "tools")
+    tools: dict[str, Tool] = {}
+    for index, definition in enumerate(body.tools):
+        tool = read_tool(definition, f"tools[{index}]")
+        if tool.name in tools:
+            raise InvalidRequest(f"`tools` holds two functions of one name, {tool.name!r}", f"{tool.path}.function.name")
+        tools[tool.name] = tool
+    use = read_choice(body, tools)
+    if use.shown and not has_parser:
+        raise InvalidRequest("this server was started without a tool parser: leave out --tool-parser none and --plugin none", "tools")
+    return use
+
+
+def read_tool(definition: dict[str, Any], path: str) -> Tool:
+    """Keys that are not OpenAI's are left alone: some templates read them."""
+    try:
+        tool = msgspec.convert(definition, ToolDefinition)
+    except msgspec.ValidationError as error:
+        mistake = mistaken_path(error)
+        raise InvalidRequest(str(error).replace("`$", f"`$.{path}"), f"{path}.{mistake}" if mistake else path) from None
+    if tool.type != "function":
+        raise InvalidRequest(f"`{path}.type` must be `function`, got {tool.type[:100]!r}", f"{path}.type")
+    function = tool.function
+    check_name(function.name, f"{path}.function.name")
+    if function.parameters is not None:
+        check_parameters(function.parameters, f"{path}.function.parameters")
+    return Tool(function.name, function.parameters, bool(function.strict), path)
+
+
+def check_name(name: str, path: str) -> None:
+    """OpenAI's rule is `[a-zA-Z0-9_-]{1,64}`; tools from elsewhere, MCP servers above all, have dots and slashes in theirs."""
+    if not name or len(name) > MAX_NAME_LENGTH:
+        raise InvalidRequest(f"`{path}` must have 1 to {MAX_NAME_LENGTH} characters, got {len(name)}", path)
+    if not name.isprintable():
+        raise InvalidRequest(f"`{path}` must be made of printable characters, got {name!r}", path)
+
+
+def check_parameters(schema: dict[str, Any], path: str) -> None:
+    """Arguments are an object. A schema that does not say its type is one of objects, as far as a call goes."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidRequest(f"`{path}` must be the schema of an object, got type {str(kind)[:100]!r}", f"{path}.type")
+
+
+def read_choice(body: ChatCompletionRequest, tools: dict[str, Tool]) -> ToolUse:
+    """`none`, `auto`, `required`, one function, or `allowed_tools`, which choose among the tools without changing the prompt."""
+    choice = body.tool_choice
+    if choice == "none":
+        return NO_TOOLS
+    shown, every, max_calls = body.tools or [], tuple(tools.values()), body.max_tool_calls
+    is_single = body.parallel_tool_calls is False or max_calls == 1
+    if choice is None or choice == "auto":
+        return ToolUse(shown=shown, callable=every, choice="auto", is_single=is_single, max_calls=max_calls)
+    if choice == "required":
+        return ToolUse(shown=shown, callable=every, choice="required", is_forced=True, is_single=is_single, max_calls=max_calls)
+    if isinstance(choice, str):
+        raise InvalidRequest(f"Invalid value for `tool_choice`: {choice[:100]!r}", "tool_choice")
+    if choice.get("type") == "allowed_tools":
+        allowed = convert_choice(choice, AllowedToolChoice).allowed_tools
+        if not allowed.tools:
+            raise InvalidRequest("`tool_choice.allowed_tools.tools` must name at least one tool", "tool_choice.allowed_tools.tools")
+        paths = {named.function.name: f"tool_choice.allowed_tools.tools[{index}]" for index, named in enumerate(allowed.tools)}
+        called = tuple(chosen_tool(name, tools, path) for name, path in paths.items())
+        return ToolUse(
+            shown=shown,
+            callable=called,
+            choice=allowed.mode,
+            is_forced=allowed.mode == "required",
+            is_single=is_single,
+            is_restricted=True,
+            max_calls=max_calls,
+        )
+    tool = chosen_tool(convert_choice(choice, NamedTool).function.name, tools, "tool_choice")
+    # A function may have the name of a mode: parsers are told of the mode that is nearest.
+    word = "required" if tool.name in ("auto", "none") else tool.name
+    return ToolUse(shown=shown, callable=(tool,), choice=word, is_forced=True, is_single=True)
+
+
+def convert_choice(choice: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(choice, kind)
+    except msgspec.ValidationError as error:
+        message = str(error).replace("`$", "`$.tool_choice")
+        raise InvalidRequest(f"Invalid value for `tool_choice`: {message}", "tool_choice") from None
+
+
+def chosen_tool(name: str, tools: dict[str, Tool], path: str) -> Tool:
+    if name not in tools:
+        raise InvalidRequest("The tool specified in `tool_choice` does not match any of the specified `tools`", path)
+    return tools[name]
+
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def answer_grammar(
+    use: ToolUse,
+    constraint: GrammarSpec | None,
+    tool_format: ToolFormat | None,
+    parser_name: str | None,
+    reading: JsonReading = AS_WRITTEN,
+) -> GrammarSpec | None:
+    """What the answer is held to once its reasoning is over; None where it is free. `reading` is of the schemas of arguments.
+
+    - Without tools: the constraint alone.
+    - Where a call is forced: calls, and nothing else.
+    - Beside a constraint: either what it allows, or calls.
+    - Where a tool is strict, where one call is the most, or where only some tools may be called: text and calls, which are held to their
+      tools from the moment the model opens one.
+
+    Raises `InvalidRequest` where the tool parser `parser_name` does not say how calls are written, and for a constraint on content beside
+    a forced call.
+    """
+    if not use.shown:
+        return constraint
+    promise = what_is_promised(use, constraint)
+    if promise is None:
+        return None
+    if tool_format is None:
+        what, param = promise
+        parser = "the tool parser" if parser_name is None else f"the tool parser `{parser_name}`"
+        raise InvalidRequest(f"{what} cannot be guaranteed here: {parser} has no `tool_format`, which says how calls are written", param)
+    opening = tool_format.opening
+    calls = tool_format.calls([callable_tool(tool, reading) for tool in use.callable], is_single=use.is_single)
+    only_calls = Sequence((Marker(opening), calls))
+    if use.is_forced:
+        if constraint is not None and not is_about_content(constraint):
+            message = f"`{constraint.param}` constrains the content, of which a forced tool call leaves none: use `tool_choice` `auto`"
+            raise InvalidRequest(message, constraint.param)
+        return grammar_of(only_calls)
+    if constraint is not None:
+        return grammar_of(Either((Value(constraint), only_calls)))
+    return grammar_of(text_and_calls(opening, calls, is_single=use.is_single))
+
+
+def what_is_promised(use: ToolUse, constraint: GrammarSpec | None) -> tuple[str, str] | None:
+    """Why the answer cannot be left to the model, and the field that says so; None where it can."""
+    if use.is_forced:
+        return "a tool call", "tool_choice"
+    if use.is_restricted:
+        return "`allowed_tools`", "tool_choice"
+    for tool in use.callable:
+        if tool.is_strict:
+            return "a tool with `strict`", f"{tool.path}.function.strict"
+    if use.is_single:
+        return ("`max_tool_calls: 1`", "max_tool_calls") if use.max_calls == 1 else ("`parallel_tool_calls: false`", "parallel_tool_calls")
+    if constraint is not None:
+        return f"`{constraint.param}` beside tools", constraint.param
+    return None
+
+
+def is_about_content(constraint: GrammarSpec) -> bool:
+    """`response_format` is the shape of whatever content there is, so an answer without any keeps it; a structure is the whole answer's."""
+    return constraint.param.startswith("response_format") and constraint.kind is not GrammarKind.STRUCTURE
+
+
+def text_and_calls(opening: str, calls: Structure, *, is_single: bool) -> Structure:
+    text = FreeText(without=(opening,))
+    if is_single:
+        return Either((text, Sequence((TextUntil(opening), calls))))
+    return Sequence((Repeat(Sequence((TextUntil(opening), calls))), text))
+
+
+def grammar_of(structure: Structure) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.STRUCTURE, "", "tools", structure=structure)
+
+
+def callable_tool(tool: Tool, reading: JsonReading = AS_WRITTEN) -> CallableTool:
+    """Equal definitions give equal texts, which is what compiled grammars are kept by; the properties keep the client's order."""
+    param = f"{tool.path}.function.parameters"
+    return CallableTool(tool.name, schema_spec(arguments_schema(tool.parameters), param, reading, is_lenient=not tool.is_strict))
+
+
+def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A function without `parameters` takes none, as in OpenAI's reference. Whatever else a schema allows, arguments are an object."""
+    if parameters is None:
+        return NO_PARAMETERS
+    if "type" in parameters:
+        return {key: "object" if key == "type" else value for key, value in parameters.items()}
+    return {"type": "object"} | parameters
