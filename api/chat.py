@@ -7,7 +7,7 @@ from aiohttp import web
 
 from penstock.api.answers.answering import answer
 from penstock.api.answers.chat_fold import ChatFold
-from penstock.api.answers.folds import ReasoningView
+from penstock.api.answers.messages import ReasoningView
 from penstock.api.beams import beam_search, searched, searched_defaults
 from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.chat_protocol import ChatCompletionRequest

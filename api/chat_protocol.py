@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from penstock.api.answers.messages import Message, ToolCall
 from penstock.api.common_protocol import Conformance, GenerationFields, Int32, Int64, PromptLogprobs, Usage
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -112,17 +113,6 @@ class ChatCompletionChunk(Struct):
     system_fingerprint: str | None = None
 
 
-class FunctionCall(Struct):
-    name: str
-    arguments: str
-
-
-class ToolCall(Struct):
-    id: str
-    type: str
-    function: FunctionCall
-
-
 class AssistantMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
@@ -130,6 +120,16 @@ class AssistantMessage(Struct, kw_only=True):
     reasoning: str | UnsetType | None = UNSET
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, message: Message, *, has_reasoning_parser: bool, is_call_forced: bool = False) -> "AssistantMessage":
+        """`reasoning_content` is there, if only as null, wherever the server tells reasoning apart. A forced call leaves no content."""
+        reasoning, calls = message.reasoning or None, message.tool_calls
+        return cls(
+            content=message.content or (None if reasoning or calls or is_call_forced else ""),
+            reasoning_content=reasoning if has_reasoning_parser else UNSET,
+            tool_calls=calls or UNSET,
+        )
 
 
 class ChatChoice(Struct):

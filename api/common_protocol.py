@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from penstock.api.answers.messages import TokenCounts
 from penstock.engine.grammar import AdditionalProperties
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -175,6 +176,17 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+
+
+def usage_of(counts: TokenCounts) -> Usage:
+    num_prompt_tokens, num_completion_tokens = counts.num_prompt_tokens, counts.num_completion_tokens
+    return Usage(
+        num_prompt_tokens,
+        num_completion_tokens,
+        num_prompt_tokens + num_completion_tokens,
+        PromptTokensDetails(counts.num_cached_tokens),
+        CompletionTokensDetails(counts.num_reasoning_tokens),
+    )
 
 
 class PromptLogprob(Struct):

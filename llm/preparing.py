@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.api.answers.folds import ReasoningView
+from penstock.api.answers.messages import ReasoningView
 from penstock.api.chat import check, conversation_request, reasoning_view, render, thinking_budget
 from penstock.api.chat_protocol import ChatCompletionRequest, ChatMessage
 from penstock.api.constraints.constraint_size import is_large

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.api.chat_protocol import ToolCall
+from penstock.api.answers.messages import ToolCall
 
 
 class Logprob(NamedTuple):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
-from penstock.api.answers.folds import UsageFold, check_delta
 from penstock.api.answers.logprobs import CompletionLogprobsWriter, TokenWriter
-from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOptions, Usage
+from penstock.api.answers.messages import TokenCounts, check_delta
+from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOptions, Usage, usage_of
 from penstock.api.completion_protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from penstock.engine.events import Text
 from penstock.engine.outputs import PromptInfo, SequenceDelta, TokenLogprobs
@@ -121,7 +121,7 @@ class CompletionFold:
         self._n = n
         self._texts = [TextFold(index, prompts[index // n], view, found) for index in range(len(prompts) * n)]
         self._choices: dict[int, CompletionChoice] = {}
-        self._usage = UsageFold(n)
+        self._counts = TokenCounts(n)
 
     def opening(self) -> list[Completion]:
         return []
@@ -131,7 +131,7 @@ class CompletionFold:
         return [] if choice is None else [self._chunk([choice])]
 
     def closing(self) -> list[Completion]:
-        return [self._chunk([], self._usage.usage())] if self._options.include_usage else []
+        return [self._chunk([], usage_of(self._counts))] if self._options.include_usage else []
 
     def add(self, delta: SequenceDelta) -> None:
         choice = self._feed(delta)
@@ -144,15 +144,15 @@ class CompletionFold:
 
     def body(self) -> Completion:
         choices = [choice for _, choice in sorted(self._choices.items())]
-        return self._completion(choices, self._usage.usage())
+        return self._completion(choices, usage_of(self._counts))
 
     def _feed(self, delta: SequenceDelta) -> CompletionChoice | None:
-        self._usage.feed(delta)
-        return self._texts[delta.index].feed(delta, self._usage.prompts.get(delta.index // self._n))
+        self._counts.add(delta)
+        return self._texts[delta.index].feed(delta, self._counts.prompts.get(delta.index // self._n))
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> Completion:
         if usage is UNSET and self._options.include_usage:
-            usage = self._usage.usage() if self._options.continuous_usage_stats else None
+            usage = usage_of(self._counts) if self._options.continuous_usage_stats else None
         return self._completion(choices, usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView
+from penstock.api.answers.messages import Message, MessageReader
+from penstock.api.chat_protocol import AssistantMessage
 from penstock.commands.parse_lines import Flags, LineParser, as_json
 from penstock.commands.written_answer import WrittenAnswer
 from penstock.engine.events import SpecialText
@@ -206,13 +207,13 @@ def test_the_message_is_the_one_that_the_server_answers(text: str, sizes: list[i
     special = frozenset(token.text for token in tokenizer.added_tokens.values())
     written = WrittenAnswer(text=text, tools=TOOLS, special_tokens=special, chunk_sizes=sizes)
     answer = Answer(Detokenizer(tokenizer), deepseek_r1(written.turn), Hermes(written.turn), [], False, True)
-    choice, message = ChoiceFold(0, ReasoningView()), MessageFold(0)
+    reader, message = MessageReader(), Message()
     for token_id in tokenizer.encode(text, add_special_tokens=False):
-        message.feed(choice.feed(SequenceDelta(0, events=answer.feed(token_id))))
-    message.feed(choice.feed(SequenceDelta(0, events=answer.finish(), finish_reason=FinishReason.STOP)))
+        message.add(reader.feed(SequenceDelta(0, events=answer.feed(token_id))))
+    message.add(reader.feed(SequenceDelta(0, events=answer.finish(), finish_reason=FinishReason.STOP)))
     expected, actual = (
         json.loads(re.sub(r"call_\w+", "", as_json(each)))
-        for each in (message.choice(has_reasoning_parser=True).message, written.message(deepseek_r1, Hermes))
+        for each in (AssistantMessage.of(message, has_reasoning_parser=True), written.message(deepseek_r1, Hermes))
     )
     assert actual == expected
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.api.answers.folds import check_delta
+from penstock.api.answers.messages import check_delta
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
 from penstock.engine.outputs import ClientFault, FinishReason
 from tests.fakes import generate, make_core, make_request
