@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aiohttp import web
 
 from penstock.api.chat_protocol import ReasoningField
-from penstock.api.constraints.conformance_checker import ConformanceChecker
+from penstock.api.constraints.conformance import ConformanceChecker
 from penstock.api.workers import Workers
 from penstock.engine.grammar import AdditionalProperties
 
@@ -105,6 +105,7 @@ class ServerContext(SharedContext):
 
     def close(self) -> None:
         self.compile_grammar.close()
+        self.conformance.close()
         SharedContext.close(self)
 
 
