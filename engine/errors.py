@@ -50,7 +50,7 @@ class ConstraintTooLarge(UnsupportedGrammar):
 
 
 class JobLimitExceeded(InvalidRequest):
-    """What a request asked for took more than a sandbox allows. The message says which limit, with "it" for the job."""
+    """Work that a request asked for took more than its sandbox allows. The message says which limit."""
 
 
 class NoSuchModel(InvalidRequest):

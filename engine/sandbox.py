@@ -1,6 +1,6 @@
 """Runs functions in child processes that can be killed: for work whose time or memory only the operating system can bound.
 
-    sandbox = Sandbox("prime search", Limits(cpu_seconds=2))
+    sandbox = Sandbox("looking for primes", Limits(cpu_seconds=2))
     prime = await sandbox.run(largest_prime_below, 10**6)
 
 The function is found by its name, so it belongs at the top level of a module that can be imported. Its arguments are pickled; its result
@@ -67,15 +67,16 @@ class Limits:
 class Sandbox:
     """Up to `num_processes` child processes, each with one job at a time, started on first use or by `prestart`.
 
-    A process that exceeds a limit is killed and replaced by the next job. One that was killed from outside, as by the system when memory
-    runs out, says nothing about the job: that is run once more, in a new process. A job waits at most `max_wait` seconds for a process,
-    not counting those in which one is started. `initializer(*initargs)` is called in each process before its limits are set, and
-    belongs to the start. All processes end with this object, with `close`, and with the server, however that ends.
+    `purpose` is what a job does, for messages. A process that exceeds a limit is killed and replaced by the next job. One that was killed
+    from outside, as by the system when memory runs out, says nothing about the job: that is run once more, in a new process. A job waits
+    at most `max_wait` seconds for a process, not counting those in which one is started. `initializer(*initargs)` is called in each
+    process before its limits are set, and belongs to the start. All processes end with this object, with `close`, and with the server,
+    however that ends.
     """
 
     def __init__(
         self,
-        name: str,
+        purpose: str,
         limits: Limits = Limits(),
         *,
         num_processes: int = 1,
@@ -83,7 +84,7 @@ class Sandbox:
         initializer: Callable[..., None] | None = None,
         initargs: tuple[Any, ...] = (),
     ) -> None:
-        self.name = name
+        self.purpose = purpose
         self.limits = limits
         self._max_wait = max_wait
         self._initialize = (initializer, initargs)
@@ -91,7 +92,7 @@ class Sandbox:
         self._idle = list(self._children)
         self._changed = threading.Condition()  # guards `_idle`, `_is_closed` and each child's `is_starting`
         self._is_closed = False
-        self._threads = ThreadPoolExecutor(num_processes, f"penstock-{name.replace(' ', '-')}")
+        self._threads = ThreadPoolExecutor(num_processes, "penstock-sandbox")
         weakref.finalize(self, _kill_all, self._children)
 
     @property
@@ -102,7 +103,7 @@ class Sandbox:
     def prestart(self) -> None:
         """Starts the processes in the background, so that the first job does not wait for it. Returns at once."""
         for _ in self._children:
-            threading.Thread(target=self._prestart, name=f"penstock-{self.name}-start", daemon=True).start()
+            threading.Thread(target=self._prestart, name="penstock-sandbox-start", daemon=True).start()
 
     async def run(self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Calls the function in a process. Cancelling kills that process where the job has begun.
@@ -147,7 +148,7 @@ class Sandbox:
                 return self._result(call.func, kind, payload)
             finally:
                 self._release(child)
-        raise EngineUnavailable(f"the process for {self.name} was ended from outside")
+        raise EngineUnavailable(f"the process for {self.purpose} was ended from outside")
 
     def _acquire(self, job: "_Job") -> "_Child":
         with self._changed:
@@ -161,7 +162,7 @@ class Sandbox:
             if self._is_closed:
                 raise EngineUnavailable("the server is shutting down")
             if not self._idle or time.monotonic() > job.deadline:
-                raise QueueFull(f"too many requests wait for the process for {self.name}")
+                raise QueueFull(f"too many requests wait for {self.purpose}")
             return self._idle.pop()
 
     def _release(self, child: "_Child") -> None:
@@ -190,7 +191,7 @@ class Sandbox:
                 child.start(self.limits, self._initialize)
         except (EOFError, OSError, ValueError):  # ValueError: its pipes have been closed, as this process ends
             child.kill()
-            raise EngineUnavailable(f"the process for {self.name} does not start") from None
+            raise EngineUnavailable(f"the process for {self.purpose} does not start") from None
         finally:
             with self._changed:
                 child.is_starting = False
@@ -200,9 +201,12 @@ class Sandbox:
         job.begin(child)
         try:
             return child.exchange(request, time.monotonic() + self.limits.wall_seconds, self.limits.result_bytes)
+        except OverflowError:
+            child.kill()
+            raise JobLimitExceeded(f"{self.purpose} gave more than {self.limits.result_bytes / 2**20:.0f} MiB") from None
         except TimeoutError:
             child.kill()
-            raise EngineUnavailable(f"the machine is too busy for {self.name}") from None
+            raise EngineUnavailable(f"the machine is too busy for {self.purpose}") from None
         finally:
             job.end()
 
@@ -212,9 +216,9 @@ class Sandbox:
         if job.is_cancelled or self._is_closed:
             raise EngineUnavailable("the request was cancelled, or the server is shutting down")
         if returncode == -signal.SIGPROF:
-            raise JobLimitExceeded(f"it took more than {self.limits.cpu_seconds:g} s of CPU time")
+            raise JobLimitExceeded(f"{self.purpose} took more than {self.limits.cpu_seconds:g} s of CPU time")
         if returncode not in ENDED_FROM_OUTSIDE:
-            raise JobLimitExceeded(f"it took more than {self._memory}, or ended its process")
+            raise JobLimitExceeded(f"{self.purpose} took more than {self._memory}, or ended its process")
 
     def _result(self, function: Callable[..., Any], kind: bytes, payload: bytes) -> Any:
         if kind == _RESULT:
@@ -222,7 +226,7 @@ class Sandbox:
         if kind == _INVALID:
             raise InvalidRequest(*msgspec.msgpack.decode(payload, type=tuple[str, str | None]))
         if kind == _OUT_OF_MEMORY:
-            raise JobLimitExceeded(f"it took more than {self._memory}")
+            raise JobLimitExceeded(f"{self.purpose} took more than {self._memory}")
         raise RuntimeError(f"{function.__qualname__} failed in its sandbox: {payload.decode()}")
 
     @property
@@ -284,12 +288,11 @@ class _Child:
         self.exchange(pickle.dumps((limits, initialize)), None, 0)
 
     def exchange(self, payload: bytes, deadline: float | None, max_bytes: int) -> tuple[bytes, bytes]:
-        """Raises `EOFError` where the process ends, and `TimeoutError`. `max_bytes` is for the answer, and its excess ends the process."""
+        """Raises `EOFError` where the process ends, `TimeoutError`, and `OverflowError` for an answer of more than `max_bytes`."""
         self._write(payload, deadline)
         kind, num_bytes = _HEADER.unpack(self._read(_HEADER.size, deadline))
         if num_bytes > max_bytes:
-            self.kill()
-            raise JobLimitExceeded(f"its result is larger than {max_bytes / 2**20:.0f} MiB")
+            raise OverflowError
         return kind, self._read(num_bytes, deadline)
 
     def send_kill(self) -> None:
@@ -406,7 +409,7 @@ def _serve_one(requests: BinaryIO, answers: BinaryIO, limits: Limits) -> bool:
 
 def _outcome(request: bytes) -> tuple[bytes, bytes]:
     try:
-        return _RESULT, msgspec.msgpack.encode(pickle.loads(request)())
+        return _RESULT, _encoded(pickle.loads(request)())
     except InvalidRequest as error:
         message = error.message.encode(errors="backslashreplace").decode()
         return _INVALID, msgspec.msgpack.encode((message, error.param))
@@ -415,6 +418,13 @@ def _outcome(request: bytes) -> tuple[bytes, bytes]:
     except Exception as error:  # our own bug, so the log is to say where; not the message, which may quote what a client sent
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return _FAILED, f"{type(error).__name__} in {frame.name}, {frame.filename}:{frame.lineno}".encode()
+
+
+def _encoded(result: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(result)
+    except UnicodeEncodeError:
+        raise InvalidRequest("the text holds a lone surrogate and cannot be encoded as UTF-8") from None
 
 
 def _end_with_parent(*, is_on: bool) -> None:

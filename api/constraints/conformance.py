@@ -21,7 +21,7 @@ class ConformanceChecker:
     """Checks answers in one process, which takes one at a time. An answer that waits for longer than `MAX_WAIT` goes out unchecked."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
-        self._sandbox = Sandbox("checks of answers", limits, initializer=prepare)
+        self._sandbox = Sandbox("checking the answer", limits, initializer=prepare)
 
     async def check(self, schema: str, answer: str) -> Conformance:
         try:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    sandbox = Sandbox("tests", Limits(cpu_seconds=0.5, memory_bytes=2**26, result_bytes=2**20, niceness=3))
+    sandbox = Sandbox("testing", Limits(cpu_seconds=0.5, memory_bytes=2**26, result_bytes=2**20, niceness=3))
     yield sandbox
     sandbox.close()
 
@@ -37,7 +37,7 @@ def make() -> Iterator[Callable[..., Sandbox]]:
     with ExitStack() as stack:
 
         def make(**options: object) -> Sandbox:
-            sandbox = Sandbox("tests", **options)  # type: ignore[arg-type]
+            sandbox = Sandbox("testing", **options)  # type: ignore[arg-type]
             stack.callback(sandbox.close)
             return sandbox
 
@@ -79,9 +79,9 @@ def test_a_result_of_another_type_than_the_function_says_is_not_believed(sandbox
 @pytest.mark.parametrize(
     ("job", "args", "reason"),
     [
-        (jobs.hang_in_a_regex, (), r"more than 0\.5 s of CPU time"),
+        (jobs.hang_in_a_regex, (), r"^testing took more than 0\.5 s of CPU time$"),
         (jobs.take_memory, (2**28,), "more than 64 MiB of memory"),
-        (jobs.answer_at_length, (2**21,), "larger than 1 MiB"),
+        (jobs.answer_at_length, (2**21,), "testing gave more than 1 MiB"),
         (jobs.end_by, (signal.SIGSEGV,), "ended its process"),
         (jobs.end_by, (signal.SIGABRT,), "ended its process"),
     ],
@@ -191,7 +191,7 @@ def test_a_job_waits_so_long_and_not_longer(make: Callable[..., Sandbox], tmp_pa
     with ThreadPoolExecutor() as threads:
         hanging = threads.submit(sandbox.run_blocking, jobs.hang_after_announcing, str(tmp_path / "pid"))
         pid = written(tmp_path / "pid")
-        with pytest.raises(QueueFull, match="tests"):
+        with pytest.raises(QueueFull, match="wait for testing"):
             sandbox.run_blocking(jobs.double, 1)
         sandbox.close()
         with pytest.raises(EngineUnavailable, match="shutting down"):
@@ -256,7 +256,7 @@ def test_descriptors_beyond_a_thousand_are_no_obstacle(make: Callable[..., Sandb
 def test_a_process_ends_with_the_server_also_in_the_middle_of_a_job(tmp_path: Path) -> None:
     program = (
         "import sys, threading; from penstock.engine.sandbox import Limits, Sandbox; from tests import sandbox_jobs as jobs;"
-        "sandbox = Sandbox('tests', Limits(cpu_seconds=600), num_processes=2); idle = sandbox.run_blocking(jobs.pid);"
+        "sandbox = Sandbox('testing', Limits(cpu_seconds=600), num_processes=2); idle = sandbox.run_blocking(jobs.pid);"
         "threading.Thread(target=lambda: sandbox.run_blocking(jobs.hang_after_announcing, sys.argv[1])).start();"
         "busy = sandbox.run_blocking(jobs.pid); print(idle, busy, flush=True); sys.stdin.read()"
     )
