@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 
+from penstock.api.templates.template_bounds import ADDRESS
 from penstock.api.templates.template_environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 from penstock.api.templates.template_messages import Message, prepare_messages
 from penstock.api.templates.tool_prompt import ToolPrompt, with_instructions, with_results
@@ -22,6 +23,7 @@ SHIPPED = Path(__file__).parent
 TIME_LIMIT_SECONDS = 5.0
 SANDBOX_LIMITS = Limits(cpu_seconds=TIME_LIMIT_SECONDS, memory_bytes=2**28)
 NUM_SANDBOX_PROCESSES = 2
+MAX_MESSAGE = 1000
 LONG_CONVERSATION = 2**18  # characters; a template writes fewer in some milliseconds
 MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
 PROBE = "penstock_probe"  # in JSON as it is, whatever a template escapes there
@@ -357,7 +359,7 @@ def common_prefix(left: str, right: str) -> int:
 
 
 def describe(error: Exception) -> str:
-    """A template's error as one line; where Jinja knows the line, with it."""
+    """A template's error; where Jinja knows the line, with it. It may quote objects by their address, and texts of any length."""
     line = getattr(error, "lineno", None)
-    message = str(error) or type(error).__name__
+    message = ADDRESS.sub("", str(error))[:MAX_MESSAGE] or type(error).__name__
     return f"{message} (line {line})" if line else message
