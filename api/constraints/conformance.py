@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from penstock.api.common_protocol import Conformance
-from penstock.engine.errors import EngineUnavailable, JobLimitExceeded
+from penstock.engine.errors import EngineUnavailable, JobLimitExceeded, QueueFull
 from penstock.engine.sandbox import Limits, Sandbox
 from penstock.plugins.grammars.json_schema.string_formats import PATTERNS
 
@@ -26,7 +26,7 @@ class ConformanceChecker:
     async def check(self, schema: str, answer: str) -> Conformance:
         try:
             return await asyncio.wait_for(self._sandbox.run(conformance, schema, answer), MAX_WAIT)
-        except TimeoutError:
+        except (TimeoutError, QueueFull):
             return undecided("too many others wait to be checked")
         except JobLimitExceeded as limit:
             return undecided(limit.message)

@@ -1,5 +1,8 @@
 import asyncio
 import json
+import os
+import signal
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -98,6 +101,23 @@ def test_who_gives_up_leaves_the_next_one_an_answer_of_its_own() -> None:
         await asyncio.sleep(0.05)
         hanging.cancel()
         assert (await checker.check('{"type": "integer"}', '"x"')).valid is False
+        checker.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_check_whose_process_is_killed_says_so_and_blames_neither_schema_nor_answer() -> None:
+    async def scenario() -> None:
+        checker = ConformanceChecker(Limits(cpu_seconds=600))
+        hanging = asyncio.create_task(checker.check(json.dumps(HANGING), HANGING_TEXT))
+        while not hanging.done():
+            for pid in checker._sandbox.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        found = await hanging
+        assert (found.valid, found.path) == (None, UNSET)
+        assert str(found.error).startswith("not checked: the process for checking the answer")
         checker.close()
 
     asyncio.run(scenario())
