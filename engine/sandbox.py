@@ -90,7 +90,8 @@ class Sandbox:
         self._initialize = (initializer, initargs)
         self._children = [_Child() for _ in range(num_processes)]
         self._idle = list(self._children)
-        self._changed = threading.Condition()  # guards `_idle`, `_is_closed` and each child's `is_starting`
+        self._changed = threading.Condition()  # guards `_idle`, `_started_at`, `_is_closed` and each child's `is_starting`
+        self._started_at = 0.0  # when a process last was
         self._is_closed = False
         self._threads = ThreadPoolExecutor(num_processes, "penstock-sandbox")
         weakref.finalize(self, _kill_all, self._children)
@@ -111,6 +112,7 @@ class Sandbox:
         Raises `InvalidRequest` where the function does, `JobLimitExceeded` for a limit, `QueueFull` where no process becomes free,
         `EngineUnavailable` where none starts or lives, and `RuntimeError` for any other exception of the function's.
         """
+        self._check_open()
         job = _Job(time.monotonic() + self._max_wait)
         call = functools.partial(function, *args, **kwargs)
         try:
@@ -133,7 +135,7 @@ class Sandbox:
             _kill_all(self._idle)
             for child in self._children:
                 child.send_kill()  # its thread takes care of the rest
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     def _run(self, job: "_Job", call: "functools.partial[Any]") -> Any:
         request = pickle.dumps(call)
@@ -144,6 +146,7 @@ class Sandbox:
                 kind, payload = self._exchange(job, child, request)
             except EOFError:
                 self._check_end(child, job)
+                job.deadline = time.monotonic() + self._max_wait
             else:
                 return self._result(call.func, kind, payload)
             finally:
@@ -156,14 +159,19 @@ class Sandbox:
                 if any(child.is_starting for child in self._children):
                     with uncounted():
                         self._changed.wait()
-                    job.deadline = time.monotonic() + self._max_wait
-                elif not self._changed.wait(job.deadline - time.monotonic()):
+                elif not self._changed.wait(self._seconds_left(job)):
                     break
-            if self._is_closed:
-                raise EngineUnavailable("the server is shutting down")
-            if not self._idle or time.monotonic() > job.deadline:
+            self._check_open()
+            if not self._idle or self._seconds_left(job) < 0:
                 raise QueueFull(f"too many requests wait for {self.purpose}")
             return self._idle.pop()
+
+    def _seconds_left(self, job: "_Job") -> float:
+        return max(job.deadline, self._started_at + self._max_wait) - time.monotonic()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineUnavailable("the server is shutting down")
 
     def _release(self, child: "_Child") -> None:
         with self._changed:
@@ -195,7 +203,9 @@ class Sandbox:
         finally:
             with self._changed:
                 child.is_starting = False
+                self._started_at = time.monotonic()
                 self._changed.notify_all()
+        self._check_open()  # `close` kills only what has started
 
     def _exchange(self, job: "_Job", child: "_Child", request: bytes) -> tuple[bytes, bytes]:
         job.begin(child)

@@ -218,6 +218,7 @@ def test_a_start_counts_for_no_compilation_and_no_wait(make: Callable[..., Sandb
     time.sleep(0.05)
     assert waiting.is_alive()
     child.is_starting = False
+    sandbox._started_at = time.monotonic()
     sandbox._release(child)
     waiting.join()
     assert results == [2]
@@ -239,6 +240,23 @@ def test_a_closed_sandbox_has_no_process_and_takes_no_job(make: Callable[..., Sa
     assert not psutil.pid_exists(pid)
     with pytest.raises(EngineUnavailable, match="shutting down"):
         sandbox.run_blocking(jobs.double, 1)
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        asyncio.run(sandbox.run(jobs.double, 1))
+
+
+def test_closing_fails_the_jobs_that_run_and_those_that_wait(make: Callable[..., Sandbox], tmp_path: Path) -> None:
+    sandbox = make(limits=Limits(cpu_seconds=600))
+
+    async def scenario() -> None:
+        running, waiting = (asyncio.create_task(sandbox.run(job)) for job in (jobs.sleep, jobs.sleep))
+        while not sandbox.pids:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        sandbox.close()
+        outcomes = await asyncio.gather(running, waiting, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineUnavailable, EngineUnavailable]
+
+    asyncio.run(scenario())
+    assert sandbox.pids == []
 
 
 def test_descriptors_beyond_a_thousand_are_no_obstacle(make: Callable[..., Sandbox]) -> None:

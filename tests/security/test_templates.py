@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from penstock.api.context import ServerOptions
+from penstock.api.context import ServerOptions, SharedContext
 from penstock.api.messages import RESERVED_KWARGS
 from penstock.api.templates import chat_template
 from penstock.api.templates.chat_template import (
@@ -120,6 +120,16 @@ def test_a_template_of_a_request_is_never_compiled_in_the_servers_process(monkey
         assert there == here == (await server.post("/tokenize", body))[1]
 
     serve(scenario, TRUSTED)
+
+
+@pytest.mark.parametrize(("options", "number"), [(TRUSTED, NUM_SANDBOX_PROCESSES), (ServerOptions(), 0)])
+def test_the_processes_start_with_the_server_where_requests_may_bring_templates(options: ServerOptions, number: int) -> None:
+    async def scenario(server: Running) -> None:
+        SharedContext.warm_up(server.context)
+        await until(lambda: len(server.context.chat_template.sandbox.pids) == number)
+        server.context.chat_template.close()
+
+    serve(scenario, options)
 
 
 def test_others_are_answered_while_a_template_runs_which_ends_with_its_client() -> None:
