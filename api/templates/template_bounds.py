@@ -58,7 +58,7 @@ def text_size(value: object) -> int:
                 num_chars += len(item) + 4
             case int():
                 num_chars += item.bit_length() // 3 + 2
-            case Mapping():
+            case dict() | Mapping():
                 pending.append(chain.from_iterable(item.items()))
             case list() | tuple() | set() | frozenset() | KeysView() | ValuesView() | ItemsView():
                 pending.append(iter(item))
