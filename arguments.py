@@ -343,7 +343,11 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         help="end an answer that has to call tools after N calls, and any answer after N equal calls in a row; a request may bound its "
         "calls itself (default: %(default)s)",
     )
-    group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let requests bring a template, which is rendered in a process of its own with 256 MiB and 5 s of CPU time (default: refused)",
+    )
     add_reading_choice(group, "where a request does not say: ", "closed")
     group.add_argument(
         "--allow-unknown-fields",

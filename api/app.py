@@ -92,7 +92,6 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     app[CONTEXT] = context
     app[METRICS] = app[REQUEST_METRICS] = Metrics(context.engine.stats, model_name)
     app[METRICS].registry.register(GrammarCollector(context.compile_grammar.stats, model_name))
-    app.on_cleanup.append(stop_checking)
     add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, GENERATES, GENERATION))))
 
 
@@ -115,10 +114,6 @@ def refuse(message: str) -> Handler:
         raise InvalidRequest(message, "model")
 
     return refuse_request
-
-
-async def stop_checking(app: web.Application) -> None:
-    await app[CONTEXT].conformance.close()
 
 
 def build_runner(app: web.Application, shutdown_seconds: float = 0) -> web.AppRunner:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aiohttp import web
 
 from penstock.api.chat_protocol import ReasoningField
-from penstock.api.constraints.conformance_checker import ConformanceChecker
+from penstock.api.constraints.conformance import ConformanceChecker
 from penstock.api.workers import Workers
 from penstock.engine.grammar import AdditionalProperties
 
@@ -76,9 +76,12 @@ class SharedContext:
 
     def warm_up(self) -> None:
         """Does beforehand what the first request would wait for. Blocks for up to a second."""
+        if self.options.trust_request_chat_template:
+            self.chat_template.prestart()
 
     def close(self) -> None:
-        """Ends the threads. The engine has been stopped before."""
+        """Ends the threads and processes. The engine has been stopped before."""
+        self.chat_template.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
 
 
@@ -101,10 +104,12 @@ class ServerContext(SharedContext):
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
 
     def warm_up(self) -> None:
+        SharedContext.warm_up(self)
         self.compile_grammar.warm_up()
 
     def close(self) -> None:
         self.compile_grammar.close()
+        self.conformance.close()
         SharedContext.close(self)
 
 

@@ -8,7 +8,7 @@ from penstock.engine.errors import InvalidRequest
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 RESERVED_KWARGS = frozenset(
-    {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"}
+    {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message", "self"}
 )
 
 
@@ -56,7 +56,8 @@ def template_kwargs(given: dict[str, Any] | None, reasoning_effort: str | None, 
     kwargs = dict(given or {})
     for name in kwargs:
         if name in RESERVED_KWARGS:
-            raise InvalidRequest(f"`{name}` is not an argument for the template", f"chat_template_kwargs.{name}")
+            reserved = ", ".join(sorted(RESERVED_KWARGS))
+            raise InvalidRequest(f"`{name}` is not an argument for the template, nor are: {reserved}", f"chat_template_kwargs.{name}")
     if reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", reasoning_effort)
         if reasoning_effort == "none":

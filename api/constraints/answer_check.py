@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from penstock.api.common_protocol import Conformance
-from penstock.api.constraints.conformance_checker import ConformanceChecker
+from penstock.api.constraints.conformance import ConformanceChecker
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.outputs import FinishReason, SequenceDelta

@@ -1,7 +1,7 @@
 """Messages as chat templates expect them, whatever spelling the client used."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import InvalidRequest
@@ -24,6 +24,10 @@ class ToolArguments(dict[str, Any]):
 
     def __radd__(self, other: str) -> str:
         return other + self._text
+
+
+def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def prepare_message(message: Message, path: str = "messages") -> dict[str, Any]:
