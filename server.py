@@ -15,6 +15,7 @@ from penstock import __version__
 from penstock.arguments import Arguments, parse_arguments
 from penstock.commands import COMMANDS
 from penstock.engine.errors import ConfigurationError
+from penstock.logs import set_up_logging
 
 if TYPE_CHECKING:
     from penstock.assembly import Assembled, AssembledPooling
@@ -171,13 +172,6 @@ def start_line(assembled: "Assembled | AssembledPooling", address: tuple[str, in
     shown_host = f"[{host}]" if ":" in host else host
     names = ", ".join(assembled.context.model_names)
     return f"penstock {__version__} serves {names} at http://{shown_host}:{port}/v1 ({assembled.summary}; started in {seconds:.1f} s)"
-
-
-def set_up_logging(level: str, *, access_log: bool = False) -> None:
-    """Our own loggers at the level asked for; libraries only where something is wrong."""
-    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("penstock").setLevel(level.upper())
-    logging.getLogger("penstock.access").disabled = not access_log
 
 
 if __name__ == "__main__":
