@@ -421,7 +421,7 @@ def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="end the stream of a client that does not read it for so long; 0: never (default: 60)",
+        help="end an answer that its client does not read for so long; 0: never (default: 60)",
     )
     group.add_argument(
         "--keep-alive-timeout",

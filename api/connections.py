@@ -119,11 +119,18 @@ class Listener:
                 self._pause()
                 self._loop.call_later(RETRY_SECONDS, self.start)
                 return
-            connection.setblocking(False)
+            self._prepare(connection)
             self._open.add(connection)
             opening = self._loop.create_task(self._open_connection(connection))
             self._opening.add(opening)
             opening.add_done_callback(self._opening.discard)
+
+    def _prepare(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        timeout = self.options.write_timeout_seconds
+        if timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # For whole answers: the kernel gives up a client that does not read. Streams notice by themselves, as they keep what is unread.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(timeout * 1000))
 
     async def _open_connection(self, connection: socket.socket) -> None:
         try:

@@ -125,6 +125,7 @@ def refusal_of(url: str) -> urllib.error.HTTPError | None:
     try:
         urllib.request.urlopen(url).close()
     except urllib.error.HTTPError as error:
+        error.close()
         return error
     return None
 

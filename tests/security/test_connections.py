@@ -4,11 +4,13 @@ import asyncio
 import json
 import logging
 import resource
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from aiohttp import web
 
 from penstock.api.connections import connection_limit
 from penstock.api.context import ServerOptions
@@ -102,6 +104,22 @@ def test_an_idle_connection_is_closed_and_a_used_one_is_not() -> None:
         assert await client.reader.read() == b""
 
     talk(conversation, ServerOptions(keep_alive_timeout_seconds=SHORT))
+
+
+async def answer_much(request: web.Request) -> web.Response:
+    return web.Response(body=b"x" * 2**24)
+
+
+def test_an_answer_that_is_not_read_ends_its_connection() -> None:
+    async def scenario(server: Running) -> None:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(server.listener.address)
+            client.sendall(HEALTH.replace(b"/health", b"/much"))
+            await until(lambda: server.listener.num_open == 1)
+            await until(lambda: server.listener.num_open == 0)
+
+    serve(scenario, ServerOptions(write_timeout_seconds=SHORT), routes=[web.get("/much", answer_much)])
 
 
 @pytest.mark.parametrize("body", [CHAT, CHAT | {"stream": True}])
