@@ -57,10 +57,14 @@ class Arguments:
     api_keys: tuple[str, ...]
     share_prefix_cache: bool
     metrics_without_key: bool
+    allowed_hosts: tuple[str, ...]
     allowed_origins: tuple[str, ...]
     max_body_size: int
-    keep_alive_interval: float
+    max_connections: int | None
+    read_timeout: float
     write_timeout: float
+    keep_alive_timeout: float
+    keep_alive_interval: float
     drain_timeout: float
     log_level: str
     access_log: bool
@@ -145,10 +149,14 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
         api_keys=api_keys,
         share_prefix_cache=given.share_prefix_cache,
         metrics_without_key=given.metrics_without_key,
+        allowed_hosts=tuple(host.lower() for host in given.allowed_hosts),
         allowed_origins=tuple(origin for origins in given.allowed_origins for origin in origins),
         max_body_size=given.max_body_size,
-        keep_alive_interval=given.keep_alive_interval,
+        max_connections=given.max_connections,
+        read_timeout=given.read_timeout,
         write_timeout=given.write_timeout,
+        keep_alive_timeout=given.keep_alive_timeout,
+        keep_alive_interval=given.keep_alive_interval,
         drain_timeout=given.drain_timeout,
         log_level=given.log_level,
         access_log=given.access_log,
@@ -197,6 +205,8 @@ def build_parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
     _add_model_flags(parser)
     _add_format_flags(parser)
     _add_http_flags(parser)
+    _add_connection_flags(parser)
+    _add_log_flags(parser)
     _add_engine_flags(parser)
     # Set here and not at the flags: some versions of argparse would add "(default: True)" to their help.
     parser.set_defaults(access_log=True, prefix_caching=True, async_scheduling=None)
@@ -373,6 +383,14 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--metrics-without-key", action="store_true", help="answer /metrics without an API key (default: with one)")
     group.add_argument(
+        "--allowed-hosts",
+        **SEVERAL,
+        default=[],
+        metavar="NAME",
+        help="names by which the server may be asked for, without port; *.example.com for all below it, * for any. localhost, --host and "
+        "IP addresses always may (default: no others at a loopback address without an API key, else any)",
+    )
+    group.add_argument(
         "--allowed-origins",
         type=origins,
         **SEVERAL,
@@ -380,8 +398,41 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="CORS: origins that may call, or *; several, or a JSON list of them (default: none)",
     )
+
+
+def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("connections and their limits")
+    group.add_argument(
+        "--max-connections",
+        type=integer(1),
+        metavar="N",
+        help="that are open at the same time; further ones wait until some close (default: what the limit of file descriptors allows, "
+        "16384 at most)",
+    )
     group.add_argument(
         "--max-body-size", type=_size, default=16 * 2**20, metavar="SIZE", help="of a request, such as 1MiB (default: 16MiB)"
+    )
+    group.add_argument(
+        "--read-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="what a client gets to send the headers of a request, and then its body, plus a second for each 16 KiB of it; 0: as long as "
+        "it takes (default: 30)",
+    )
+    group.add_argument(
+        "--write-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="end an answer that its client does not read for so long; 0: never (default: 60)",
+    )
+    group.add_argument(
+        "--keep-alive-timeout",
+        type=_seconds,
+        default=75.0,
+        metavar="SECONDS",
+        help="close a connection that has had no request for so long; more than a proxy in front keeps it open; 0: never (default: 75)",
     )
     group.add_argument(
         "--keep-alive-interval",
@@ -392,13 +443,6 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         help="a comment in silent streams so that proxies keep them open; 0: none (default: 15)",
     )
     group.add_argument(
-        "--write-timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="end the stream of a client that does not read it for so long; 0: never (default: 60)",
-    )
-    group.add_argument(
         "--drain-timeout",
         "--shutdown-timeout",
         type=_seconds,
@@ -406,6 +450,10 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="what running requests get on shutdown (default: 30)",
     )
+
+
+def _add_log_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("log")
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
     group.add_argument(
         "--access-log",

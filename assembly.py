@@ -1,13 +1,16 @@
 """From arguments to everything a handler needs. What can be refused is refused before the model is loaded."""
 
 import hashlib
+import ipaddress
 import logging
+import socket
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from penstock import __version__
+from penstock.api.connections import connection_limit
 from penstock.api.context import PoolingContext, ServerContext, ServerOptions
 from penstock.api.messages import RESERVED_KWARGS
 from penstock.api.model_abilities import description
@@ -180,7 +183,11 @@ def server_options(arguments: Arguments) -> ServerOptions:
         keep_alive_seconds=arguments.keep_alive_interval,
         api_keys=arguments.api_keys,
         share_prefix_cache=arguments.share_prefix_cache,
+        max_connections=connection_limit(arguments.max_connections),
+        read_timeout_seconds=arguments.read_timeout,
         write_timeout_seconds=arguments.write_timeout,
+        keep_alive_timeout_seconds=arguments.keep_alive_timeout,
+        allowed_hosts=allowed_hosts(arguments),
         cors_origins=arguments.allowed_origins,
         metrics_without_key=arguments.metrics_without_key,
         reasoning_field=arguments.reasoning_field,
@@ -188,6 +195,19 @@ def server_options(arguments: Arguments) -> ServerOptions:
         max_tool_calls=arguments.max_tool_calls,
         chat_template_kwargs=arguments.default_chat_template_kwargs,
     )
+
+
+def allowed_hosts(arguments: Arguments) -> tuple[str, ...]:
+    """The operator's choice. Without one, any, but where a loopback address is the only protection: pages that know no key reach it too."""
+    if arguments.allowed_hosts:
+        return arguments.allowed_hosts
+    return (arguments.host.lower(),) if is_loopback(arguments.host) and not arguments.api_keys else ("*",)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens at this name or address."""
+    address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0]
+    return ipaddress.ip_address(address).is_loopback
 
 
 def system_fingerprint(config: EngineConfig) -> str:

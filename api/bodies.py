@@ -1,9 +1,10 @@
 """From an HTTP request to its decoded body."""
 
+import asyncio
 from typing import TypeVar
 from urllib.parse import quote
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 
 from penstock.api.common_protocol import RequestFields
 from penstock.api.context import SHARED, SharedContext
@@ -17,6 +18,7 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond
 IGNORED_HEADER = "x-ignored-fields"
 MAX_HEADER = 1000
+MIN_BYTES_PER_SECOND = 16 * 1024
 
 
 async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
@@ -24,10 +26,10 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
 
     A `request_id` in it becomes the request's unless the header gave it one. Where the path names a model, that one is asked for.
 
-    Raises `InvalidRequest` for whatever is wrong with it, and aiohttp's own 413 where it is too large.
+    Raises `InvalidRequest` for whatever is wrong with it, and aiohttp's own 413 and 408 where it is too large or too slow.
     """
     context = request.app[SHARED]
-    data = await request.read()
+    data = await receive(request)
     allow = context.options.allow_unknown_fields
     body, ignored = await run(context, lambda: decode(data, kind, allow_unknown_fields=allow), is_long=len(data) >= LONG_BODY)
     if isinstance(body, RequestFields):
@@ -41,6 +43,43 @@ async def read_admitted_body(request: web.Request, kind: type[T]) -> tuple[T, di
     """As `read_body`, for what the engine will be asked to do: raises `QueueFull` or `EngineUnavailable` before anything is read."""
     request.app[SHARED].engine.check_admission()
     return await read_body(request, kind)
+
+
+async def receive(request: web.Request) -> bytes:
+    """The body as it was sent, inflated. Raises aiohttp's 413 where it is larger than it may be, and 408 where it arrives too slowly.
+
+    The deadline moves with what arrives, at the slowest rate that is acceptable. A total deadline would either cut large bodies on slow
+    links or give those who send a byte now and then as long as these take.
+    """
+    await send_continue(request)
+    options = request.app[SHARED].options
+    body = bytearray()
+    try:
+        async with asyncio.timeout(options.read_timeout_seconds or None) as deadline:
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > options.max_body_bytes:
+                    raise web.HTTPRequestEntityTooLarge(max_size=options.max_body_bytes, actual_size=len(body))
+                if (due := deadline.when()) is not None:
+                    deadline.reschedule(due + len(chunk) / MIN_BYTES_PER_SECOND)
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+    return bytes(body)
+
+
+async def send_continue(request: web.Request) -> None:
+    """Tells a client that waits for it to send the body. By now its key is known to be right, and the body not to be too large."""
+    expected = request.headers.get(hdrs.EXPECT)
+    if expected is None or request.version < HttpVersion11:
+        return
+    if expected.lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="the only expectation that can be met is 100-continue")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the response itself has not begun
+
+
+async def leave_expectation(request: web.Request) -> None:
+    """What aiohttp would answer to an `Expect` before any middleware has run: `receive` does, when the body is wanted."""
 
 
 def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:

@@ -35,7 +35,11 @@ class ServerOptions:
     keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
     api_keys: tuple[str, ...] = ()
     share_prefix_cache: bool = False  # between several keys
+    max_connections: int = 1024
+    read_timeout_seconds: float = 30.0  # for a client that does not send its request; 0: none
     write_timeout_seconds: float = 60.0  # for a client that does not read its stream; 0: none
+    keep_alive_timeout_seconds: float = 75.0  # for a connection between two requests; 0: none
+    allowed_hosts: tuple[str, ...] = ("*",)
     cors_origins: tuple[str, ...] = ()
     metrics_without_key: bool = False
     reasoning_field: ReasoningField = "reasoning_content"

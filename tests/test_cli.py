@@ -24,6 +24,7 @@ EVERY_FLAG = """
     --reasoning-field both --metrics-without-key --max-tool-calls 3 --share-prefix-cache --write-timeout 4
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
+    --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
     --async-scheduling --threads 2 --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
@@ -125,10 +126,14 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         api_keys=("k1", "k2"),
         share_prefix_cache=True,
         metrics_without_key=True,
+        allowed_hosts=("example.com", "*.example.com"),
         allowed_origins=("http://a", "http://b"),
         max_body_size=2**20,
-        keep_alive_interval=2.5,
+        max_connections=9,
+        read_timeout=6.0,
         write_timeout=4.0,
+        keep_alive_timeout=7.0,
+        keep_alive_interval=2.5,
         drain_timeout=3.0,
         log_level="debug",
         access_log=False,
