@@ -180,6 +180,7 @@ def server_options(arguments: Arguments) -> ServerOptions:
         keep_alive_seconds=arguments.keep_alive_interval,
         api_keys=arguments.api_keys,
         share_prefix_cache=arguments.share_prefix_cache,
+        min_priority=min_priority(arguments),
         write_timeout_seconds=arguments.write_timeout,
         cors_origins=arguments.allowed_origins,
         metrics_without_key=arguments.metrics_without_key,
@@ -188,6 +189,11 @@ def server_options(arguments: Arguments) -> ServerOptions:
         max_tool_calls=arguments.max_tool_calls,
         chat_template_kwargs=arguments.default_chat_template_kwargs,
     )
+
+
+def min_priority(arguments: Arguments) -> int | None:
+    """The operator's bound; by default no client goes before those of other API keys."""
+    return 0 if arguments.min_priority is None and len(arguments.api_keys) > 1 else arguments.min_priority
 
 
 def system_fingerprint(config: EngineConfig) -> str:

@@ -39,6 +39,7 @@ class RequestFields(FieldsWithoutEffect, kw_only=True):
 
     model: str | None = None
     request_id: Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")] | None = None
+    priority: Int32 | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -132,7 +133,6 @@ class GenerationFields(RequestFields, kw_only=True):
     best_of: Int32 | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
 
     response_format: ResponseFormat | None = None

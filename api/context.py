@@ -35,6 +35,7 @@ class ServerOptions:
     keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
     api_keys: tuple[str, ...] = ()
     share_prefix_cache: bool = False  # between several keys
+    min_priority: int | None = None  # that a request may ask for; None: any
     write_timeout_seconds: float = 60.0  # for a client that does not read its stream; 0: none
     cors_origins: tuple[str, ...] = ()
     metrics_without_key: bool = False
