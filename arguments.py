@@ -56,6 +56,7 @@ class Arguments:
     port: int
     api_keys: tuple[str, ...]
     share_prefix_cache: bool
+    min_priority: int | None
     metrics_without_key: bool
     allowed_hosts: tuple[str, ...]
     allowed_origins: tuple[str, ...]
@@ -120,6 +121,8 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
             kv_cache_dtype=given.kv_cache_dtype,
             enable_prefix_caching=given.prefix_caching,
             max_waiting_requests=given.max_waiting_requests,
+            max_waiting_tokens=given.max_waiting_tokens,
+            priority_aging=given.priority_aging,
             compile=given.compile,
             speculation=given.speculation,
             async_scheduling=given.async_scheduling,
@@ -148,6 +151,7 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
         port=given.port,
         api_keys=api_keys,
         share_prefix_cache=given.share_prefix_cache,
+        min_priority=given.min_priority,
         metrics_without_key=given.metrics_without_key,
         allowed_hosts=tuple(host.lower() for host in given.allowed_hosts),
         allowed_origins=tuple(origin for origins in given.allowed_origins for origin in origins),
@@ -381,6 +385,12 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="reuse prefixes between API keys (default: only within one, if there are several)",
     )
+    group.add_argument(
+        "--min-priority",
+        type=integer(-(2**31), 2**31 - 1),
+        metavar="N",
+        help="refuse requests with a lower `priority`; the lower runs first (default: 0 with several API keys, else none is refused)",
+    )
     group.add_argument("--metrics-without-key", action="store_true", help="answer /metrics without an API key (default: with one)")
     group.add_argument(
         "--allowed-hosts",
@@ -500,7 +510,21 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=integer(1),
         default=1024,
         metavar="N",
-        help="reject further requests with 429 when N are waiting (default: %(default)s)",
+        help="reject further requests with 429 when N are waiting, each of the `n` answers to one counted (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-waiting-tokens",
+        type=number_of_tokens,
+        metavar="TOKENS",
+        help="the same when the prompts that wait have so many tokens together (default: 32 times what the KV cache holds; with a model "
+        "for pooling, no bound)",
+    )
+    group.add_argument(
+        "--priority-aging",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="a request that has waited for so long goes before all that have not, whatever their `priority`; 0: never (default: 60)",
     )
     group.add_argument(
         "--compile",

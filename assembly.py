@@ -105,6 +105,8 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     defaults = default_sampling(arguments, files.directory)
     loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
+    compiler = GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids)
+    core.give_up = compiler.give_up
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
@@ -116,7 +118,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         plugins=plugins,
         reasoning_parser=plugins.reasoning_parser,
         tool_parser=plugins.tool_parser,
-        compile_grammar=GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids),
+        compile_grammar=compiler,
         default_thinking_budget=budget,
         default_sampling=defaults,
         workers=workers,
@@ -185,6 +187,7 @@ def server_options(arguments: Arguments) -> ServerOptions:
         share_prefix_cache=arguments.share_prefix_cache,
         max_connections=connection_limit(arguments.max_connections),
         read_timeout_seconds=arguments.read_timeout,
+        min_priority=min_priority(arguments),
         write_timeout_seconds=arguments.write_timeout,
         keep_alive_timeout_seconds=arguments.keep_alive_timeout,
         allowed_hosts=allowed_hosts(arguments),
@@ -208,6 +211,11 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that listens at this name or address."""
     address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0]
     return ipaddress.ip_address(address).is_loopback
+
+
+def min_priority(arguments: Arguments) -> int | None:
+    """The operator's bound; by default no client goes before those of other API keys."""
+    return 0 if arguments.min_priority is None and len(arguments.api_keys) > 1 else arguments.min_priority
 
 
 def system_fingerprint(config: EngineConfig) -> str:

@@ -7,12 +7,13 @@ from urllib.parse import quote
 from aiohttp import HttpVersion11, hdrs, web
 
 from penstock.api.common_protocol import RequestFields
-from penstock.api.context import SHARED, SharedContext
+from penstock.api.context import SHARED, ServerOptions, SharedContext
 from penstock.api.decoding import decode
 from penstock.api.workers import run
-from penstock.engine.errors import NoSuchModel
+from penstock.engine.errors import InvalidRequest, NoSuchModel
 
 T = TypeVar("T")
+Fields = TypeVar("Fields", bound=RequestFields)
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond
@@ -39,10 +40,20 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
     return body, ignored_fields_header(ignored)
 
 
-async def read_admitted_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
+async def read_admitted_body(request: web.Request, kind: type[Fields]) -> tuple[Fields, dict[str, str]]:
     """As `read_body`, for what the engine will be asked to do: raises `QueueFull` or `EngineUnavailable` before anything is read."""
-    request.app[SHARED].engine.check_admission()
-    return await read_body(request, kind)
+    context = request.app[SHARED]
+    context.engine.check_admission()
+    body, headers = await read_body(request, kind)
+    check_priority(context.options, body.priority)
+    return body, headers
+
+
+def check_priority(options: ServerOptions, priority: int | None) -> None:
+    """Raises `InvalidRequest` for a priority with which a request would go before those that the operator lets requests ask for."""
+    bound = options.min_priority
+    if priority is not None and bound is not None and priority < bound:
+        raise InvalidRequest(f"`priority` must be at least {bound} on this server (--min-priority), got {priority}", "priority")
 
 
 async def receive(request: web.Request) -> bytes:

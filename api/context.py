@@ -37,6 +37,7 @@ class ServerOptions:
     share_prefix_cache: bool = False  # between several keys
     max_connections: int = 1024
     read_timeout_seconds: float = 30.0  # for a client that does not send its request; 0: none
+    min_priority: int | None = None  # that a request may ask for; None: any
     write_timeout_seconds: float = 60.0  # for a client that does not read its stream; 0: none
     keep_alive_timeout_seconds: float = 75.0  # for a connection between two requests; 0: none
     allowed_hosts: tuple[str, ...] = ("*",)

@@ -30,6 +30,7 @@ from penstock.engine.overlap.host_copies import CudaHostCopies
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,11 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             block_size=config.block_size,
             max_num_seqs=config.num_seqs(device_type),
             max_num_batched_tokens=config.num_batched_tokens(device_type),
-            max_waiting=config.max_waiting_requests,
+            waiting=WaitingQueue(
+                max_sequences=config.max_waiting_requests,
+                max_tokens=config.num_waiting_tokens(num_blocks * config.block_size),
+                aging_seconds=config.priority_aging,
+            ),
             speculation=None if config.speculation == "none" else Speculation(config.rows_for_weights(device_type)),
         ),
         tokenizer=tokenizer,

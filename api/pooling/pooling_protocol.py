@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from penstock.api.chat_protocol import Messages
-from penstock.api.common_protocol import Int32, RequestFields
+from penstock.api.common_protocol import RequestFields
 
 EncodingFormat = Literal["float", "base64"]
 # A string, a list of strings, token ids, or a list of lists of token ids.
@@ -16,7 +16,6 @@ class PoolingFields(RequestFields, kw_only=True):
     """`truncate_prompt_tokens` cuts each input to so many tokens, and with -1 to what the model takes; without it none is cut."""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    priority: Int32 | None = None
 
 
 class InputFields(PoolingFields, kw_only=True):

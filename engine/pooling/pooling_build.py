@@ -26,5 +26,10 @@ def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineCo
         for module in model.modules:
             settle_memory(module)
     default = MAX_NUM_BATCHED_TOKENS_CUDA if model.device.type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
-    queue = PoolingQueue(config.max_num_batched_tokens or default, config.max_waiting_requests)
+    queue = PoolingQueue(
+        config.max_num_batched_tokens or default,
+        config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
+        aging_seconds=config.priority_aging,
+    )
     return PoolingEngine(model, tokenizer, queue, num_threads=config.num_threads or NUM_THREADS)
