@@ -1,0 +1,344 @@
+"""Attacks a server, and measures how it answers, what the streams of others suffer meanwhile, and what memory it takes and keeps.
+
+    python benchmarks/hostile.py
+    python benchmarks/hostile.py --only '8 times tokenize 15 MB' --only constraints --repeats 3 --json results.json
+    python benchmarks/hostile.py --url http://127.0.0.1:8000 --pid 4711 --api-key ONE --api-key OTHER
+
+A server is started, a few ordinary answers stream, one after another, and an attack comes. Printed are the statuses of its answers; in
+milliseconds, how long it took, the largest gap between two tokens of the streams while it lasted, and how much more that is than in
+a quiet period as long (for constraints: one in which the same request comes without); in MB, the largest memory of the server's
+processes and what they had more of afterwards, pages of files left out. Medians over the repeats. Some attacks have servers of their own,
+started with other flags; those whose flags the server does not know are not run.
+
+The exit status is 1 where an attack got another status than it may, an error of the server (5xx) that is not a 503 with Retry-After, showed
+internals, changed or broke another answer, left requests running, or where /health does not answer any more.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
+
+from benchmarks import hostile_attacks, report
+from benchmarks.attacker import CHAT, Access, Attack, Attacker, Outcome
+from benchmarks.client import BadAnswer, Client
+from benchmarks.hostile_attacks import ATTACKS, POOLING
+from benchmarks.neighbours import largest_gap, streams
+from benchmarks.target import Memory, TargetError, launched, split_command
+
+WINDOW_SECONDS = 1.0  # at least
+MAX_QUIET_SECONDS = 10.0
+IDLE_SECONDS = 15.0
+HEALTH_SECONDS = 10.0
+SAMPLE_SECONDS = 0.05
+MAX_LOG_BYTES = 2**20
+KEYS = ("key-of-the-attacker", "key-of-the-innocent")
+GROUPS = {
+    "bodies": hostile_attacks.BODIES,
+    "constraints": hostile_attacks.CONSTRAINTS,
+    "prompts": hostile_attacks.PROMPTS,
+    "clients": hostile_attacks.CLIENTS,
+    "embeddings": hostile_attacks.EMBEDDINGS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One attack. `gap` and `quiet_gap` are the largest between two tokens of any ordinary stream, in ms; memory is in bytes."""
+
+    statuses: dict[str, int]
+    answer_ms: float  # until the last of its requests was answered
+    gap: float
+    quiet_gap: float
+    peak: int
+    kept: int
+    error: str
+
+    @property
+    def excess(self) -> float:
+        return self.gap - self.quiet_gap
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that answers. `client` has the key of the innocent. Memory and log are known where the server is ours."""
+
+    access: Access
+    client: Client
+    attackers: Executor
+    memory: Memory | None
+    log: Path | None
+    is_pooling: bool
+
+    async def is_healthy(self) -> bool:
+        try:
+            timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
+            async with self.client.session.get(f"{self.access.url}/health", timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def num_requests(self) -> int:
+        """Running and waiting, as `/metrics` tells it."""
+        async with self.client.session.get(f"{self.access.url}/metrics") as response:
+            values = re.findall(r"^penstock:num_requests_(?:running|waiting)(?:{[^}]*})? (\S+)", await response.text(), re.MULTILINE)
+        return int(sum(map(float, values)))
+
+    async def is_idle(self) -> bool:
+        deadline = time.perf_counter() + IDLE_SECONDS
+        while await self.num_requests():
+            if time.perf_counter() > deadline:
+                return False
+            await asyncio.sleep(0.1)
+        return True
+
+    def anonymous(self) -> int:
+        if self.memory is None:
+            return 0
+        self.memory.look_for_children()
+        return self.memory.anonymous()
+
+    async def watch(self, peaks: list[int]) -> None:
+        """Samples memory until cancelled."""
+        for number in itertools.count():
+            if self.memory is not None:
+                peaks.append(self.anonymous() if number % 20 == 0 else self.memory.anonymous())
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+
+def faults(log: bytes, keys: Sequence[str]) -> list[str]:
+    """What must not be in a log that an attack has written."""
+    found = {
+        "traceback-logged": b"Traceback (most recent call last)" in log,
+        "key-logged": any(key.encode() in log for key in keys),
+        "control-characters-logged": b"\x1b" in log or b"\x00" in log,
+        "log-flooded": len(log) > MAX_LOG_BYTES,
+    }
+    return [fault for fault, is_there in found.items() if is_there]
+
+
+async def try_attack(server: Server, attack: Attack, number: int) -> Trial:
+    """Raises TargetError where the server is gone."""
+    statuses: Counter[str] = Counter()
+    error, outcome = "", None
+    log_start = server.log.stat().st_size if server.log else 0
+    before, peaks = server.anonymous(), [server.anonymous()]
+    watching = asyncio.create_task(server.watch(peaks))
+    gaps = (0.0, 0.0)
+    try:
+        async with streams(server.client, number, server.is_pooling) as under_way:
+            outcome = await asyncio.get_running_loop().run_in_executor(
+                server.attackers, hostile_attacks.run, attack.name, server.access, number
+            )
+            statuses += Counter(outcome.statuses)
+            windows = await both_windows(server, attack, outcome)
+            gaps = tuple(largest_gap(under_way, *window, time.perf_counter()) for window in windows)  # type: ignore[assignment]
+    except (BadAnswer, aiohttp.ClientError, TimeoutError) as failure:
+        statuses["neighbour-failed"] += 1
+        error = str(failure) or type(failure).__name__
+    finally:
+        watching.cancel()
+    if not await server.is_healthy():
+        raise TargetError(f"{attack.name}: /health does not answer; {error}")
+    statuses.update([] if await server.is_idle() else ["still-running"])
+    if server.log:
+        statuses.update(faults(server.log.read_bytes()[log_start:], server.access.keys))
+    took = (outcome.ended - outcome.started) * 1000 if outcome else 0.0
+    error = error or (outcome.error if outcome else "")
+    return Trial(dict(statuses), took, *gaps, max(peaks), server.anonymous() - before, error)
+
+
+async def both_windows(server: Server, attack: Attack, outcome: Outcome) -> tuple[tuple[float, float], tuple[float, float]]:
+    """When the attack was on, and a quiet period after it, once both are over and what came in them has arrived."""
+    seconds = max(WINDOW_SECONDS, outcome.ended - outcome.started)
+    await asyncio.sleep(seconds - (outcome.ended - outcome.started))
+    stop = time.perf_counter()
+    await asyncio.sleep(0.1)
+    quiet_start = time.perf_counter()
+    if attack.control is not None:
+        attacker = Attacker(server.access, server.client.session, 0)
+        body = attacker.body(CHAT, attack.control)
+        await asyncio.gather(*(attacker.request("POST", CHAT, body) for _ in range(outcome.statuses.get("200", 0))))
+    await asyncio.sleep(max(0.0, min(seconds, MAX_QUIET_SECONDS) - (time.perf_counter() - quiet_start)))
+    quiet_stop = time.perf_counter()
+    await asyncio.sleep(0.1)
+    return (outcome.started, stop), (quiet_start, quiet_stop)
+
+
+COLUMNS = {"answer": "answer_ms", "gap": "gap", "excess": "excess"}
+MEMORY_COLUMNS = {"peak": "peak", "kept": "kept"}
+
+
+def header() -> str:
+    return f"{'attack':38} {'':4} " + " ".join(f"{heading:>8}" for heading in (*COLUMNS, *MEMORY_COLUMNS)) + "  statuses"
+
+
+def median(trials: Sequence[Trial], key: str) -> float:
+    return statistics.median(getattr(trial, key) for trial in trials)
+
+
+def all_statuses(trials: Sequence[Trial]) -> Counter[str]:
+    return sum((Counter(trial.statuses) for trial in trials), Counter())
+
+
+def line(attack: Attack, trials: Sequence[Trial]) -> str:
+    statuses = all_statuses(trials)
+    unexpected = attack.unexpected(statuses)
+    told = " ".join(f"{status}x{count}" if count > 1 else status for status, count in sorted(statuses.items()))
+    values = [*(median(trials, key) for key in COLUMNS.values()), *(median(trials, key) / 1e6 for key in MEMORY_COLUMNS.values())]
+    verdict = f", not {' '.join(unexpected)}" if unexpected else ""
+    error = f": {trials[-1].error[:80]}" if trials[-1].error else ""
+    return (
+        f"{attack.name:38} {'FAIL' if unexpected else 'ok':4} "
+        + " ".join(f"{value:8,.0f}" for value in values)
+        + f"  {told}{verdict}{error}"
+    )
+
+
+def as_json(attack: Attack, trials: Sequence[Trial]) -> dict[str, Any]:
+    keys = ("answer_ms", "gap", "quiet_gap", "excess", "peak", "kept")
+    return {
+        "expected": attack.expected.split(),
+        "unexpected": attack.unexpected(all_statuses(trials)),
+        "medians": {key: median(trials, key) for key in keys} if trials else {},
+        "trials": [asdict(trial) for trial in trials],
+    }
+
+
+def known_flags(options: argparse.Namespace) -> set[str]:
+    """Those that the command's --help shows; of a server that runs, only whether it has keys is known."""
+    if options.url is not None:
+        return {"--api-key"} if len(options.api_key) > 1 else set()
+    command = [*shlex.split(options.launch.replace("{port}", "0")), "--help"]
+    return set(re.findall(r"--[a-z][a-z0-9-]+", subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+@asynccontextmanager
+async def serving(options: argparse.Namespace, flags: str, attackers: Executor) -> AsyncIterator[Server]:
+    keys = tuple(options.api_key) or (() if options.url else KEYS)
+    headers = {"Authorization": f"Bearer {keys[-1]}"} if keys else {}
+    # Connections are not kept: a server may close one that it finds idle just as the next request goes out.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        if options.url is not None:
+            url = options.url.rstrip("/").removesuffix("/v1")
+            client = Client(session, f"{url}/v1", extensions={"ignore_eos": True})
+            client.model = await client.first_model()
+            memory = Memory(psutil.Process(options.pid)) if options.pid else None
+            yield Server(Access(url, client.model, keys), client, attackers, memory, None, is_pooling=False)
+            return
+        arguments, port = split_command(f"{options.launch} {flags} --api-key {shlex.join(keys)}")
+        client = Client(session, f"http://127.0.0.1:{port}/v1", extensions={"ignore_eos": True})
+        with launched("penstock", arguments) as process:
+            while not client.model:
+                try:
+                    client.model = await client.first_model()
+                except (aiohttp.ClientError, BadAnswer) as error:
+                    process.check(process.started + options.start_timeout, error)
+                    await asyncio.sleep(0.1)
+            access = Access(f"http://127.0.0.1:{port}", client.model, keys)
+            yield Server(access, client, attackers, process.memory, process.log, flags == POOLING)
+
+
+async def run(options: argparse.Namespace, attacks: Sequence[Attack]) -> dict[str, list[Trial]]:
+    """The trials of each attack that was run, as far as its server held out."""
+    results: dict[str, list[Trial]] = {attack.name: [] for attack in attacks}
+    numbers = itertools.count(int(time.time()) % 100_000)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attackers:
+        for flags, with_flags in itertools.groupby(sorted(attacks, key=lambda attack: attack.flags), lambda attack: attack.flags):
+            group = list(with_flags)
+            async with serving(options, flags, attackers) as server:
+                await try_attack(server, ATTACKS["models as paths"], next(numbers))  # what is used first is loaded first
+                for _, attack in itertools.product(range(options.repeats), group):
+                    try:
+                        results[attack.name].append(await try_attack(server, attack, next(numbers)))
+                    except (TargetError, aiohttp.ClientError, TimeoutError) as error:
+                        print(f"{attack.name}: the server is gone: {error}", file=sys.stderr, flush=True)
+                        break
+                    print(line(attack, results[attack.name][-1:]), file=sys.stderr, flush=True)
+    return results
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = Path(__file__).resolve().parent.parent
+    parser.add_argument(
+        "--launch",
+        metavar="COMMAND",
+        default=f"{sys.executable} {here / 'server.py'} --generation-config vllm --port {{port}}",
+        help="the server; flags and API keys are added",
+    )
+    parser.add_argument("--url", "--base-url", metavar="URL", help="attack a server that is running already")
+    parser.add_argument("--pid", type=int, help="with --url: whose memory to look at")
+    parser.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="the attacker's, and given again that of the other requests"
+    )
+    parser.add_argument("--only", action="append", choices=[*GROUPS, *ATTACKS], metavar="NAME", help="an attack or a group; repeatable")
+    parser.add_argument("--list", action="store_true", help="print the names of all attacks, by group")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--start-timeout", type=float, default=600, metavar="SECONDS", help="(default: %(default)s)")
+    parser.add_argument(
+        "--json", "--output", type=Path, metavar="FILE", help="write every trial's numbers, and where and when they were measured"
+    )
+    return parser
+
+
+def chosen(names: Sequence[str] | None) -> list[Attack]:
+    """Attacks by their names and groups, each once; all without names."""
+    groups = names or list(GROUPS)
+    return list({attack.name: attack for name in groups for attack in GROUPS.get(name) or [ATTACKS[name]]}.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    if options.list:
+        for group, attacks in GROUPS.items():
+            print("\n".join([group, *(f"    {attack.name}" for attack in attacks)]))
+        return 0
+    surroundings = report.surroundings(options.api_key)
+    try:
+        flags = known_flags(options)
+        attacks = [attack for attack in chosen(options.only) if flags.issuperset(attack.needed)]
+        results = asyncio.run(run(options, attacks))
+    except (BadAnswer, TargetError, aiohttp.ClientError, subprocess.CalledProcessError) as error:
+        print(f"benchmarks/hostile.py: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(header())
+    for attack in chosen(options.only):
+        if attack not in attacks:
+            print(f"{attack.name:38} not run: needs {' '.join(flag for flag in attack.needed if flag not in flags)}")
+        else:
+            print(line(attack, results[attack.name]) if results[attack.name] else f"{attack.name:38} FAIL: the server was gone")
+    if options.json is not None:
+        whole = surroundings | {"attacks": {attack.name: as_json(attack, results[attack.name]) for attack in attacks}}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(whole, indent=2) + "\n")
+    has_held = all(results[attack.name] and not attack.unexpected(all_statuses(results[attack.name])) for attack in attacks)
+    return 0 if has_held else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server started here is stopped then, too
+    sys.exit(main())
