@@ -27,32 +27,28 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
-from benchmarks import hostile_attacks, report
-from benchmarks.attacker import CHAT, Access, Attack, Attacker, Outcome
-from benchmarks.client import BadAnswer, Client
+from benchmarks import hostile_attacks, hostile_server, report
+from benchmarks.attacker import CHAT, Attack, Attacker, Outcome
+from benchmarks.client import BadAnswer
 from benchmarks.hostile_attacks import ATTACKS, POOLING
+from benchmarks.hostile_server import Server, serving
 from benchmarks.neighbours import largest_gap, streams
-from benchmarks.target import Memory, TargetError, launched, split_command
+from benchmarks.target import TargetError
 
 WINDOW_SECONDS = 1.0  # at least
 MAX_QUIET_SECONDS = 10.0
-IDLE_SECONDS = 15.0
-HEALTH_SECONDS = 10.0
-SAMPLE_SECONDS = 0.05
 MAX_LOG_BYTES = 2**20
-KEYS = ("key-of-the-attacker", "key-of-the-innocent")
+WARM_UP = ATTACKS["models as paths"]  # what is loaded with the first requests is not kept for an attack
 GROUPS = {
     "bodies": hostile_attacks.BODIES,
     "constraints": hostile_attacks.CONSTRAINTS,
@@ -79,53 +75,6 @@ class Trial:
         return self.gap - self.quiet_gap
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """One that answers. `client` has the key of the innocent. Memory and log are known where the server is ours."""
-
-    access: Access
-    client: Client
-    attackers: Executor
-    memory: Memory | None
-    log: Path | None
-    is_pooling: bool
-
-    async def is_healthy(self) -> bool:
-        try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
-            async with self.client.session.get(f"{self.access.url}/health", timeout=timeout) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
-    async def num_requests(self) -> int:
-        """Running and waiting, as `/metrics` tells it."""
-        async with self.client.session.get(f"{self.access.url}/metrics") as response:
-            values = re.findall(r"^penstock:num_requests_(?:running|waiting)(?:{[^}]*})? (\S+)", await response.text(), re.MULTILINE)
-        return int(sum(map(float, values)))
-
-    async def is_idle(self) -> bool:
-        deadline = time.perf_counter() + IDLE_SECONDS
-        while await self.num_requests():
-            if time.perf_counter() > deadline:
-                return False
-            await asyncio.sleep(0.1)
-        return True
-
-    def anonymous(self) -> int:
-        if self.memory is None:
-            return 0
-        self.memory.look_for_children()
-        return self.memory.anonymous()
-
-    async def watch(self, peaks: list[int]) -> None:
-        """Samples memory until cancelled."""
-        for number in itertools.count():
-            if self.memory is not None:
-                peaks.append(self.anonymous() if number % 20 == 0 else self.memory.anonymous())
-            await asyncio.sleep(SAMPLE_SECONDS)
-
-
 def faults(log: bytes, keys: Sequence[str]) -> list[str]:
     """What must not be in a log that an attack has written."""
     found = {
@@ -137,7 +86,7 @@ def faults(log: bytes, keys: Sequence[str]) -> list[str]:
     return [fault for fault, is_there in found.items() if is_there]
 
 
-async def try_attack(server: Server, attack: Attack, number: int) -> Trial:
+async def try_attack(server: Server, attackers: Executor, attack: Attack, number: int) -> Trial:
     """Raises TargetError where the server is gone."""
     statuses: Counter[str] = Counter()
     error, outcome = "", None
@@ -146,10 +95,8 @@ async def try_attack(server: Server, attack: Attack, number: int) -> Trial:
     watching = asyncio.create_task(server.watch(peaks))
     gaps = (0.0, 0.0)
     try:
-        async with streams(server.client, number, server.is_pooling) as under_way:
-            outcome = await asyncio.get_running_loop().run_in_executor(
-                server.attackers, hostile_attacks.run, attack.name, server.access, number
-            )
+        async with streams(server.client, number, attack.flags == POOLING) as under_way:
+            outcome = await asyncio.get_running_loop().run_in_executor(attackers, hostile_attacks.run, attack.name, server.access, number)
             statuses += Counter(outcome.statuses)
             windows = await both_windows(server, attack, outcome)
             gaps = tuple(largest_gap(under_way, *window, time.perf_counter()) for window in windows)  # type: ignore[assignment]
@@ -233,33 +180,6 @@ def known_flags(options: argparse.Namespace) -> set[str]:
     return set(re.findall(r"--[a-z][a-z0-9-]+", subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
-@asynccontextmanager
-async def serving(options: argparse.Namespace, flags: str, attackers: Executor) -> AsyncIterator[Server]:
-    keys = tuple(options.api_key) or (() if options.url else KEYS)
-    headers = {"Authorization": f"Bearer {keys[-1]}"} if keys else {}
-    # Connections are not kept: a server may close one that it finds idle just as the next request goes out.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        if options.url is not None:
-            url = options.url.rstrip("/").removesuffix("/v1")
-            client = Client(session, f"{url}/v1", extensions={"ignore_eos": True})
-            client.model = await client.first_model()
-            memory = Memory(psutil.Process(options.pid)) if options.pid else None
-            yield Server(Access(url, client.model, keys), client, attackers, memory, None, is_pooling=False)
-            return
-        arguments, port = split_command(f"{options.launch} {flags} --api-key {shlex.join(keys)}")
-        client = Client(session, f"http://127.0.0.1:{port}/v1", extensions={"ignore_eos": True})
-        with launched("penstock", arguments) as process:
-            while not client.model:
-                try:
-                    client.model = await client.first_model()
-                except (aiohttp.ClientError, BadAnswer) as error:
-                    process.check(process.started + options.start_timeout, error)
-                    await asyncio.sleep(0.1)
-            access = Access(f"http://127.0.0.1:{port}", client.model, keys)
-            yield Server(access, client, attackers, process.memory, process.log, flags == POOLING)
-
-
 async def run(options: argparse.Namespace, attacks: Sequence[Attack]) -> dict[str, list[Trial]]:
     """The trials of each attack that was run, as far as its server held out."""
     results: dict[str, list[Trial]] = {attack.name: [] for attack in attacks}
@@ -267,11 +187,11 @@ async def run(options: argparse.Namespace, attacks: Sequence[Attack]) -> dict[st
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attackers:
         for flags, with_flags in itertools.groupby(sorted(attacks, key=lambda attack: attack.flags), lambda attack: attack.flags):
             group = list(with_flags)
-            async with serving(options, flags, attackers) as server:
-                await try_attack(server, ATTACKS["models as paths"], next(numbers))  # what is used first is loaded first
+            async with serving(options, flags) as server:
+                await try_attack(server, attackers, replace(WARM_UP, flags=flags), next(numbers))
                 for _, attack in itertools.product(range(options.repeats), group):
                     try:
-                        results[attack.name].append(await try_attack(server, attack, next(numbers)))
+                        results[attack.name].append(await try_attack(server, attackers, attack, next(numbers)))
                     except (TargetError, aiohttp.ClientError, TimeoutError) as error:
                         print(f"{attack.name}: the server is gone: {error}", file=sys.stderr, flush=True)
                         break
@@ -281,25 +201,10 @@ async def run(options: argparse.Namespace, attacks: Sequence[Attack]) -> dict[st
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent.parent
-    parser.add_argument(
-        "--launch",
-        metavar="COMMAND",
-        default=f"{sys.executable} {here / 'server.py'} --generation-config vllm --port {{port}}",
-        help="the server; flags and API keys are added",
-    )
-    parser.add_argument("--url", "--base-url", metavar="URL", help="attack a server that is running already")
-    parser.add_argument("--pid", type=int, help="with --url: whose memory to look at")
-    parser.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="the attacker's, and given again that of the other requests"
-    )
+    hostile_server.add_arguments(parser)
     parser.add_argument("--only", action="append", choices=[*GROUPS, *ATTACKS], metavar="NAME", help="an attack or a group; repeatable")
     parser.add_argument("--list", action="store_true", help="print the names of all attacks, by group")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--start-timeout", type=float, default=600, metavar="SECONDS", help="(default: %(default)s)")
-    parser.add_argument(
-        "--json", "--output", type=Path, metavar="FILE", help="write every trial's numbers, and where and when they were measured"
-    )
     return parser
 
 

@@ -217,12 +217,13 @@ async def names_its_software(attacker: Attacker) -> None:
 
 
 def starving(seconds: float) -> Send:
-    """Requests of the highest priority without a pause."""
+    """Requests of the highest priority, one after another."""
 
     async def client(attacker: Attacker) -> None:
         until = asyncio.get_running_loop().time() + seconds
         while asyncio.get_running_loop().time() < until:
             await attacker.post(CHAT, attacker.body(CHAT, {"n": 16, "priority": -(2**31), "max_tokens": 64, "temperature": 1}))
+            await asyncio.sleep(0.1)
 
     async def send(attacker: Attacker) -> None:
         await asyncio.gather(*(client(attacker) for _ in range(8)))
@@ -282,7 +283,7 @@ BODIES = [
         ),
     ),
     Attack("prompts outside the vocabulary", "200 400", each(COMPLETIONS, *({"prompt": [i]} for i in (49151, 49152, 49215, 49216, -1)))),
-    Attack("models as paths", "400 404", each(CHAT, *({"model": name} for name in ("../../etc/passwd", "a\nb", "\x1b[31m", "%s%n", "")))),
+    Attack("models as paths", "400 404", each(CHAT, *({"model": name} for name in ("../../etc/passwd", "a\nb", "\x1b[31m", "%s%n")))),
     Attack("addresses in requests", "400 404", fetched),
     Attack(
         "arguments of a processor",
@@ -406,9 +407,11 @@ CLIENTS = [
         "a page of another origin",
         "400 403 415",
         chat({}, headers={"Origin": "http://evil.example", "Content-Type": "text/plain"}),
-        needs="--allowed-hosts",
+        flags="--allowed-hosts penstock.example",
     ),
-    Attack("a host that was rebound", "400 403 421", chat({}, headers={"Host": "evil.example:8000"}), needs="--allowed-hosts"),
+    Attack(
+        "a host that was rebound", "400 403 421", chat({}, headers={"Host": "evil.example:8000"}), flags="--allowed-hosts penstock.example"
+    ),
     Attack("priority above all", "200 400", beside(starving(20))),
     Attack("prefix of another key", "200", cached_by_another_key, needs="--api-key"),
     Attack("one request id", "200", one_request_id),
@@ -425,10 +428,10 @@ CLIENTS = [
         "--write-timeout 2",
     ),
     Attack("1,500 idle connections", "closed open 408", beside(slow(lambda attacker: b"", 5, 1500))),
-    Attack("400 slow heads", "408 closed 400", beside(slow(begun_head, 12, 400)), "--header-timeout 3"),
-    Attack("400 slow bodies", "408 closed 400", beside(slow(length_head, 12, 400)), "--body-timeout 3"),
-    Attack("400 slow chunks", "408 closed 400", beside(slow(chunk_head, 12, 400)), "--body-timeout 3"),
-    Attack("more connections than allowed", "closed open 503", slow(lambda attacker: b"", 5, 300), "--max-connections 100"),
+    Attack("400 slow heads", "408 closed 400", beside(slow(begun_head, 12, 400)), "--read-timeout 3"),
+    Attack("400 slow bodies", "408 closed 400", beside(slow(length_head, 12, 400)), "--read-timeout 3"),
+    Attack("400 slow chunks", "408 closed 400", beside(slow(chunk_head, 12, 400)), "--read-timeout 3"),
+    Attack("more connections than allowed", "408 closed open", slow(begun_head, 12, 300), "--max-connections 100 --read-timeout 3"),
 ]
 
 EMBEDDINGS = [

@@ -1,14 +1,22 @@
+"""What is sent and expected, what counts as a gap, and one small attack on a server that answers at once."""
+
 import asyncio
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 
-from benchmarks import hostile_grammars
+from benchmarks import hostile, neighbours
+from benchmarks.attacker import Access, Attack, Attacker, chat, label, labels
 from benchmarks.client import BadAnswer, Client, Recording
-from benchmarks.hostile_grammars import Stream, Trial, largest_gap
-from benchmarks.hostile_inputs import INPUTS, HostileInput
+from benchmarks.hostile import Trial, faults
+from benchmarks.hostile_attacks import ATTACKS, is_another
+from benchmarks.hostile_constraints import INPUTS, HostileInput
+from benchmarks.neighbours import Stream, largest_gap
 from penstock.api.common_protocol import GenerationFields
 from penstock.api.constraints.constraints import grammar_spec
 from penstock.engine.errors import InvalidRequest, QueueFull
@@ -64,9 +72,9 @@ def test_a_hostile_constraint_is_compiled_or_refused_by_name(hostile: HostileInp
 
 
 def test_each_salt_makes_another_constraint() -> None:
-    for hostile in INPUTS:
-        assert hostile.fields(1) != hostile.fields(2)
-    assert {hostile.name for hostile in INPUTS} >= SLOW
+    for one in INPUTS:
+        assert one.fields(1) != one.fields(2)
+    assert {one.name for one in INPUTS} >= SLOW
 
 
 def answer_at(*times: float) -> Recording:
@@ -93,7 +101,7 @@ def test_an_answer_that_ends_is_followed_by_another() -> None:
     server = FakeServer()
 
     async def drive(url: str) -> None:
-        async with aiohttp.ClientSession() as session, hostile_grammars.streams(Client(session, f"{url}/v1", "fake"), 7) as under_way:
+        async with aiohttp.ClientSession() as session, neighbours.streams(Client(session, f"{url}/v1", "fake"), 7) as under_way:
             for _ in range(1000):
                 await asyncio.sleep(0.005)
                 if min(len(stream.answers) for stream in under_way) >= 3:
@@ -107,14 +115,100 @@ def test_an_answer_that_ends_is_followed_by_another() -> None:
 
 def test_a_stream_that_fails_ends_the_trial() -> None:
     async def drive(url: str) -> None:
-        async with aiohttp.ClientSession() as session, hostile_grammars.streams(Client(session, f"{url}/v1", "fake"), 7):
+        async with aiohttp.ClientSession() as session, neighbours.streams(Client(session, f"{url}/v1", "fake"), 7):
             await asyncio.sleep(60)
 
     with pytest.raises(BadAnswer, match="out of memory"):
         asyncio.run(FakeServer(fails_after=4).while_up(drive))
 
 
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "expected"),
+    [
+        (200, {}, b"{}", "200"),
+        (503, {"retry-after": "1"}, b"", "503"),
+        (503, {}, b"", "503-without-retry-after"),
+        (429, {"X": "1"}, b"", "429-without-retry-after"),
+        (200, {}, b'data: {"id": 1}\n\ndata: {"error": {}}\n\n', "200-then-error"),
+        (400, {}, b"x" * 100_000, "400-of-100000-bytes"),
+        (400, {}, b"<object at 0x7f3a2b10>", "400-with-internals"),
+        (400, {}, b"Template.generate() got multiple values for argument 'self'", "400-with-internals"),
+        (200, {}, b"the number 0x7f3a2b10", "200"),
+    ],
+)
+def test_an_answer_is_called_by_its_status_and_what_is_wrong_with_it(
+    status: int, headers: dict[str, str], body: bytes, expected: str
+) -> None:
+    assert label(status, headers, body) == expected
+
+
+def test_all_answers_of_a_connection_are_read() -> None:
+    data = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 Busy\r\nRetry-After: 1\r\n\r\nlaterHTTP/1.1 503 Busy\r\nX: 1\r\n\r\n"
+    assert list(labels(data)) == ["100", "503", "503-without-retry-after"]
+
+
+def test_what_an_attack_may_get_are_its_statuses_and_to_be_told_when_to_try_again() -> None:
+    attack = Attack("one", "400 413", chat({}), flags="--max-connections 9", needs="--api-key")
+    assert attack.needed == ["--max-connections", "--api-key"]
+    assert attack.unexpected({"400": 3, "429": 1, "503": 1}) == []
+    assert attack.unexpected({"400": 3, "500": 1, "503-without-retry-after": 1}) == ["500", "503-without-retry-after"]
+
+
+def test_a_log_has_neither_keys_nor_tracebacks_nor_control_characters() -> None:
+    assert faults(b"GET /v1/models 200\n", ["secret"]) == []
+    assert faults(b"Bearer secret\nTraceback (most recent call last):\n\x1b[31m", ["secret"]) == [
+        *("traceback-logged", "key-logged", "control-characters-logged")
+    ]
+    assert faults(b"x" * 2**21, []) == ["log-flooded"]
+
+
+def test_an_answer_is_another_where_it_parts_from_a_token_that_was_clear() -> None:
+    alone = [("a", 3.0), ("b", 0.1), ("c", 3.0)]
+    assert not is_another(alone, alone)
+    assert not is_another([("a", 3.0), ("x", 0.1), ("y", 1.0)], alone)
+    assert is_another([("a", 3.0), ("b", 0.1), ("x", 3.0)], alone)
+    assert is_another(alone[:2], alone)
+
+
+def test_names_are_unique_and_groups_hold_every_attack() -> None:
+    assert sum(len(attacks) for attacks in hostile.GROUPS.values()) == len(ATTACKS)
+    assert [attack.name for attack in hostile.chosen(["prompts", "Expect", "Expect"])][-1:] == ["Expect"]
+    assert len(hostile.chosen(None)) == len(ATTACKS)
+
+
+def test_an_attacker_fills_in_what_a_request_needs() -> None:
+    attacker = Attacker(Access("http://127.0.0.1:1", "fake", ("one", "other")), None, salt=2)  # type: ignore[arg-type]
+    body = json.loads(attacker.body("/v1/completions", lambda salt: {"max_tokens": salt}, 7))
+    assert body == {"model": "fake", "prompt": "Say something.", "max_tokens": 2007, "temperature": 0}
+    assert b"Authorization: Bearer one\r\n" in attacker.head("GET", "/health")
+    assert attacker.access.authorization(-1) == {"Authorization": "Bearer other"}
+
+
 def test_the_medians_of_all_trials_are_told() -> None:
-    trials = [Trial({"400": 1}, 10.0, gap, 20.0, "refused") for gap in (30.0, 70.0, 50.0)]
-    assert hostile_grammars.as_json(trials)["medians"] == {"answer_ms": 10.0, "gap": 50.0, "quiet_gap": 20.0, "excess": 30.0}
-    assert hostile_grammars.line("an input", trials).split() == ["an", "input", "400", "10", "50", "20", "30", "refused"]
+    trials = [Trial({"400": 1}, 10.0, gap, 20.0, 7_000_000, 1_000_000, "refused") for gap in (30.0, 70.0, 50.0)]
+    attack = Attack("an attack", "400", chat({}))
+    whole = hostile.as_json(attack, trials)
+    assert whole["medians"] == {"answer_ms": 10.0, "gap": 50.0, "quiet_gap": 20.0, "excess": 30.0, "peak": 7_000_000, "kept": 1_000_000}
+    assert hostile.line(attack, trials).split() == ["an", "attack", "ok", "10", "50", "30", "7", "1", "400x3:", "refused"]
+
+
+@pytest.fixture
+def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "WINDOW_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("is_quick")
+def test_a_server_is_attacked_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """This one answers whatever it is sent, which is right for some attacks and wrong for others."""
+    written = tmp_path / "made" / "results.json"
+    names = ("ids outside the vocabulary", "stop of 1 MB", "400 slow heads", "prefix of another key")
+
+    async def drive(url: str) -> None:
+        chosen = [part for name in names for part in ("--only", name)]
+        assert await asyncio.to_thread(hostile.main, ["--url", url, "--json", str(written), *chosen]) == 1
+
+    asyncio.run(FakeServer().while_up(drive))
+    whole: dict[str, Any] = json.loads(written.read_text())
+    assert {name: attack["unexpected"] for name, attack in whole["attacks"].items()} == {names[0]: [], names[1]: ["200"]}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("not run: ")[1] for line in lines if "not run: " in line] == ["needs --read-timeout", "needs --api-key"]
