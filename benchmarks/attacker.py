@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "Say something."}]
 ANSWER_TOKENS = 8
 PATIENCE_SECONDS = 120.0  # for an answer over HTTP
 RAW_PATIENCE_SECONDS = 2.0  # for an answer on a socket, and for what may follow it
-INNOCENT_SECONDS = 10.0
+NEIGHBOUR_SECONDS = 10.0
 MAX_ERROR_BYTES = 65536
 INTERNALS = re.compile(
     rb"0x[0-9a-f]{6}|object at|Traceback|__\w+__\(\)|unexpected keyword argument|multiple values for|/site-packages/|/home/"
@@ -34,7 +34,7 @@ Send = Callable[["Attacker"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where a server is and what opens it. The first key is the attacker's, the last one that of the innocent."""
+    """Where a server is and what opens it. The first key is the attacker's, the last one that of its neighbours."""
 
     url: str  # without /v1
     model: str
@@ -318,10 +318,10 @@ def unread(fields: Fields, seconds: float) -> Send:
 
 
 def beside(attack: Send, path: str = CHAT, fields: Fields | None = None, times: int = 3) -> Send:
-    """The attack, and ordinary requests of another client meanwhile. Noted are those that are not served, as `innocent-`status."""
+    """The attack, and ordinary requests of another client meanwhile. Noted are those that are not served, as `neighbour-`status."""
 
-    async def innocent(attacker: Attacker, number: int) -> str:
-        body = attacker.body(path, {**(fields or {}), "user": f"innocent {number}"})
+    async def neighbour(attacker: Attacker, number: int) -> str:
+        body = attacker.body(path, {**(fields or {}), "user": f"neighbour {number}"})
         while True:
             status, _ = await attacker.request("POST", path, body, attacker.access.authorization(-1))
             if status not in ("429", "503"):
@@ -333,11 +333,11 @@ def beside(attack: Send, path: str = CHAT, fields: Fields | None = None, times: 
         for number in range(times):
             await asyncio.sleep(0.2)
             try:
-                status = await asyncio.wait_for(innocent(attacker, number), INNOCENT_SECONDS)
+                status = await asyncio.wait_for(neighbour(attacker, number), NEIGHBOUR_SECONDS)
             except TimeoutError:
                 status = "starved"
             if status != "200":
-                attacker.note(f"innocent-{status}")
+                attacker.note(f"neighbour-{status}")
         await attacking
 
     return send

@@ -48,7 +48,7 @@ from benchmarks.target import TargetError
 WINDOW_SECONDS = 1.0  # at least
 MAX_QUIET_SECONDS = 10.0
 MAX_LOG_BYTES = 2**20
-WARM_UP = ATTACKS["models as paths"]  # what is loaded with the first requests is not kept for an attack
+WARM_UP = ATTACKS["path traversal in model names"]  # what is loaded with the first requests is not kept for an attack
 GROUPS = {
     "bodies": hostile_attacks.BODIES,
     "constraints": hostile_attacks.CONSTRAINTS,
@@ -93,15 +93,16 @@ async def try_attack(server: Server, attackers: Executor, attack: Attack, number
     log_start = server.log.stat().st_size if server.log else 0
     before, peaks = server.anonymous(), [server.anonymous()]
     watching = asyncio.create_task(server.watch(peaks))
-    gaps = (0.0, 0.0)
+    gap = quiet_gap = 0.0
     try:
         async with streams(server.client, number, attack.flags == POOLING) as under_way:
             outcome = await asyncio.get_running_loop().run_in_executor(attackers, hostile_attacks.run, attack.name, server.access, number)
             statuses += Counter(outcome.statuses)
-            windows = await both_windows(server, attack, outcome)
-            gaps = tuple(largest_gap(under_way, *window, time.perf_counter()) for window in windows)  # type: ignore[assignment]
-    except (BadAnswer, aiohttp.ClientError, TimeoutError) as failure:
-        statuses["neighbour-failed"] += 1
+            window, quiet_window = await both_windows(server, attack, outcome)
+            now = time.perf_counter()
+            gap, quiet_gap = largest_gap(under_way, *window, now), largest_gap(under_way, *quiet_window, now)
+    except (BadAnswer, aiohttp.ClientError, OSError) as failure:
+        statuses["stream-failed"] += 1
         error = str(failure) or type(failure).__name__
     finally:
         watching.cancel()
@@ -112,7 +113,7 @@ async def try_attack(server: Server, attackers: Executor, attack: Attack, number
         statuses.update(faults(server.log.read_bytes()[log_start:], server.access.keys))
     took = (outcome.ended - outcome.started) * 1000 if outcome else 0.0
     error = error or (outcome.error if outcome else "")
-    return Trial(dict(statuses), took, *gaps, max(peaks), server.anonymous() - before, error)
+    return Trial(dict(statuses), took, gap, quiet_gap, max(peaks), server.anonymous() - before, error)
 
 
 async def both_windows(server: Server, attack: Attack, outcome: Outcome) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -244,7 +244,7 @@ def begun_head(attacker: Attacker) -> bytes:
 
 
 BODIES = [
-    Attack("numbers of no sense", "400", each(CHAT, *({"n": 10**9}, {"best_of": 10**9}, {"top_logprobs": 10**9}, {"max_tokens": -1}))),
+    Attack("numbers out of range", "400", each(CHAT, *({"n": 10**9}, {"best_of": 10**9}, {"top_logprobs": 10**9}, {"max_tokens": -1}))),
     Attack("numeric fields", "200 400", each(CHAT, *({"max_tokens": 2, name: value} for name, value in product(NUMERIC_FIELDS, NUMBERS)))),
     Attack("stop of 1 MB", "400", chat(lambda salt: {"stop": ["x" * MILLION]})),
     Attack("tokenize 15 MB", "400 413", beside(post("/tokenize", lambda salt: {"prompt": words(15 * MILLION)}))),
@@ -271,7 +271,7 @@ BODIES = [
     Attack("deflate bomb", "413", encoded(CHAT, partial(zeros, 15), Content_Encoding="deflate")),
     Attack("gzip twice", "400 413 415", encoded(CHAT, lambda: gzip.compress(zeros(31)), Content_Encoding="gzip, gzip")),
     Attack(
-        "ids outside the vocabulary",
+        "token ids outside the vocabulary",
         "200 400",
         each(
             CHAT,
@@ -283,10 +283,14 @@ BODIES = [
         ),
     ),
     Attack("prompts outside the vocabulary", "200 400", each(COMPLETIONS, *({"prompt": [i]} for i in (49151, 49152, 49215, 49216, -1)))),
-    Attack("models as paths", "400 404", each(CHAT, *({"model": name} for name in ("../../etc/passwd", "a\nb", "\x1b[31m", "%s%n")))),
-    Attack("addresses in requests", "400 404", fetched),
     Attack(
-        "arguments of a processor",
+        "path traversal in model names",
+        "400 404",
+        each(CHAT, *({"model": name} for name in ("../../etc/passwd", "a\nb", "\x1b[31m", "%s%n"))),
+    ),
+    Attack("SSRF", "400 404", fetched),
+    Attack(
+        "logits processor arguments",
         "400",
         each(
             CHAT,
@@ -302,10 +306,12 @@ CONSTRAINTS = [
     Attack("empty constraints", "200 400", each(CHAT, *EMPTY_CONSTRAINTS)),
     Attack("broken constraints", "200 400", each(CHAT, *BROKEN_CONSTRAINTS)),
     Attack(
-        "regex of too many states", "200 400", chat(lambda salt: {"guided_regex": f"(.{{0,20}}a.{{0,20}}|.{{0,20}}b.{{0,20}}){{4}}|{salt}"})
+        "regex beyond the lexer's limit",
+        "200 400",
+        chat(lambda salt: {"guided_regex": f"(.{{0,20}}a.{{0,20}}|.{{0,20}}b.{{0,20}}){{4}}|{salt}"}),
     ),
     Attack(
-        "that regex, streamed",
+        "regex beyond the lexer's limit, streamed",
         "200 400",
         chat(lambda salt: {"guided_regex": f"(.{{0,20}}a.{{0,20}}|.{{0,20}}b.{{0,20}}){{4}}|{salt}", "stream": True}),
     ),
@@ -322,7 +328,7 @@ CONSTRAINTS = [
         control={},
     ),
     Attack(
-        "schemas whose clients go",
+        "disconnects while compiling",
         "cut",
         cut(
             lambda salt: {"guided_json": {"type": "array", "items": {"type": "string", "pattern": f".*a{salt}.{{20}}"}, "maxItems": 9}}, 128
@@ -332,12 +338,12 @@ CONSTRAINTS = [
 ]
 
 PROMPTS = [
-    Attack("templates, not trusted", "400", each(CHAT, *({"chat_template": template} for template in ESCAPES))),
-    Attack("templates, not trusted, to tokenize", "400", each("/tokenize", {"messages": [], "chat_template": ESCAPES[0]})),
-    Attack("overrides of the template's arguments", "200 400", each(CHAT, *({"chat_template_kwargs": {name: 1}} for name in OVERRIDES))),
-    Attack("escapes from the sandbox", "400", each(CHAT, *({"chat_template": template} for template in ESCAPES[:6])), TRUSTING),
+    Attack("untrusted templates", "400", each(CHAT, *({"chat_template": template} for template in ESCAPES))),
+    Attack("untrusted template to tokenize", "400", each("/tokenize", {"messages": [], "chat_template": ESCAPES[0]})),
+    Attack("chat_template_kwargs overrides", "200 400", each(CHAT, *({"chat_template_kwargs": {name: 1}} for name in OVERRIDES))),
+    Attack("template sandbox escapes", "400", each(CHAT, *({"chat_template": template} for template in ESCAPES[:6])), TRUSTING),
     Attack(
-        "addresses by templates",
+        "memory addresses by templates",
         "200 400",
         each("/tokenize", *({"messages": [], "chat_template": template, "return_token_strs": True} for template in ESCAPES[6:])),
         TRUSTING,
@@ -351,17 +357,17 @@ PROMPTS = [
 CLIENTS = [
     Attack("routes without a key", "401 400 405", without_a_key, needs="--api-key"),
     Attack(
-        "paths around the key",
+        "key bypass by path",
         "401 400 404",
         raw(*(request(path, "Connection: close", method="GET") for path in PATHS_AROUND_THE_KEY), has_key=False),
     ),
     Attack(
-        "headers around the key",
+        "key bypass by header",
         "401 400",
         raw(*(request("/v1/models", line, "Connection: close", method="GET") for line in HEADERS_AROUND_THE_KEY), has_key=False),
     ),
     Attack(
-        "body's length twice",
+        "request smuggling",
         "400 401 closed",
         raw(
             request(CHAT, "Content-Length: 2", "Content-Length: 40", body="{}" + "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"),
@@ -370,7 +376,7 @@ CLIENTS = [
         ),
     ),
     Attack(
-        "bytes that are no HTTP",
+        "malformed HTTP",
         "400 401 closed",
         raw(
             "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n",
@@ -385,7 +391,7 @@ CLIENTS = [
         ),
     ),
     Attack(
-        "Expect",
+        "Expect header",
         "100 400 401 417",
         raw(
             request(CHAT, "Expect: 100-continue", "Content-Length: 2", "Connection: close"),
@@ -404,33 +410,31 @@ CLIENTS = [
         ),
     ),
     Attack(
-        "a page of another origin",
+        "cross-origin post",
         "400 403 415",
         chat({}, headers={"Origin": "http://evil.example", "Content-Type": "text/plain"}),
         flags="--allowed-hosts penstock.example",
     ),
-    Attack(
-        "a host that was rebound", "400 403 421", chat({}, headers={"Host": "evil.example:8000"}), flags="--allowed-hosts penstock.example"
-    ),
-    Attack("priority above all", "200 400", beside(starving(20))),
-    Attack("prefix of another key", "200", cached_by_another_key, needs="--api-key"),
+    Attack("DNS rebinding", "400 403 421", chat({}, headers={"Host": "evil.example:8000"}), flags="--allowed-hosts penstock.example"),
+    Attack("priority flood", "200 400", beside(starving(20))),
+    Attack("prefix shared between keys", "200", cached_by_another_key, needs="--api-key"),
     Attack("one request id", "200", one_request_id),
-    Attack("recycled slots", "200", recycled_slots),
-    Attack("many labels", "404 405", many_labels),
-    Attack("name of the software", "200", names_its_software),
+    Attack("recycled batch slots", "200", recycled_slots),
+    Attack("metric label explosion", "404 405", many_labels),
+    Attack("Server header", "200", names_its_software),
     Attack("2,000 at once", "200", chat({"max_tokens": 2}, 2000)),
-    Attack("clients that go", "cut", cut({"stream": True, "max_tokens": 200}, 256)),
-    Attack("clients that reset", "cut", cut({"stream": True, "n": 4, "max_tokens": 200}, 256, is_reset=True)),
+    Attack("disconnects", "cut", cut({"stream": True, "max_tokens": 200}, 256)),
+    Attack("connection resets", "cut", cut({"stream": True, "n": 4, "max_tokens": 200}, 256, is_reset=True)),
     Attack(
-        "stream that is not read",
+        "unread stream",
         "cut",
         unread({"n": 32, "logprobs": True, "top_logprobs": 20, "max_tokens": 400, "ignore_eos": True}, 8),
         "--write-timeout 2",
     ),
     Attack("1,500 idle connections", "closed open 408", beside(slow(lambda attacker: b"", 5, 1500))),
-    Attack("400 slow heads", "408 closed 400", beside(slow(begun_head, 12, 400)), "--read-timeout 3"),
-    Attack("400 slow bodies", "408 closed 400", beside(slow(length_head, 12, 400)), "--read-timeout 3"),
-    Attack("400 slow chunks", "408 closed 400", beside(slow(chunk_head, 12, 400)), "--read-timeout 3"),
+    Attack("slowloris headers", "408 closed 400", beside(slow(begun_head, 12, 400)), "--read-timeout 3"),
+    Attack("slowloris bodies", "408 closed 400", beside(slow(length_head, 12, 400)), "--read-timeout 3"),
+    Attack("slowloris chunks", "408 closed 400", beside(slow(chunk_head, 12, 400)), "--read-timeout 3"),
     Attack("more connections than allowed", "408 closed open", slow(begun_head, 12, 300), "--max-connections 100 --read-timeout 3"),
 ]
 
@@ -449,7 +453,7 @@ EMBEDDINGS = [
     ),
     Attack("1,000,000 texts", "400 413", post("/v1/embeddings", lambda salt: {"input": ["a"] * MILLION}), POOLING),
     Attack(
-        "dimensions of no sense", "400", each("/v1/embeddings", *({"input": "a", "dimensions": i} for i in (-1, 0, 10**9, "x"))), POOLING
+        "dimensions out of range", "400", each("/v1/embeddings", *({"input": "a", "dimensions": i} for i in (-1, 0, 10**9, "x"))), POOLING
     ),
 ]
 

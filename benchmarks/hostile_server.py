@@ -22,12 +22,12 @@ from benchmarks.target import Memory, launched, split_command
 IDLE_SECONDS = 15.0
 HEALTH_SECONDS = 10.0
 SAMPLE_SECONDS = 0.05
-KEYS = ("key-of-the-attacker", "key-of-the-innocent")
+KEYS = ("key-of-the-attacker", "key-of-a-neighbour")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """`client` has the key of the innocent. Memory is known where the process is, the log where the server was started here."""
+    """`client` has the key of the attacker's neighbours. Memory is known where the process is, the log where it was started here."""
 
     access: Access
     client: Client

@@ -175,7 +175,7 @@ def test_an_answer_is_another_where_it_parts_from_a_token_that_was_clear() -> No
 
 def test_names_are_unique_and_groups_hold_every_attack() -> None:
     assert sum(len(attacks) for attacks in hostile.GROUPS.values()) == len(ATTACKS)
-    assert [attack.name for attack in hostile.chosen(["prompts", "Expect", "Expect"])][-1:] == ["Expect"]
+    assert [attack.name for attack in hostile.chosen(["prompts", "Expect header", "Expect header"])][-1:] == ["Expect header"]
     assert len(hostile.chosen(None)) == len(ATTACKS)
 
 
@@ -204,7 +204,7 @@ def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_is_attacked_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """This one answers whatever it is sent, which is right for some attacks and wrong for others."""
     written = tmp_path / "made" / "results.json"
-    names = ("ids outside the vocabulary", "stop of 1 MB", "400 slow heads", "prefix of another key")
+    names = ("token ids outside the vocabulary", "stop of 1 MB", "slowloris headers", "prefix shared between keys")
 
     async def drive(url: str) -> None:
         chosen = [part for name in names for part in ("--only", name)]
