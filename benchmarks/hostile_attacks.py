@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 import zlib
 from functools import partial
 from itertools import product
@@ -11,6 +12,7 @@ from itertools import product
 from benchmarks.attacker import (
     CHAT,
     COMPLETIONS,
+    MESSAGES,
     Access,
     Attack,
     Attacker,
@@ -63,26 +65,31 @@ ESCAPES = (
 )
 OVERRIDES = ("chat_template", "tokenize", "add_generation_prompt", "conversation", "messages", "tools", "documents", "self", "__class__")
 PATHS_AROUND_THE_KEY = (
-    *("//v1/models", "/health/../v1/models", "/health/..%2fv1/models", "/v1/models;/health", "/%76%31/models", "/v1/models?/health"),
-    *(
-        "/v1/models#/health",
-        "/./v1/models",
-        "/v1//models",
-        "/health%00/../v1/models",
-        "/ping/../v1/models",
-        "http://x/v1/models",
-        "/V1/models",
-    ),
+    "//v1/models",
+    "/health/../v1/models",
+    "/health/..%2fv1/models",
+    "/v1/models;/health",
+    "/%76%31/models",
+    "/v1/models?/health",
+    "/v1/models#/health",
+    "/./v1/models",
+    "/v1//models",
+    "/health%00/../v1/models",
+    "/ping/../v1/models",
+    "http://x/v1/models",
+    "/V1/models",
 )
 HEADERS_AROUND_THE_KEY = (
-    *(
-        "Host: a/health?",
-        "X-Forwarded-Prefix: /health",
-        "X-Original-URL: /health",
-        "X-Rewrite-URL: /health",
-        "X-HTTP-Method-Override: OPTIONS",
-    ),
-    *("Authorization: Basic a2V5", "Authorization: Bearer", "Authorization: Bearer wrong", "Authorization: bearer  ", "X-Api-Key: wrong"),
+    "Host: a/health?",
+    "X-Forwarded-Prefix: /health",
+    "X-Original-URL: /health",
+    "X-Rewrite-URL: /health",
+    "X-HTTP-Method-Override: OPTIONS",
+    "Authorization: Basic a2V5",
+    "Authorization: Bearer",
+    "Authorization: Bearer wrong",
+    "Authorization: bearer  ",
+    "X-Api-Key: wrong",
 )
 ROUTES = (
     *("/v1/models", "/v1/models/x", "/version", "/metrics", CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/embeddings", "/v1/rerank"),
@@ -182,6 +189,16 @@ def is_another(said: list[tuple[str, float]], expected: list[tuple[str, float]])
     """Where they part, `expected` was clear: rounding depends on what else is in a step, and may decide between two likely tokens."""
     parted = next((margin for (ours, _), (theirs, margin) in zip(said, expected, strict=False) if ours != theirs), None)
     return len(said) != len(expected) if parted is None else parted > CLEAR_NATS
+
+
+async def memory_addresses(attacker: Attacker) -> None:
+    """What a template writes of objects that are no text, as `/tokenize` shows it."""
+    for template in ESCAPES[6:]:
+        fields: Fields = {"messages": MESSAGES, "chat_template": template, "return_token_strs": True}
+        answer = await attacker.post("/tokenize", attacker.body("/tokenize", fields))
+        with contextlib.suppress(ValueError, LookupError):
+            if re.search("0x[0-9a-f]{6}", "".join(json.loads(answer)["token_strs"])):
+                attacker.note("address-in-prompt")
 
 
 async def many_labels(attacker: Attacker) -> None:
@@ -339,15 +356,10 @@ CONSTRAINTS = [
 
 PROMPTS = [
     Attack("untrusted templates", "400", each(CHAT, *({"chat_template": template} for template in ESCAPES))),
-    Attack("untrusted template to tokenize", "400", each("/tokenize", {"messages": [], "chat_template": ESCAPES[0]})),
+    Attack("untrusted template to tokenize", "400", each("/tokenize", {"messages": MESSAGES, "chat_template": ESCAPES[0]})),
     Attack("chat_template_kwargs overrides", "200 400", each(CHAT, *({"chat_template_kwargs": {name: 1}} for name in OVERRIDES))),
     Attack("template sandbox escapes", "400", each(CHAT, *({"chat_template": template} for template in ESCAPES[:6])), TRUSTING),
-    Attack(
-        "memory addresses by templates",
-        "200 400",
-        each("/tokenize", *({"messages": [], "chat_template": template, "return_token_strs": True} for template in ESCAPES[6:])),
-        TRUSTING,
-    ),
+    Attack("memory addresses by templates", "200 400", memory_addresses, TRUSTING),
     *(
         Attack(f"template {name}", "400", beside(chat({"chat_template": template}), times=1), TRUSTING)
         for name, template in TEMPLATES.items()

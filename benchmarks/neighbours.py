@@ -15,6 +15,7 @@ STREAM_TOKENS = 2000
 WARM_TOKENS = 8
 RETRY_SECONDS = 0.2
 SHED = (429, 503)
+JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(slots=True)
@@ -61,9 +62,6 @@ class Stream:
             yield from itertools.pairwise(arrived for arrived, _ in recording.pieces)
         if not self.is_between:
             yield self.answers[-1].pieces[-1][0], now
-
-
-JSON = {"Content-Type": "application/json"}
 
 
 @asynccontextmanager
