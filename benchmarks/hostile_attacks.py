@@ -40,6 +40,16 @@ NUMERIC_FIELDS = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "thinking_token_budget", "timeout"),
     *("truncate_prompt_tokens", "prompt_logprobs", "beam_width"),
 )
+TOKEN_IDS = (49151, 49152, 49215, 49216, -1, 2**31 - 1)  # the default model has 49152
+TOKEN_ID_FIELDS: tuple[Fields, ...] = (
+    *({"allowed_token_ids": [token]} for token in TOKEN_IDS),
+    *({"stop_token_ids": [token]} for token in TOKEN_IDS),
+    *({"logit_bias": {str(token): 1}} for token in TOKEN_IDS),
+)
+PROCESSORS: tuple[Fields, ...] = tuple(
+    {"logits_processors": [{"name": "no_repeat_ngram", "arguments": arguments}]} for arguments in ({"x": 1}, {"size": "a"}, {"self": 1})
+)
+MODEL_NAMES = ("../../etc/passwd", "a\nb", "\x1b[31m", "%s%n")
 TEMPLATES = {
     "of a long list": "{{ ['a'*1000000]*2000 }}",
     "of a dict of lists": "{% set x = {'a':['b'*1000000]*2000} %}{{ x }}",
@@ -215,8 +225,13 @@ async def many_labels(attacker: Attacker) -> None:
 
 
 async def fetched(attacker: Attacker) -> None:
-    """Addresses in requests: whatever connects to them is noted as `fetched`."""
-    server = await asyncio.start_server(lambda reader, writer: (attacker.note("fetched"), writer.close())[0], "127.0.0.1", 0)
+    """Addresses in requests. A connection to one of them is noted as `fetched`."""
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        attacker.note("fetched")
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     for url in (f"http://127.0.0.1:{port}/x.png", f"http://localhost:{port}/", "file:///etc/passwd", "//etc/passwd"):
         parts = [{"type": kind, kind: {"url": url}} for kind in ("image_url", "video_url", "audio_url")]
@@ -287,36 +302,11 @@ BODIES = [
     Attack("gzip bomb", "413", encoded(CHAT, partial(zeros, 31), Content_Encoding="gzip")),
     Attack("deflate bomb", "413", encoded(CHAT, partial(zeros, 15), Content_Encoding="deflate")),
     Attack("gzip twice", "400 413 415", encoded(CHAT, lambda: gzip.compress(zeros(31)), Content_Encoding="gzip, gzip")),
-    Attack(
-        "token ids outside the vocabulary",
-        "200 400",
-        each(
-            CHAT,
-            *(
-                {name: value}
-                for token in (49151, 49152, 49215, 49216, -1, 2**31 - 1)
-                for name, value in (("allowed_token_ids", [token]), ("logit_bias", {str(token): 1}), ("stop_token_ids", [token]))
-            ),
-        ),
-    ),
-    Attack("prompts outside the vocabulary", "200 400", each(COMPLETIONS, *({"prompt": [i]} for i in (49151, 49152, 49215, 49216, -1)))),
-    Attack(
-        "path traversal in model names",
-        "400 404",
-        each(CHAT, *({"model": name} for name in ("../../etc/passwd", "a\nb", "\x1b[31m", "%s%n"))),
-    ),
+    Attack("token ids outside the vocabulary", "200 400", each(CHAT, *TOKEN_ID_FIELDS)),
+    Attack("prompts outside the vocabulary", "200 400", each(COMPLETIONS, *({"prompt": [token]} for token in TOKEN_IDS))),
+    Attack("path traversal in model names", "400 404", each(CHAT, *({"model": name} for name in MODEL_NAMES))),
     Attack("SSRF", "400 404", fetched),
-    Attack(
-        "logits processor arguments",
-        "400",
-        each(
-            CHAT,
-            *(
-                {"logits_processors": [{"name": "no_repeat_ngram", "arguments": arguments}]}
-                for arguments in ({"x": 1}, {"size": "a"}, {"self": 1})
-            ),
-        ),
-    ),
+    Attack("logits processor arguments", "400", each(CHAT, *PROCESSORS)),
 ]
 
 CONSTRAINTS = [
