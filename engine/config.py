@@ -7,6 +7,7 @@ CompileMode = Literal["auto", "off", "on"]
 KVCacheDtype = Literal["auto", "fp8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SpeculationMode = Literal["ngram", "none"]
+NativeKernels = Literal["auto", "none"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
 
 MAX_NUM_SEQS_CPU = 64
@@ -46,6 +47,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 1024
     compile: CompileMode = "auto"
+    native_kernels: NativeKernels = "auto"
     speculation: SpeculationMode = "ngram"
     async_scheduling: bool | None = None
     seed: int | None = None
