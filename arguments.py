@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from penstock import __version__
 from penstock.api.chat_protocol import ReasoningField
-from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
+from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, NativeKernels, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammar import AdditionalProperties
 from penstock.vllm_arguments import ALL as VLLM_ARGUMENTS
@@ -36,6 +36,7 @@ class Arguments:
     """What the command line said, parsed and checked. Sizes are in bytes, times in seconds."""
 
     engine: EngineConfig
+    verify_weights: bool
     runner: Runner
     served_model_names: tuple[str, ...]
     plugins: tuple[str, ...]
@@ -124,6 +125,7 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
             max_waiting_tokens=given.max_waiting_tokens,
             priority_aging=given.priority_aging,
             compile=given.compile,
+            native_kernels=given.native_kernels,
             speculation=given.speculation,
             async_scheduling=given.async_scheduling,
             seed=given.seed,
@@ -131,6 +133,7 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
             trust_remote_code=given.trust_remote_code,
             matryoshka=given.matryoshka,
         ),
+        verify_weights=given.verify_weights,
         runner=given.runner,
         served_model_names=tuple(given.served_model_name),
         plugins=tuple(given.plugin),
@@ -255,6 +258,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         type=lambda text: None if text in ("auto", "-1") else number_of_tokens(text),
         metavar="TOKENS",
         help="prompt and answer together, such as 8192, 8k (8000) or 8K (8192); auto, the default: the model's",
+    )
+    group.add_argument(
+        "--verify-weights",
+        action="store_true",
+        help="at start, compare every file of a converted model in the cache with the checksum from its conversion (default: those whose "
+        "size or time of modification has changed)",
     )
     group.add_argument("--matryoshka", action="store_true", help="embeddings may be cut short (default: where the model's files say so)")
 
@@ -533,6 +542,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: where there is a C++ compiler, another "
         "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never, and no CUDA graphs on a "
         "GPU either (default: auto)",
+    )
+    group.add_argument(
+        "--native-kernels",
+        choices=get_args(NativeKernels),
+        default="auto",
+        help="run a CPU model on kernels that are built for this processor. auto: where there is a C++ compiler; none: on torch's "
+        "portable code, which is slower. The two round differently, so answers may part after some tokens (default: auto)",
     )
     group.add_argument(
         "--speculation",

@@ -26,10 +26,12 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
+from penstock.engine.loading.cache_directory import redirect_compiler_caches
 from penstock.engine.loading.generation_defaults import sampling_defaults
 from penstock.engine.loading.model_config import read_config, read_generation_config
 from penstock.engine.loading.model_store import model_name, resolve_model
 from penstock.engine.loading.packaged_model import PACKAGED_MODELS
+from penstock.engine.native.library import kernels_in_use
 from penstock.engine.parsing import ReasoningParser
 from penstock.engine.pooling.model_kind import model_kind
 from penstock.engine.pooling.pooling_build import build_pooling_engine
@@ -76,12 +78,13 @@ class ModelFiles:
         """Fetches the model where it is not here. Raises `ConfigurationError`."""
         config = arguments.engine
         template = None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
-        directory = resolve_model(config.model, config.trust_remote_code)
+        directory = resolve_model(config.model, config.trust_remote_code, verify=arguments.verify_weights)
         return cls(directory, Tokenizer.load(directory, config.trust_remote_code), template)
 
 
 def assemble(arguments: Arguments, plugins: Plugins) -> Assembled | AssembledPooling:
     """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked."""
+    redirect_compiler_caches()
     files = ModelFiles.of(arguments)
     kind = model_kind(files.directory)
     if arguments.runner not in ("auto", kind):
@@ -252,7 +255,7 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
     ]
     parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
-        parts.append(f"threads: {core.runner.num_threads}")
+        parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
     return "; ".join(parts)
 
 

@@ -25,7 +25,7 @@ from penstock.engine.loading.memory import num_cache_blocks, settle_memory
 from penstock.engine.loading.model_config import answer_tokens
 from penstock.engine.loading.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
-from penstock.engine.native.library import native_library
+from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.overlap.host_copies import CudaHostCopies
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
@@ -40,6 +40,7 @@ NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
     attention.register()
+    choose_kernels(config.native_kernels)
     # Two OpenMP pools on the same cores put each other's threads to sleep: a step takes twice as long. Only the model's thread has one.
     torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:

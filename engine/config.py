@@ -7,6 +7,7 @@ CompileMode = Literal["auto", "off", "on"]
 KVCacheDtype = Literal["auto", "fp8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SpeculationMode = Literal["ngram", "none"]
+NativeKernels = Literal["auto", "none"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
 
 MAX_NUM_SEQS_CPU = 64
@@ -51,6 +52,7 @@ class EngineConfig:
     max_waiting_tokens: int | None = None
     priority_aging: float = 60.0
     compile: CompileMode = "auto"
+    native_kernels: NativeKernels = "auto"
     speculation: SpeculationMode = "ngram"
     async_scheduling: bool | None = None
     seed: int | None = None

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 EVERY_FLAG = """
     --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10
-    --trust-remote-code --matryoshka
+    --trust-remote-code --matryoshka --verify-weights --native-kernels none
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
     --reasoning-field both --metrics-without-key --max-tool-calls 3 --share-prefix-cache --min-priority -5 --write-timeout 4
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
@@ -100,6 +100,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         max_waiting_tokens=8192,
         priority_aging=1.5,
         compile="off",
+        native_kernels="none",
         seed=11,
         speculation="none",
         num_threads=2,
@@ -108,6 +109,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     expected = Arguments(
         engine=engine,
+        verify_weights=True,
         runner="pooling",
         served_model_names=("a", "b"),
         plugins=("deepseek_r1", "hermes"),
