@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
 from penstock import __version__
-from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, QuantizationMode, SpeculationMode
+from penstock.engine.config import CompileMode, Dtype, EngineConfig, KVCacheDtype, NativeKernels, QuantizationMode, SpeculationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammar import AdditionalProperties
 from penstock.serving.requests import ReasoningField
@@ -36,6 +36,7 @@ class Arguments:
     """What the command line said, parsed and checked. Sizes are in bytes, times in seconds."""
 
     engine: EngineConfig
+    verify_weights: bool
     runner: Runner
     served_model_names: tuple[str, ...]
     plugins: tuple[str, ...]
@@ -56,11 +57,16 @@ class Arguments:
     port: int
     api_keys: tuple[str, ...]
     share_prefix_cache: bool
+    min_priority: int | None
     metrics_without_key: bool
+    allowed_hosts: tuple[str, ...]
     allowed_origins: tuple[str, ...]
     max_body_size: int
-    keep_alive_interval: float
+    max_connections: int | None
+    read_timeout: float
     write_timeout: float
+    keep_alive_timeout: float
+    keep_alive_interval: float
     drain_timeout: float
     log_level: str
     access_log: bool
@@ -116,7 +122,10 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
             kv_cache_dtype=given.kv_cache_dtype,
             enable_prefix_caching=given.prefix_caching,
             max_waiting_requests=given.max_waiting_requests,
+            max_waiting_tokens=given.max_waiting_tokens,
+            priority_aging=given.priority_aging,
             compile=given.compile,
+            native_kernels=given.native_kernels,
             speculation=given.speculation,
             async_scheduling=given.async_scheduling,
             seed=given.seed,
@@ -124,6 +133,7 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
             trust_remote_code=given.trust_remote_code,
             matryoshka=given.matryoshka,
         ),
+        verify_weights=given.verify_weights,
         runner=given.runner,
         served_model_names=tuple(given.served_model_name),
         plugins=tuple(given.plugin),
@@ -144,11 +154,16 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
         port=given.port,
         api_keys=api_keys,
         share_prefix_cache=given.share_prefix_cache,
+        min_priority=given.min_priority,
         metrics_without_key=given.metrics_without_key,
+        allowed_hosts=tuple(host.lower() for host in given.allowed_hosts),
         allowed_origins=tuple(origin for origins in given.allowed_origins for origin in origins),
         max_body_size=given.max_body_size,
-        keep_alive_interval=given.keep_alive_interval,
+        max_connections=given.max_connections,
+        read_timeout=given.read_timeout,
         write_timeout=given.write_timeout,
+        keep_alive_timeout=given.keep_alive_timeout,
+        keep_alive_interval=given.keep_alive_interval,
         drain_timeout=given.drain_timeout,
         log_level=given.log_level,
         access_log=given.access_log,
@@ -197,6 +212,8 @@ def build_parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
     _add_model_flags(parser)
     _add_format_flags(parser)
     _add_http_flags(parser)
+    _add_connection_flags(parser)
+    _add_log_flags(parser)
     _add_engine_flags(parser)
     # Set here and not at the flags: some versions of argparse would add "(default: True)" to their help.
     parser.set_defaults(access_log=True, prefix_caching=True, async_scheduling=None)
@@ -241,6 +258,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         type=lambda text: None if text in ("auto", "-1") else number_of_tokens(text),
         metavar="TOKENS",
         help="prompt and answer together, such as 8192, 8k (8000) or 8K (8192); auto, the default: the model's",
+    )
+    group.add_argument(
+        "--verify-weights",
+        action="store_true",
+        help="at start, compare every file of a converted model in the cache with the checksum from its conversion (default: those whose "
+        "size or time of modification has changed)",
     )
     group.add_argument("--matryoshka", action="store_true", help="embeddings may be cut short (default: where the model's files say so)")
 
@@ -343,7 +366,11 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         help="end an answer that has to call tools after N calls, and any answer after N equal calls in a row; a request may bound its "
         "calls itself (default: %(default)s)",
     )
-    group.add_argument("--trust-request-chat-template", action="store_true", help="let requests bring a template (default: refused)")
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let requests bring a template, which is rendered in a process of its own with 256 MiB and 5 s of CPU time (default: refused)",
+    )
     add_reading_choice(group, "where a request does not say: ", "closed")
     group.add_argument(
         "--allow-unknown-fields",
@@ -367,7 +394,21 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="reuse prefixes between API keys (default: only within one, if there are several)",
     )
+    group.add_argument(
+        "--min-priority",
+        type=integer(-(2**31), 2**31 - 1),
+        metavar="N",
+        help="refuse requests with a lower `priority`; the lower runs first (default: 0 with several API keys, else none is refused)",
+    )
     group.add_argument("--metrics-without-key", action="store_true", help="answer /metrics without an API key (default: with one)")
+    group.add_argument(
+        "--allowed-hosts",
+        **SEVERAL,
+        default=[],
+        metavar="NAME",
+        help="names by which the server may be asked for, without port; *.example.com for all below it, * for any. localhost, --host and "
+        "IP addresses always may (default: no others at a loopback address without an API key, else any)",
+    )
     group.add_argument(
         "--allowed-origins",
         type=origins,
@@ -376,8 +417,41 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="CORS: origins that may call, or *; several, or a JSON list of them (default: none)",
     )
+
+
+def _add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("connections and their limits")
+    group.add_argument(
+        "--max-connections",
+        type=integer(1),
+        metavar="N",
+        help="that are open at the same time; further ones wait until some close (default: what the limit of file descriptors allows, "
+        "16384 at most)",
+    )
     group.add_argument(
         "--max-body-size", type=_size, default=16 * 2**20, metavar="SIZE", help="of a request, such as 1MiB (default: 16MiB)"
+    )
+    group.add_argument(
+        "--read-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="what a client gets to send the headers of a request, and then its body, plus a second for each 16 KiB of it; 0: as long as "
+        "it takes (default: 30)",
+    )
+    group.add_argument(
+        "--write-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="end an answer that its client does not read for so long; 0: never (default: 60)",
+    )
+    group.add_argument(
+        "--keep-alive-timeout",
+        type=_seconds,
+        default=75.0,
+        metavar="SECONDS",
+        help="close a connection that has had no request for so long; more than a proxy in front keeps it open; 0: never (default: 75)",
     )
     group.add_argument(
         "--keep-alive-interval",
@@ -388,13 +462,6 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         help="a comment in silent streams so that proxies keep them open; 0: none (default: 15)",
     )
     group.add_argument(
-        "--write-timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="end the stream of a client that does not read it for so long; 0: never (default: 60)",
-    )
-    group.add_argument(
         "--drain-timeout",
         "--shutdown-timeout",
         type=_seconds,
@@ -402,6 +469,10 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="what running requests get on shutdown (default: 30)",
     )
+
+
+def _add_log_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("log")
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
     group.add_argument(
         "--access-log",
@@ -448,7 +519,21 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         type=integer(1),
         default=1024,
         metavar="N",
-        help="reject further requests with 429 when N are waiting (default: %(default)s)",
+        help="reject further requests with 429 when N are waiting, each of the `n` answers to one counted (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-waiting-tokens",
+        type=number_of_tokens,
+        metavar="TOKENS",
+        help="the same when the prompts that wait have so many tokens together (default: 32 times what the KV cache holds; with a model "
+        "for pooling, no bound)",
+    )
+    group.add_argument(
+        "--priority-aging",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="a request that has waited for so long goes before all that have not, whatever their `priority`; 0: never (default: 60)",
     )
     group.add_argument(
         "--compile",
@@ -457,6 +542,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: where there is a C++ compiler, another "
         "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never, and no CUDA graphs on a "
         "GPU either (default: auto)",
+    )
+    group.add_argument(
+        "--native-kernels",
+        choices=get_args(NativeKernels),
+        default="auto",
+        help="run a CPU model on kernels that are built for this processor. auto: where there is a C++ compiler; none: on torch's "
+        "portable code, which is slower. The two round differently, so answers may part after some tokens (default: auto)",
     )
     group.add_argument(
         "--speculation",

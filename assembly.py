@@ -1,13 +1,16 @@
 """From arguments to everything a handler needs. What can be refused is refused before the model is loaded."""
 
 import hashlib
+import ipaddress
 import logging
+import socket
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from penstock import __version__
+from penstock.api.connections import connection_limit
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
@@ -17,10 +20,12 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
+from penstock.engine.loading.cache_directory import redirect_compiler_caches
 from penstock.engine.loading.generation_defaults import sampling_defaults
 from penstock.engine.loading.model_config import read_config, read_generation_config
 from penstock.engine.loading.model_store import model_name, resolve_model
 from penstock.engine.loading.packaged_model import PACKAGED_MODELS
+from penstock.engine.native.library import kernels_in_use
 from penstock.engine.parsing import ReasoningParser
 from penstock.engine.pooling.model_kind import model_kind
 from penstock.engine.pooling.pooling_build import build_pooling_engine
@@ -72,12 +77,13 @@ class ModelFiles:
         """Fetches the model where it is not here. Raises `ConfigurationError`."""
         config = arguments.engine
         template = None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
-        directory = resolve_model(config.model, config.trust_remote_code)
+        directory = resolve_model(config.model, config.trust_remote_code, verify=arguments.verify_weights)
         return cls(directory, Tokenizer.load(directory, config.trust_remote_code), template)
 
 
 def assemble(arguments: Arguments, plugins: Plugins) -> Assembled | AssembledPooling:
     """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked."""
+    redirect_compiler_caches()
     files = ModelFiles.of(arguments)
     kind = model_kind(files.directory)
     if arguments.runner not in ("auto", kind):
@@ -101,6 +107,8 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     defaults = default_sampling(arguments, files.directory)
     loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
+    compiler = GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids)
+    core.give_up = compiler.give_up
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
@@ -112,7 +120,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         plugins=plugins,
         reasoning_parser=plugins.reasoning_parser,
         tool_parser=plugins.tool_parser,
-        compile_grammar=GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids),
+        compile_grammar=compiler,
         default_thinking_budget=budget,
         default_sampling=defaults,
         workers=workers,
@@ -179,7 +187,12 @@ def server_options(arguments: Arguments) -> ServerOptions:
         keep_alive_seconds=arguments.keep_alive_interval,
         api_keys=arguments.api_keys,
         share_prefix_cache=arguments.share_prefix_cache,
+        max_connections=connection_limit(arguments.max_connections),
+        read_timeout_seconds=arguments.read_timeout,
+        min_priority=min_priority(arguments),
         write_timeout_seconds=arguments.write_timeout,
+        keep_alive_timeout_seconds=arguments.keep_alive_timeout,
+        allowed_hosts=allowed_hosts(arguments),
         cors_origins=arguments.allowed_origins,
         metrics_without_key=arguments.metrics_without_key,
         reasoning_field=arguments.reasoning_field,
@@ -187,6 +200,24 @@ def server_options(arguments: Arguments) -> ServerOptions:
         max_tool_calls=arguments.max_tool_calls,
         chat_template_kwargs=arguments.default_chat_template_kwargs,
     )
+
+
+def allowed_hosts(arguments: Arguments) -> tuple[str, ...]:
+    """The operator's choice. Without one, any, but where a loopback address is the only protection: pages that know no key reach it too."""
+    if arguments.allowed_hosts:
+        return arguments.allowed_hosts
+    return (arguments.host.lower(),) if is_loopback(arguments.host) and not arguments.api_keys else ("*",)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens at this name or address."""
+    address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0]
+    return ipaddress.ip_address(address).is_loopback
+
+
+def min_priority(arguments: Arguments) -> int | None:
+    """The operator's bound; by default no client goes before those of other API keys."""
+    return 0 if arguments.min_priority is None and len(arguments.api_keys) > 1 else arguments.min_priority
 
 
 def system_fingerprint(config: EngineConfig) -> str:
@@ -223,7 +254,7 @@ def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) ->
     ]
     parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
-        parts.append(f"threads: {core.runner.num_threads}")
+        parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
     return "; ".join(parts)
 
 

@@ -9,12 +9,13 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.arguments import Arguments, parse_arguments
 from penstock.cli import COMMANDS
 from penstock.engine.errors import ConfigurationError
+from penstock.logs import set_up_logging
 
 if TYPE_CHECKING:
     from penstock.assembly import Assembled, AssembledPooling
@@ -59,9 +60,11 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
 
     with triton_left_out(arguments.engine.device):
         from penstock.assembly import assemble
+    from penstock.api.connections import raise_descriptor_limit
     from penstock.engine.heap import release_heap
 
     started = time.monotonic()
+    raise_descriptor_limit()
     listener = bind(arguments.host, arguments.port)
     with listener:
         assembled = assemble(arguments, plugins)
@@ -70,15 +73,15 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
         gc.collect()
         release_heap()
         gc.freeze()
+        listen(listener)
         asyncio.run(run(arguments, assembled, listener, started))
         gc.unfreeze()  # else extensions such as triton's report what was never collected as leaked, in forty lines
 
 
 async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", listener: socket.socket, started: float) -> None:
-    """Serves until SIGTERM or SIGINT; then refuses new requests, lets running ones end within the drain timeout, and stops."""
-    from aiohttp import web
-
+    """Serves until SIGTERM or SIGINT; then answers new requests with 503, lets running ones end within the drain timeout, and stops."""
     from penstock.api.app import build_app, build_runner
+    from penstock.api.connections import Listener
     from penstock.api.middleware import GATE
 
     stop, context = stop_on_signals(), assembled.context
@@ -86,15 +89,16 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     app = build_app(context)
     runner = build_runner(app, CLEANUP_SECONDS)
     await runner.setup()
-    site = web.SockSite(runner, listener)
-    await site.start()
-    print(start_line(assembled, listener, time.monotonic() - started), flush=True)
+    connections = Listener(runner, listener, context.options)
+    connections.start()
+    print(start_line(assembled, connections.address, time.monotonic() - started), flush=True)
     await stop.wait()
     gate = app[GATE]
     log.info("%s", stopping_line(gate.num_inside, arguments.drain_timeout))
-    await site.stop()
+    # Connections are accepted until the drain ends: a refused one would tell a load balancer that the server has crashed.
     if not await gate.drain(arguments.drain_timeout):
         log.warning("not ended in time, and aborted: %s", counted(gate.num_inside))
+    connections.close()
     await context.engine.stop(0)
     await runner.cleanup()
     context.close()
@@ -126,32 +130,48 @@ def stop_on_signals() -> asyncio.Event:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen yet: clients are refused until the model is there, and nobody else gets the port."""
+    """A socket that is bound but does not listen yet: clients are refused until the model is there, and the port is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with contextlib.ExitStack() as on_failure:
-            listener = on_failure.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            on_failure.pop_all()
+        try:
+            return bound(socket.socket(family, kind, protocol), address)
+        except OSError:
+            # Connections of a server that has ended may hold the port for a minute. With SO_REUSEADDR they do not, but then another
+            # server could bind the port as well until one of them listens: it is switched on only here, and off again.
+            return bound(socket.socket(family, kind, protocol), address, is_reused=True)
     except OSError as error:
         raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+
+
+def bound(listener: socket.socket, address: Any, *, is_reused: bool = False) -> socket.socket:
+    """Closes the socket where it cannot be bound."""
+    with contextlib.ExitStack() as on_failure:
+        on_failure.enter_context(listener)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, is_reused)
+        listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        on_failure.pop_all()
     return listener
 
 
-def start_line(assembled: "Assembled | AssembledPooling", listener: socket.socket, seconds: float) -> str:
+def listen(listener: socket.socket) -> None:
+    """Clients can connect from now on. The next server on this port needs what `bind` has switched off, on our connections too."""
+    from penstock.api.connections import BACKLOG
+
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+
+
+def start_line(assembled: "Assembled | AssembledPooling", address: tuple[str, int], seconds: float) -> str:
     """What is served where, and by what means: the one line that a person looks for."""
-    host, port = listener.getsockname()[:2]
-    address = f"[{host}]" if ":" in host else host
+    host, port = address
+    shown_host = f"[{host}]" if ":" in host else host
     names = ", ".join(assembled.context.model_names)
-    return f"penstock {__version__} serves {names} at http://{address}:{port}/v1 ({assembled.summary}; started in {seconds:.1f} s)"
-
-
-def set_up_logging(level: str, *, access_log: bool = False) -> None:
-    """Our own loggers at the level asked for; libraries only where something is wrong."""
-    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("penstock").setLevel(level.upper())
-    logging.getLogger("penstock.access").disabled = not access_log
+    return f"penstock {__version__} serves {names} at http://{shown_host}:{port}/v1 ({assembled.summary}; started in {seconds:.1f} s)"
 
 
 if __name__ == "__main__":

@@ -171,7 +171,9 @@ ENGINE: Mapping[str, VllmArgument] = {
     "safetensors_load_strategy": OWN_LOADING,
     "scheduler_cls": VllmArgument("there is one scheduler"),
     "scheduler_reserve_full_isl": WITHOUT_EFFECT,
-    "scheduling_policy": VllmArgument("lower `priority` goes first, and requests of equal priority in turn", ("fcfs", "priority")),
+    "scheduling_policy": VllmArgument(
+        "lower `priority` goes first, and requests of equal priority in turn", ("priority",), meanings=[("fcfs", "min_priority", 0)]
+    ),
     "skip_mm_profiling": WITHOUT_EFFECT,
     "skip_tokenizer_init": _switch("a model is always loaded with its tokenizer", False),
     "spec_*": SPECULATION,

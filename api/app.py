@@ -3,6 +3,7 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from penstock.api.bodies import leave_expectation
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
 from penstock.api.context import CONTEXT, POOLING, SHARED
@@ -11,11 +12,13 @@ from penstock.api.middleware import (
     GATE,
     Gate,
     allow_origins,
+    check_hosts,
     identify_and_log,
     limit_body,
     open_paths,
     refuse_while_stopping,
     require_api_key,
+    require_json_across_sites,
     set_response_headers,
     translate_errors,
 )
@@ -51,11 +54,13 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     """The whole HTTP interface over one context. Routes for another kind of model say what this one is."""
     options = context.options
     middlewares: list[Middleware] = [identify_and_log, translate_errors]
+    if "*" not in options.allowed_hosts:
+        middlewares.append(check_hosts(options.allowed_hosts))
     if options.cors_origins:
         middlewares.append(allow_origins(options.cors_origins))  # before the key: browsers send none with a preflight
     if options.api_keys:
         middlewares.append(require_api_key(options.api_keys, open_paths(options)))
-    middlewares += [refuse_while_stopping, limit_body]
+    middlewares += [require_json_across_sites, refuse_while_stopping, limit_body]
     app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
     app[SHARED] = context
     app[GATE] = Gate()
@@ -64,15 +69,15 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
         [
             web.get("/health", show_health),
             web.get("/ping", show_health),
-            web.post("/ping", show_health),
+            post("/ping", show_health),
             web.get("/version", show_version),
             web.get("/metrics", show_metrics),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{name:.+}", show_model),
             web.get("/openai/models", list_models),
             web.get("/openai/models/{name:.+}", show_model),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
+            post("/tokenize", tokenize),
+            post("/detokenize", detokenize),
         ]
     )
     if isinstance(context, ServerContext):
@@ -87,7 +92,6 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     app[CONTEXT] = context
     app[METRICS] = app[REQUEST_METRICS] = Metrics(context.engine.stats, model_name)
     app[METRICS].registry.register(GrammarCollector(context.compile_grammar.stats, model_name))
-    app.on_cleanup.append(stop_checking)
     add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, GENERATES, GENERATION))))
 
 
@@ -99,8 +103,12 @@ def serve_pooling(app: web.Application, context: PoolingContext) -> None:
 
 def add_routes(app: web.Application, *tables: dict[str, Handler]) -> None:
     handlers = {path: handler for table in tables for path, handler in table.items()}
-    app.add_routes([web.post(path, handler) for path, handler in handlers.items()])
-    app.add_routes([web.post(alias, handlers[path]) for path, alias in AZURE_ROUTES.items()])
+    app.add_routes([post(path, handler) for path, handler in handlers.items()])
+    app.add_routes([post(alias, handlers[path]) for path, alias in AZURE_ROUTES.items()])
+
+
+def post(path: str, handler: Handler) -> web.RouteDef:
+    return web.post(path, handler, expect_handler=leave_expectation)
 
 
 def refuse(message: str) -> Handler:
@@ -110,10 +118,6 @@ def refuse(message: str) -> Handler:
         raise InvalidRequest(message, "model")
 
     return refuse_request
-
-
-async def stop_checking(app: web.Application) -> None:
-    await app[CONTEXT].conformance.close()
 
 
 def build_runner(app: web.Application, shutdown_seconds: float = 0) -> web.AppRunner:

@@ -1,5 +1,6 @@
 """From an HTTP request to its decoded body: bounded, typed, and every mistake with its JSON path."""
 
+import asyncio
 import difflib
 import hashlib
 from collections.abc import Iterator
@@ -9,12 +10,12 @@ from urllib.parse import quote
 
 import msgspec
 import numpy as np
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from msgspec import inspect
 
 from penstock.api.context import CONTEXT, SHARED
 from penstock.engine.errors import InvalidRequest, NoSuchModel
-from penstock.serving.context import SharedContext
+from penstock.serving.context import ServerOptions, SharedContext
 from penstock.serving.requests import RequestFields, mistaken_path
 from penstock.serving.workers import run
 
@@ -170,10 +171,19 @@ def _decode_with_unknown_fields(body: bytes, kind: type[T], allowed: bool) -> tu
             raise InvalidRequest(f"unknown field `{path}`{hint}", path)
         else:
             ignored.append(path)
+    for name in _raw_fields(kind) & value.keys() if isinstance(value, dict) else ():
+        value[name] = msgspec.Raw(b"null")
     try:
         return msgspec.convert(value, kind, str_keys=True), tuple(ignored)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
+
+
+def _raw_fields(kind: type[Any]) -> frozenset[str]:
+    """Those that are not looked at."""
+    info = inspect.type_info(kind)
+    fields = info.fields if isinstance(info, inspect.StructType) else ()
+    return frozenset(field.encode_name for field in fields if isinstance(field.type, inspect.RawType))
 
 
 def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple[str, dict[str, Any], str, list[str]]]:
@@ -195,10 +205,13 @@ def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple
             yield from _unknown_fields(item, info.item_type, f"{path}[{index}]")
 
 
+Fields = TypeVar("Fields", bound=RequestFields)
+
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond
 IGNORED_HEADER = "x-ignored-fields"
 MAX_HEADER = 1000
+MIN_BYTES_PER_SECOND = 16 * 1024
 
 
 async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
@@ -206,10 +219,10 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
 
     A `request_id` in it becomes the request's unless the header gave it one. Where the path names a model, that one is asked for.
 
-    Raises `InvalidRequest` for whatever is wrong with it, and aiohttp's own 413 where it is too large.
+    Raises `InvalidRequest` for whatever is wrong with it, and aiohttp's own 413 and 408 where it is too large or too slow.
     """
     context = request.app[SHARED]
-    data = await request.read()
+    data = await receive(request)
     allow = context.options.allow_unknown_fields
     body, ignored = await run(context, lambda: decode(data, kind, allow_unknown_fields=allow), is_long=len(data) >= LONG_BODY)
     if isinstance(body, RequestFields):
@@ -219,10 +232,57 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
     return body, ignored_fields_header(ignored)
 
 
-async def read_admitted_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
+async def read_admitted_body(request: web.Request, kind: type[Fields]) -> tuple[Fields, dict[str, str]]:
     """As `read_body`, for what the engine will be asked to do: raises `QueueFull` or `EngineUnavailable` before anything is read."""
-    request.app[SHARED].engine.check_admission()
-    return await read_body(request, kind)
+    context = request.app[SHARED]
+    context.engine.check_admission()
+    body, headers = await read_body(request, kind)
+    check_priority(context.options, body.priority)
+    return body, headers
+
+
+def check_priority(options: ServerOptions, priority: int | None) -> None:
+    """Raises `InvalidRequest` for a priority with which a request would go before those that the operator lets requests ask for."""
+    bound = options.min_priority
+    if priority is not None and bound is not None and priority < bound:
+        raise InvalidRequest(f"`priority` must be at least {bound} on this server (--min-priority), got {priority}", "priority")
+
+
+async def receive(request: web.Request) -> bytes:
+    """The body as it was sent, inflated. Raises aiohttp's 413 where it is larger than it may be, and 408 where it arrives too slowly.
+
+    The deadline moves with what arrives, at the slowest rate that is acceptable. A total deadline would either cut large bodies on slow
+    links or give those who send a byte now and then as long as these take.
+    """
+    await send_continue(request)
+    options = request.app[SHARED].options
+    body = bytearray()
+    try:
+        async with asyncio.timeout(options.read_timeout_seconds or None) as deadline:
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > options.max_body_bytes:
+                    raise web.HTTPRequestEntityTooLarge(max_size=options.max_body_bytes, actual_size=len(body))
+                if (due := deadline.when()) is not None:
+                    deadline.reschedule(due + len(chunk) / MIN_BYTES_PER_SECOND)
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+    return bytes(body)
+
+
+async def send_continue(request: web.Request) -> None:
+    """Tells a client that waits for it to send the body. By now its key is known to be right, and the body not to be too large."""
+    expected = request.headers.get(hdrs.EXPECT)
+    if expected is None or request.version < HttpVersion11:
+        return
+    if expected.lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="the only expectation that can be met is 100-continue")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the response itself has not begun
+
+
+async def leave_expectation(request: web.Request) -> None:
+    """What aiohttp would answer to an `Expect` before any middleware has run: `receive` does, when the body is wanted."""
 
 
 def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from aiohttp import web
@@ -13,10 +13,24 @@ from penstock.api.bodies import client_of, read_admitted_body, served_model
 from penstock.api.context import CONTEXT
 from penstock.api.logprobs import TokenWriter
 from penstock.api.metrics import begin_timer
-from penstock.api.protocol import AssistantMessage, ChatChunkChoice, ChatCompletion, ChatCompletionChunk, ChatDelta, PromptLogprobs, Usage
+from penstock.api.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    FunctionDelta,
+    PromptLogprobs,
+    ToolCallDelta,
+    Usage,
+    usage_of,
+)
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.outputs import SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -27,7 +41,7 @@ from penstock.serving.constraints.conformance import Conformance
 from penstock.serving.constraints.sources import JsonReading, in_reading, is_large, json_reading
 from penstock.serving.constraints.specs import grammar_spec_in, open_schema
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import ChoiceFold, MessageFold, ReasoningView, UsageFold
+from penstock.serving.messages import Message, MessageReader, MessageStep, ReasoningView, TokenCounts
 from penstock.serving.preparing import added_token_texts, answer_reader, cache_salt, check_streaming, compiled_grammar, logits_processors
 from penstock.serving.prompts import check_prompt_ids, check_text_length, encode_text
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField, StreamOptions
@@ -44,6 +58,77 @@ def name_reasoning(answer: ChatDelta | AssistantMessage, field: ReasoningField) 
     if field != "reasoning_content":
         answer.reasoning = text
     answer.reasoning_content = UNSET if field == "reasoning" else text
+
+
+def chat_delta(event: Event) -> ChatDelta:
+    """One event on the wire. Each delta holds one kind of thing: clients look at one field and skip the others."""
+    match event:
+        case Text(text):
+            return ChatDelta(content=str(text))
+        case Reasoning(text):
+            return ChatDelta(reasoning_content=str(text))
+        case ToolCallStart(index, name, call_id):
+            return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), call_id, "function")])
+        case ToolCallArguments(index, fragment):
+            return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(str(fragment)))])
+
+
+class LogprobsWriter:
+    """Log probabilities in chat's form: `num_top` alternatives for each token, or none at all where it is None."""
+
+    def __init__(self, tokens: TokenWriter, num_top: int | None) -> None:
+        self._tokens = tokens
+        self._num_top = num_top
+
+    def write(self, content: Sequence[TokenLogprobs], reasoning: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if self._num_top is None or not (content or reasoning):
+            return None
+        num_top = self._num_top
+        written = [self._tokens.chat(token, num_top) for token in reasoning]
+        return ChatLogprobs([self._tokens.chat(token, num_top) for token in content], written or UNSET)
+
+
+class ChoiceWriter:
+    """The steps of one message as the choices of chunks.
+
+    `found` is what checking complete choices has found, by their index: it is in there before a choice's last step comes.
+    """
+
+    def __init__(self, index: int, logprobs: LogprobsWriter, found: Mapping[int, Conformance] | None = None) -> None:
+        self._index = index
+        self._logprobs = logprobs
+        self._found = {} if found is None else found
+        self._content: list[TokenLogprobs] = []  # of tokens whose text has not been sent
+        self._reasoning: list[TokenLogprobs] = []
+
+    def opening(self) -> ChatChunkChoice:
+        return ChatChunkChoice(self._index, ChatDelta(role="assistant", content=""))
+
+    def write(self, step: MessageStep) -> list[ChatChunkChoice]:
+        self._content += step.content_logprobs
+        self._reasoning += step.reasoning_logprobs
+        choices = [ChatChunkChoice(self._index, chat_delta(event), self._take_logprobs()) for event in step.events]
+        if step.finish_reason is not None:
+            stop = UNSET if step.stop_reason is None else step.stop_reason
+            found = self._found.get(self._index, UNSET)
+            choices.append(ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), step.finish_reason, stop, found))
+        return choices
+
+    def whole(self, message: Message, *, has_reasoning_parser: bool, is_call_forced: bool) -> ChatChoice:
+        """The choice of a body."""
+        return ChatChoice(
+            self._index,
+            AssistantMessage.of(message, has_reasoning_parser=has_reasoning_parser, is_call_forced=is_call_forced),
+            self._logprobs.write(message.content_logprobs, message.reasoning_logprobs),
+            message.finish_reason or "",
+            message.stop_reason,
+            self._found.get(self._index, UNSET),
+        )
+
+    def _take_logprobs(self) -> ChatLogprobs | None:
+        content, reasoning = self._content, self._reasoning
+        self._content, self._reasoning = [], []
+        return self._logprobs.write(content, reasoning)
 
 
 class ChatFold:
@@ -68,11 +153,11 @@ class ChatFold:
         self._reasoning_field, self._fingerprint = context.options.reasoning_field, context.options.system_fingerprint
         self._without_role = set(range(request.params.n)) if self._has_reasoning_parser else set[int]()
         self._options = body.stream_options or StreamOptions()
-        num_top = request.params.logprobs
-        write = (lambda token: self._tokens.chat(token, num_top)) if num_top is not None else None
-        self._choices = [ChoiceFold(index, view, write, found) for index in range(request.params.n)]
-        self._messages = [MessageFold(index) for index in range(request.params.n)]
-        self._usage = UsageFold(request.params.n)
+        logprobs = LogprobsWriter(self._tokens, request.params.logprobs)
+        self._readers = [MessageReader(view) for _ in range(request.params.n)]
+        self._choices = [ChoiceWriter(index, logprobs, found) for index in range(request.params.n)]
+        self._messages = [Message() for _ in range(request.params.n)]
+        self._counts = TokenCounts(request.params.n)
 
     @property
     def is_long(self) -> bool:
@@ -86,8 +171,8 @@ class ChatFold:
         return [] if self._has_reasoning_parser else [self._chunk([choice.opening()]) for choice in self._choices]
 
     def chunks(self, delta: SequenceDelta) -> list[ChatCompletionChunk]:
-        self._usage.feed(delta)
-        choices = self._choices[delta.index].feed(delta)
+        self._counts.add(delta)
+        choices = self._choices[delta.index].write(self._readers[delta.index].feed(delta))
         if self._has_reasoning_parser:
             self._show_reasoning(choices)
         return [self._chunk([choice]) for choice in choices]
@@ -104,15 +189,18 @@ class ChatFold:
     def closing(self) -> list[ChatCompletionChunk]:
         if not self._options.include_usage:
             return []
-        return [self._chunk([], self._usage.usage())]
+        return [self._chunk([], usage_of(self._counts))]
 
     def add(self, delta: SequenceDelta) -> None:
-        self._usage.feed(delta)
-        self._messages[delta.index].feed(self._choices[delta.index].feed(delta))
+        self._counts.add(delta)
+        self._messages[delta.index].add(self._readers[delta.index].feed(delta))
 
     def body(self) -> ChatCompletion:
-        shape = {"has_reasoning_parser": self._has_reasoning_parser, "is_call_forced": self._is_call_forced}
-        choices = [message.choice(**shape) for message in self._messages if message.is_finished]
+        choices = [
+            choice.whole(message, has_reasoning_parser=self._has_reasoning_parser, is_call_forced=self._is_call_forced)
+            for choice, message in zip(self._choices, self._messages, strict=True)
+            if message.finish_reason is not None  # beam search may find fewer than were asked for
+        ]
         if self._has_reasoning_parser:
             for choice in choices:
                 name_reasoning(choice.message, self._reasoning_field)
@@ -122,7 +210,7 @@ class ChatFold:
             self._created,
             self._model,
             choices,
-            self._usage.usage(),
+            usage_of(self._counts),
             self._prompt_logprobs(),
             self._fingerprint,
         )
@@ -130,11 +218,11 @@ class ChatFold:
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None = UNSET) -> ChatCompletionChunk:
         """OpenAI sends `usage: null` on every chunk but the last where usage was asked for."""
         if usage is UNSET and self._options.include_usage:
-            usage = self._usage.usage() if self._options.continuous_usage_stats else None
+            usage = usage_of(self._counts) if self._options.continuous_usage_stats else None
         return ChatCompletionChunk(self._id, "chat.completion.chunk", self._created, self._model, choices, usage, self._fingerprint)
 
     def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
-        prompt = self._usage.prompts.get(0)
+        prompt = self._counts.prompts.get(0)
         if self._num_prompt_top is None or prompt is None or prompt.logprobs is None:
             return UNSET
         return self._tokens.prompt(prompt.logprobs, self._num_prompt_top)

@@ -2,8 +2,9 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
@@ -21,6 +22,7 @@ from penstock.api.protocol import (
     CompletionRequest,
     PromptLogprobs,
     Usage,
+    usage_of,
 )
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Text
@@ -33,7 +35,7 @@ from penstock.serving.constraints.conformance import Conformance
 from penstock.serving.constraints.sources import is_large
 from penstock.serving.constraints.specs import grammar_spec, open_schema
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import UsageFold, check_delta
+from penstock.serving.messages import TokenCounts, check_delta
 from penstock.serving.preparing import answer_reader, cache_salt, check_streaming, compiled_grammar, logits_processors, special_token_ids
 from penstock.serving.prompts import LONG_TEXT, check_prompt_ids, check_text_length, path_of, split_prompts
 from penstock.serving.requests import StreamOptions
@@ -147,7 +149,7 @@ class CompletionFold:
         self._n = n
         self._texts = [TextFold(index, prompts[index // n], view, found) for index in range(len(prompts) * n)]
         self._choices: dict[int, CompletionChoice] = {}
-        self._usage = UsageFold(n)
+        self._counts = TokenCounts(n)
 
     def opening(self) -> list[Completion]:
         return []
@@ -157,7 +159,7 @@ class CompletionFold:
         return [] if choice is None else [self._chunk([choice])]
 
     def closing(self) -> list[Completion]:
-        return [self._chunk([], self._usage.usage())] if self._options.include_usage else []
+        return [self._chunk([], usage_of(self._counts))] if self._options.include_usage else []
 
     def add(self, delta: SequenceDelta) -> None:
         choice = self._feed(delta)
@@ -170,15 +172,15 @@ class CompletionFold:
 
     def body(self) -> Completion:
         choices = [choice for _, choice in sorted(self._choices.items())]
-        return self._completion(choices, self._usage.usage())
+        return self._completion(choices, usage_of(self._counts))
 
     def _feed(self, delta: SequenceDelta) -> CompletionChoice | None:
-        self._usage.feed(delta)
-        return self._texts[delta.index].feed(delta, self._usage.prompts.get(delta.index // self._n))
+        self._counts.add(delta)
+        return self._texts[delta.index].feed(delta, self._counts.prompts.get(delta.index // self._n))
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> Completion:
         if usage is UNSET and self._options.include_usage:
-            usage = self._usage.usage() if self._options.continuous_usage_stats else None
+            usage = usage_of(self._counts) if self._options.continuous_usage_stats else None
         return self._completion(choices, usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
@@ -201,8 +203,11 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     check = AnswerCheck(context.conformance, schema)
     fingerprint = context.options.system_fingerprint
     fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden, check.found, fingerprint)
-    streams = [timer.watch(searched(body, context.engine.generate(request))) for request in requests]
-    deltas = streams[0] if len(streams) == 1 else merge(streams, n)
+
+    def deltas_of(request: Request) -> AsyncGenerator[SequenceDelta, None]:
+        return timer.watch(searched(body, context.engine.generate(request)))
+
+    deltas = deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n)
     headers |= warning_header(requests[0].grammar)
     return await answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
 

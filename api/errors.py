@@ -10,6 +10,7 @@ from penstock.engine.errors import ContextLengthExceeded, EngineUnavailable, Inv
 
 log = logging.getLogger(__name__)
 
+MAX_MESSAGE = 2000  # characters of an error's message or field: errors quote what was sent, which may be megabytes
 ERROR_TYPES = {
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
     HTTPStatus.FORBIDDEN: "PermissionDeniedError",
@@ -36,7 +37,12 @@ class ErrorBody(msgspec.Struct):
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
     """OpenAI's error body; its `type` follows from the status."""
     kind = ERROR_TYPES.get(HTTPStatus(status), "BadRequestError" if status < 500 else "InternalServerError")
-    return ErrorBody(ErrorInfo(message, kind, param, code))
+    return ErrorBody(ErrorInfo(shortened(message), kind, None if param is None else shortened(param), code))
+
+
+def shortened(text: str) -> str:
+    """The beginning and the end of a long text. Our own words are around what they quote."""
+    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE * 3 // 4]} ... {text[-MAX_MESSAGE // 4 :]}"
 
 
 def status_of(error: BaseException) -> int:

@@ -1,8 +1,9 @@
-"""What happens around every handler: request id, access log, errors as bodies, API key, CORS, and no new work while stopping."""
+"""What happens around every handler: request id, access log, errors as bodies, hosts, CORS, API key, and no new work while stopping."""
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import time
@@ -16,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.bodies import IGNORED_HEADER, REQUEST_ID, offered_key
 from penstock.api.context import SHARED
-from penstock.api.errors import ErrorBody, error_body, error_response, json_response
+from penstock.api.errors import ErrorBody, error_body, error_response, json_response, shortened
 from penstock.api.metrics import ARRIVED, TIMER
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.constraints.answer_check import WARNING_HEADER
@@ -29,6 +30,7 @@ STARTED: web.RequestKey[web.StreamResponse] = web.RequestKey("started", web.Stre
 OPEN_PATHS = frozenset({"/health", "/ping"})
 METRICS_PATH = "/metrics"
 POLLED_PATHS = OPEN_PATHS | {METRICS_PATH}
+SERVER_NAME = "penstock"  # without a version, which would tell an attacker more than an operator
 MAX_LOGGED = 300  # characters of a refusal
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that did not wait for its answer
 EXPOSED_HEADERS = f"x-request-id, {WARNING_HEADER}, {IGNORED_HEADER}"
@@ -119,7 +121,7 @@ async def translate_errors(request: web.Request, handler: Handler) -> web.Stream
         if isinstance(error, web.HTTPException):
             return refusal(request, error)
         if isinstance(error, web.RequestPayloadError):
-            return unreadable(request)
+            return last_response(request, 400, "the body is not encoded as its headers say")
         if not isinstance(error, PenstockError):
             log.exception("request %s failed", request[REQUEST_ID])
             return json_response(error_body(500, f"internal server error; the log has more under {request[REQUEST_ID]}"), status=500)
@@ -137,13 +139,15 @@ def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
         message = f"there is nothing at {request.path}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         message = f"the body is larger than {request.app[SHARED].options.max_body_bytes} bytes"
+    elif isinstance(error, web.HTTPRequestTimeout):
+        return last_response(request, error.status, "the body did not arrive in time (--read-timeout)")
     return json_response(error_body(error.status, message), status=error.status, headers=headers)
 
 
-def unreadable(request: web.Request) -> web.Response:
-    """For a body that is not encoded as its headers say. Where it ends cannot be told, so the connection ends with the answer."""
-    request.content.feed_eof()  # else aiohttp goes on reading, and logs the same mistake as an error of the server's
-    response = json_response(error_body(400, "the body is not encoded as its headers say"), status=400)
+def last_response(request: web.Request, status: int, message: str) -> web.Response:
+    """For a body whose end cannot be told, or is not waited for: the connection ends with the answer."""
+    request.content.feed_eof()  # else aiohttp goes on reading
+    response = json_response(error_body(status, message), status=status)
     response.force_close()
     return response
 
@@ -172,6 +176,51 @@ async def limit_body(request: web.Request, handler: Handler) -> web.StreamRespon
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
     return await handler(request)
+
+
+def check_hosts(allowed: tuple[str, ...]) -> Middleware:
+    """Refuses names that are not the server's, by which a page elsewhere could reach it: its author has the name resolve to this address
+    once the page is loaded, and the browser takes the answers for the page's own (DNS rebinding). Addresses, and names of the machine
+    itself, cannot be made to resolve elsewhere.
+    """
+
+    @web.middleware
+    async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.headers.get(hdrs.HOST)
+        if host is None or is_allowed_host(host, allowed):
+            return await handler(request)
+        message = f"this server is not asked for as {shortened(host)!r}: --allowed-hosts names the hosts it serves"
+        return json_response(error_body(403, message, code="host_not_allowed"), status=403)
+
+    return check_host
+
+
+def is_allowed_host(host: str, allowed: tuple[str, ...]) -> bool:
+    """`host` is that of a header, with or without a port. `*.example.com` stands for every name below it, `*` for all."""
+    name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost") or _is_address(name):
+        return True
+    return any(pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:])) for pattern in allowed)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+@web.middleware
+async def require_json_across_sites(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A page may send forms and plain text anywhere, and only JSON makes its browser ask beforehand, which is what CORS relies on."""
+    is_foreign = hdrs.ORIGIN in request.headers or request.headers.get("Sec-Fetch-Site") == "cross-site"
+    if request.method != hdrs.METH_POST or not is_foreign or request.content_type == "application/json":
+        return await handler(request)
+    if _is_allowed(request, request.app[SHARED].options.cors_origins):
+        return await handler(request)
+    message = "a request from a web page takes `Content-Type: application/json`, or an origin that --allowed-origins names"
+    return json_response(error_body(415, message), status=415)
 
 
 def open_paths(options: ServerOptions) -> frozenset[str]:
@@ -220,6 +269,11 @@ def allow_origins(origins: tuple[str, ...]) -> Middleware:
 async def set_response_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs when a response is about to start, so that streams get these headers like all others."""
     request[STARTED] = response
+    response.headers[hdrs.SERVER] = SERVER_NAME
+    if not request.app[GATE].is_open:
+        # Clients that keep connections open are to look for another server with their next request.
+        response.force_close()
+        response.headers[hdrs.CONNECTION] = "close"
     if REQUEST_ID in request:  # not where aiohttp refuses before any middleware runs, as it does for an `Expect` that it does not know
         response.headers["x-request-id"] = request[REQUEST_ID]
     origins = request.app[SHARED].options.cors_origins

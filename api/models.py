@@ -48,6 +48,9 @@ async def show_model(request: web.Request) -> web.Response:
     return json_response(model_card(context, name))
 
 
+RETRY_LATER = {"Retry-After": "1"}
+
+
 class Health(msgspec.Struct):
     status: str
 
@@ -59,9 +62,9 @@ class Version(msgspec.Struct):
 async def show_health(request: web.Request) -> web.Response:
     """200 while the engine can serve; 503 when it cannot, or when the server is stopping and traffic should go elsewhere."""
     if not request.app[GATE].is_open:
-        return json_response(Health("stopping"), status=503)
+        return json_response(Health("stopping"), status=503, headers=RETRY_LATER)
     if not request.app[SHARED].engine.is_healthy:
-        return json_response(Health("unhealthy"), status=503)
+        return json_response(Health("unhealthy"), status=503, headers=RETRY_LATER)
     return json_response(Health("ok"))
 
 

@@ -3,6 +3,7 @@
 from msgspec import UNSET, Struct, UnsetType
 
 from penstock.serving.constraints.conformance import Conformance
+from penstock.serving.messages import Message, TokenCounts, ToolCall
 from penstock.serving.requests import GenerationFields, Int32
 
 
@@ -20,6 +21,17 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+
+
+def usage_of(counts: TokenCounts) -> Usage:
+    num_prompt_tokens, num_completion_tokens = counts.num_prompt_tokens, counts.num_completion_tokens
+    return Usage(
+        num_prompt_tokens,
+        num_completion_tokens,
+        num_prompt_tokens + num_completion_tokens,
+        PromptTokensDetails(counts.num_cached_tokens),
+        CompletionTokensDetails(counts.num_reasoning_tokens),
+    )
 
 
 class PromptLogprob(Struct):
@@ -94,17 +106,6 @@ class ChatCompletionChunk(Struct):
     system_fingerprint: str | None = None
 
 
-class FunctionCall(Struct):
-    name: str
-    arguments: str
-
-
-class ToolCall(Struct):
-    id: str
-    type: str
-    function: FunctionCall
-
-
 class AssistantMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
@@ -112,6 +113,16 @@ class AssistantMessage(Struct, kw_only=True):
     reasoning: str | UnsetType | None = UNSET
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, message: Message, *, has_reasoning_parser: bool, is_call_forced: bool = False) -> "AssistantMessage":
+        """`reasoning_content` is there, if only as null, wherever the server tells reasoning apart. A forced call leaves no content."""
+        reasoning, calls = message.reasoning or None, message.tool_calls
+        return cls(
+            content=message.content or (None if reasoning or calls or is_call_forced else ""),
+            reasoning_content=reasoning if has_reasoning_parser else UNSET,
+            tool_calls=calls or UNSET,
+        )
 
 
 class ChatChoice(Struct):

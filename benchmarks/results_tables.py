@@ -132,14 +132,14 @@ def constraints() -> Iterator[str]:
 
 
 def hostile() -> Iterator[str]:
-    result = read("hostile_grammars.json")
-    medians = {name: one["medians"] for name, one in result["inputs"].items()}
+    result = read("hostile.json")
+    medians = {name: one["medians"] for name, one in result["attacks"].items() if one["medians"]}
     gaps = sorted(one["gap"] for one in medians.values())
-    yield f"{origin('hostile_grammars.json', result)[:-1]}, {len(medians)} inputs:"
+    yield f"{origin('hostile.json', result)[:-1]}, {len(medians)} attacks:"
     worst = sorted(medians, key=lambda name: medians[name]["gap"], reverse=True)[:5]
     rows = [[f"`{name}`", *(number(medians[name][key]) for key in ("answer_ms", "gap", "quiet_gap"))] for name in worst]
-    yield table(["the five worst inputs", "answered after, ms", "largest gap of others, ms", "without the constraint, ms"], rows)
-    yield f"The median of all inputs' gaps is {number(statistics.median(gaps))} ms."
+    yield table(["the five worst attacks", "answered after, ms", "largest gap of others, ms", "without it, ms"], rows)
+    yield f"The median of all attacks' gaps is {number(statistics.median(gaps))} ms."
 
 
 def quality() -> Iterator[str]:
@@ -181,7 +181,7 @@ def lag() -> Iterator[str]:
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "serving": serving,
     "constraints": constraints,
-    "hostile constraints": hostile,
+    "attacks": hostile,
     "quality": quality,
     "steps": steps,
     "lag": lag,

@@ -2,6 +2,7 @@
 """A server to drive: one that is running already, or a command that starts it. Its memory and its start are measured here."""
 
 import asyncio
+import re
 import shlex
 import socket
 import subprocess
@@ -46,6 +47,15 @@ class Memory:
             with suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
         self.peak = max(self.peak, total)
+        return total
+
+    def anonymous(self) -> int:
+        """What is resident now without pages of files, on Linux."""
+        total = 0
+        for process in self.tree:
+            with suppress(OSError):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                total += sum(int(kilobytes) for kilobytes in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+)", status, re.MULTILINE)) * 1024
         return total
 
     async def watch(self) -> None:

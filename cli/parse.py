@@ -23,7 +23,7 @@ from penstock.plugins.automaton import split_symbols
 from penstock.plugins.manager import Plugins
 from penstock.plugins.markers import join_pieces
 from penstock.plugins.registry import NONE, Registry
-from penstock.serving.messages import ChoiceFold, MessageFold, ReasoningView
+from penstock.serving.messages import Message, MessageReader
 from penstock.serving.tools import read_tool
 
 
@@ -66,16 +66,16 @@ class WrittenAnswer:
                 start = end
 
     def message(self, reasoning_parser: ReasoningParserFactory | None, tool_parser: ToolParserFactory | None) -> AssistantMessage:
-        """What a whole answer would hold: the same fold over the same chain of parsers."""
+        """What a whole answer would hold: the same reader over the same chain of parsers."""
         tools = [] if tool_parser is None else [tool_parser(self.turn)]
         chain = ParserChain(tools, reasoning=None if reasoning_parser is None else reasoning_parser(self.turn))
-        blank, choice, message = BlankText(), ChoiceFold(0, ReasoningView()), MessageFold(0)
+        blank, reader, message = BlankText(), MessageReader(), Message()
         for piece in self.pieces():
             events = blank.feed(visible_events(chain.feed(piece), skip_special_tokens=True))
-            message.feed(choice.feed(SequenceDelta(0, events=events)))
+            message.add(reader.feed(SequenceDelta(0, events=events)))
         events = [*blank.feed(visible_events(chain.finish(), skip_special_tokens=True)), *blank.finish()]
-        message.feed(choice.feed(SequenceDelta(0, events=events, finish_reason=FinishReason.STOP)))
-        return message.choice(has_reasoning_parser=reasoning_parser is not None).message
+        message.add(reader.feed(SequenceDelta(0, events=events, finish_reason=FinishReason.STOP)))
+        return AssistantMessage.of(message, has_reasoning_parser=reasoning_parser is not None)
 
 
 class Line(msgspec.Struct, kw_only=True):

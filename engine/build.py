@@ -25,11 +25,12 @@ from penstock.engine.loading.memory import num_cache_blocks, settle_memory
 from penstock.engine.loading.model_config import answer_tokens
 from penstock.engine.loading.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
-from penstock.engine.native.library import native_library
+from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.overlap.host_copies import CudaHostCopies
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
     attention.register()
+    choose_kernels(config.native_kernels)
     # Two OpenMP pools on the same cores put each other's threads to sleep: a step takes twice as long. Only the model's thread has one.
     torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
@@ -147,7 +149,11 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             block_size=config.block_size,
             max_num_seqs=config.num_seqs(device_type),
             max_num_batched_tokens=config.num_batched_tokens(device_type),
-            max_waiting=config.max_waiting_requests,
+            waiting=WaitingQueue(
+                max_sequences=config.max_waiting_requests,
+                max_tokens=config.num_waiting_tokens(num_blocks * config.block_size),
+                aging_seconds=config.priority_aging,
+            ),
             speculation=None if config.speculation == "none" else Speculation(config.rows_for_weights(device_type)),
         ),
         tokenizer=tokenizer,

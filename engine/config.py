@@ -7,6 +7,7 @@ CompileMode = Literal["auto", "off", "on"]
 KVCacheDtype = Literal["auto", "fp8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SpeculationMode = Literal["ngram", "none"]
+NativeKernels = Literal["auto", "none"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
 
 MAX_NUM_SEQS_CPU = 64
@@ -17,6 +18,7 @@ MAX_NUM_BATCHED_TOKENS_CUDA = 2048
 # it is 8 over contexts of 150 tokens and 5 over 1,000; with 16 bits, more. Too low a number costs less than too high a one.
 ROWS_FOR_WEIGHTS_CPU = 6.0
 ROWS_FOR_WEIGHTS_CUDA = 64.0
+WAITING_CACHES = 32  # how often the prompts that wait may fill the KV cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +26,15 @@ class EngineConfig:
     """How much the engine may hold, and how it computes.
 
     None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs`,
-    `max_num_batched_tokens` and `async_scheduling` from the device, `kv_cache_memory` (bytes) from free memory, `num_threads` from the
-    cores. `max_num_batched_tokens` is the token budget of one step; the scheduler raises it where it would not hold a token of every
-    running sequence. With `async_scheduling`, a step is put together while the one before it is computed.
+    `max_num_batched_tokens` and `async_scheduling` from the device, `kv_cache_memory` (bytes) from free memory, `max_waiting_tokens` from
+    the size of the KV cache, `num_threads` from the cores. `max_num_batched_tokens` is the token budget of one step; the scheduler raises
+    it where it would not hold a token of every running sequence. With `async_scheduling`, a step is put together while the one before it
+    is computed.
     `kv_cache_dtype` is the model's, or 8 bits on a GPU.
     `seed` is for requests that bring none; None makes every start different.
     `matryoshka` lets requests cut embeddings short though the model's files do not say that it was trained for that.
-    `max_waiting_requests` bounds the queue: beyond it a request is refused with `QueueFull`.
+    `max_waiting_requests` and `max_waiting_tokens` bound the queue, in sequences and in tokens of their prompts: where one is reached, a
+    request is refused with `QueueFull`. A request that has waited for `priority_aging` seconds goes first whatever its priority; 0: never.
     """
 
     model: str | None = None
@@ -45,13 +49,20 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 1024
+    max_waiting_tokens: int | None = None
+    priority_aging: float = 60.0
     compile: CompileMode = "auto"
+    native_kernels: NativeKernels = "auto"
     speculation: SpeculationMode = "ngram"
     async_scheduling: bool | None = None
     seed: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
     matryoshka: bool = False
+
+    def num_waiting_tokens(self, num_cached_tokens: int) -> int:
+        """The bound on tokens of prompts that wait, given how many tokens the KV cache holds."""
+        return WAITING_CACHES * num_cached_tokens if self.max_waiting_tokens is None else self.max_waiting_tokens
 
     def num_seqs(self, device_type: str) -> int:
         """The bound on running sequences, given where the model runs: `"cpu"`, `"cuda"`, ..."""

@@ -99,7 +99,7 @@ class Engine:
     def check_admission(self) -> None:
         """Raises `EngineUnavailable` or `QueueFull` where a request would be refused anyway: to be called before preparing one."""
         self._life.check_accepting()
-        self._core.scheduler.check_admission()
+        self._core.scheduler.waiting.check_admission()
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         """The deltas of the request's n sequences as they come; each one's last has a `finish_reason`. Closing the iterator aborts.

@@ -6,6 +6,7 @@ PenstockError
 │   ├── UnsupportedGrammar      a constraint the backend cannot express exactly
 │   │   ├── UnsupportedKind     one of a kind that the backend does not know at all
 │   │   └── ConstraintTooLarge  one that asks too much of any backend
+│   ├── JobLimitExceeded        work in a sandbox took too much time or memory
 │   └── NoSuchModel             404
 ├── QueueFull                   429 with Retry-After
 ├── EngineUnavailable           503 with Retry-After: stopping, overloaded, or the engine cannot serve any more
@@ -46,6 +47,10 @@ class ConstraintTooLarge(UnsupportedGrammar):
 
     A bound that comes of how one backend works, such as the size of its tables, is an `UnsupportedGrammar`.
     """
+
+
+class JobLimitExceeded(InvalidRequest):
+    """Work that a request asked for took more than its sandbox allows. The message says which limit."""
 
 
 class ContextLengthExceeded(InvalidRequest):

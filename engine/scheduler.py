@@ -1,13 +1,11 @@
 """Who computes how many tokens in the next step. There are no prefill and decode phases: computed tokens catch up with known ones."""
 
-import bisect
-import time
 from dataclasses import dataclass, field
 
 from penstock.engine.block_pool import BlockPool, chain_hashes
-from penstock.engine.errors import QueueFull
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
+from penstock.engine.waiting_queue import WaitingQueue
 
 SHORT_CHUNK = 8  # tokens that are computed as if each were a sequence's only one: a prompt's way costs more for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
@@ -49,7 +47,7 @@ class TokenBudget:
 
 
 class Scheduler:
-    """Decodes first, then prompts by priority and arrival, under one token budget; preempts the last in order when blocks run out.
+    """Decodes first, then prompts in the order of `waiting`, under one token budget; preempts the last in order when blocks run out.
 
     A preempted sequence gives up its blocks and computes its tokens again later; what it has said stays said.
     """
@@ -61,7 +59,7 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_waiting: int,
+        waiting: WaitingQueue,
         speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
@@ -69,8 +67,7 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
-        self.max_waiting = max_waiting
-        self.waiting: list[Sequence] = []
+        self.waiting = waiting
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -83,21 +80,16 @@ class Scheduler:
         others = sum(len(sequence.family) for sequence in self.running if sequence.search is None)
         return others + sum(search.width for search in searches)
 
-    def check_admission(self) -> None:
-        """Raises `QueueFull` where as many sequences wait as may."""
-        if len(self.waiting) >= self.max_waiting:
-            raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
-
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence with its forks. Raises `QueueFull` beyond the bound."""
-        self.check_admission()
+        """Queues a sequence with its forks. Raises `QueueFull` beyond the bounds."""
         if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
             chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+        self.waiting.add(sequence)
 
     def schedule(self, *, is_ahead: bool = False) -> Step:
         """What is to be computed next. With `is_ahead` another step is under way, and nobody is preempted: see `has_room`."""
         step = Step()
+        self.waiting.age()
         budget = TokenBudget(self.max_num_batched_tokens)
         num_preemptions = self.num_preemptions
         num_prompts = sum(sequence.num_uncomputed_tokens > 1 for sequence in self.running)
@@ -118,7 +110,7 @@ class Scheduler:
         underway: set[bytes] = set()
         for sequence in self.running:
             underway.update(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
-        for sequence in self.waiting[: self.max_num_seqs]:  # no more can be let in at once
+        for sequence in self.waiting.first(self.max_num_seqs):  # no more can be let in at once
             if not budget.left or self.num_preemptions != num_preemptions:
                 break
             if self.num_places_taken + sequence.num_places > self.max_num_seqs:
@@ -228,6 +220,7 @@ class Scheduler:
             assert sequence.num_computed_tokens <= len(sequence.token_ids)
         assert all(sequence.status is Status.WAITING and not sequence.block_table for sequence in self.waiting)
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
+        self.waiting.check_integrity()
         self.pool.check_integrity(sequence.block_table for sequence in sequences)
 
     def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:
@@ -237,6 +230,7 @@ class Scheduler:
         sequence.num_computed_tokens = num_tokens
         sequence.num_cached_tokens = parent.num_cached_tokens
         sequence.queue_seconds = parent.queue_seconds
+        sequence.is_overdue = parent.is_overdue
         self.pool.share(sequence.block_table)
         self._run(sequence)
 
@@ -316,7 +310,7 @@ class Scheduler:
         sequence.block_table = cached
         sequence.num_computed_tokens = len(cached) * self.block_size
         if sequence.queue_seconds is None:  # later, what it finds is what it left behind itself when it was preempted
-            sequence.queue_seconds = time.monotonic() - sequence.queued_at
+            sequence.queue_seconds = self.waiting.seconds_waited(sequence)
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_prefix_queries += len(sequence.token_ids) * self._may_find(sequence)
             self.num_prefix_hits += sequence.num_cached_tokens
@@ -377,7 +371,7 @@ class Scheduler:
             member.num_computed_tokens = 0
             member.status = Status.WAITING
         first = sequence if sequence.search is None else sequence.search.gather()
-        bisect.insort(self.waiting, first, key=lambda waiting: waiting.order)
+        self.waiting.put_back(first)
 
     def _preempted_with(self, sequence: Sequence) -> list[Sequence]:
         search = sequence.search

@@ -1,7 +1,6 @@
 """One sequence of tokens and everything that is known of it. A request has n of them."""
 
 import enum
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,8 @@ class Sequence:
 
     `forks` are the request's other sequences. They have no blocks of their own until what they share with this one has been computed
     once, by this one: the prompt, and for the beams of a `search` perhaps more.
-    `queue_seconds` is None until the sequence is first scheduled. `mask` is what the grammar allows next, from when that is asked for until
+    `queue_seconds` is None until the sequence is first scheduled. `is_overdue` once it has waited for so long that its priority does not
+    count any more. `mask` is what the grammar allows next, from when that is asked for until
     it has been used; the next `num_masks_apart` masks hold up no step. `quick_mask` is filled again and again, where the grammar is quick.
     `proposer` is None where nothing is ever to be tried ahead.
     `stops` is None where no token sequence ends the answer.
@@ -60,7 +60,8 @@ class Sequence:
     num_computed_tokens: int = 0
     pending_row: int | None = None
     num_cached_tokens: int = 0
-    queued_at: float = field(default_factory=time.monotonic)
+    queued_at: float = 0.0
+    is_overdue: bool = False
     queue_seconds: float | None = None
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -97,9 +98,9 @@ class Sequence:
         return num_tokens if self.outputs is None else min(num_tokens, self.outputs.num_reusable_tokens)
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Who goes first: lower priority, then earlier arrival."""
-        return (self.request.priority, self.arrival, self.index)
+    def order(self) -> tuple[bool, int, int, int]:
+        """Which goes first: those that have waited for long, then by lower priority, then by earlier arrival."""
+        return (not self.is_overdue, 0 if self.is_overdue else self.request.priority, self.arrival, self.index)
 
     @property
     def is_constrained(self) -> bool:

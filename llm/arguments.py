@@ -14,21 +14,27 @@ from penstock.arguments import LIKENESS, Arguments, CommandParser, build_parser,
 from penstock.engine.errors import ConfigurationError
 from penstock.vllm_arguments import ENGINE, SERVER, find, to_our_keywords
 
-UNBOUNDED = 2**31  # who hands over a whole batch wants all of it to wait for its turn
+# A batch is handed over as a whole, all of it waits for its turn, and its priorities hold to the end.
+DEFAULTS = {"max_waiting_requests": 2**31, "max_waiting_tokens": 2**31, "priority_aging": 0}
 # Of the command line, and without meaning where there is no server.
 OF_THE_SERVER = frozenset(
     {
         "access_log",
         "allow_unknown_fields",
+        "allowed_hosts",
         "allowed_origins",
         "api_key",
         "drain_timeout",
         "host",
         "keep_alive_interval",
+        "keep_alive_timeout",
         "log_level",
         "max_body_size",
+        "max_connections",
         "metrics_without_key",
+        "min_priority",
         "port",
+        "read_timeout",
         "reasoning_field",
         "share_prefix_cache",
         "trust_request_chat_template",
@@ -57,7 +63,7 @@ def engine_arguments(model: str | os.PathLike[str] | None, given: Mapping[str, A
     if not isinstance(model, str | os.PathLike | None):
         raise TypeError(f"`model` must be a path or a name, got {model!r:.100}")
     words = [] if model is None else [f"--model={os.fspath(model)}"]
-    for name, value in {"max_waiting_requests": UNBOUNDED, **given}.items():
+    for name, value in {**DEFAULTS, **given}.items():
         dest: str = ALIASES.get(name, name)
         flag = flags.get(dest)
         if flag is not None and flag.dest not in OF_THE_SERVER:

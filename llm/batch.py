@@ -10,29 +10,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.api.protocol import ChatChunkChoice
 from penstock.engine import outputs as engine
 from penstock.engine.errors import GenerationFailed, InvalidRequest
+from penstock.engine.events import Reasoning, Text
 from penstock.engine.pooling.pooling_engine import PoolingOutput
 from penstock.engine.tokenizer import Tokenizer
 from penstock.llm.model import LocalModel
 from penstock.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from penstock.llm.preparing import Prepared, located
-from penstock.serving.messages import ChoiceFold, MessageFold
+from penstock.serving.messages import Message, MessageReader, MessageStep
 
 FAILED = "error"
 
 
 class SequenceFold:
-    """One sequence. What it says goes through the folds of /v1/chat/completions, whether a parser read it or not."""
+    """One sequence. Its message is read as for /v1/chat/completions, whether a parser read it or not."""
 
     def __init__(self, index: int, prepared: Prepared, tokenizer: Tokenizer) -> None:
         self._index = index
         self._tokenizer = tokenizer
         self._num_top = prepared.params.logprobs
         self._has_text = prepared.params.detokenize
-        self._choice = ChoiceFold(index, prepared.view)
-        self._message = MessageFold(index)
+        self._reader = MessageReader(prepared.view)
+        self._message = Message()
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative = 0.0
@@ -55,9 +55,9 @@ class SequenceFold:
             self._rows.setdefault(name, []).append(rows)
         new.additional_outputs = dict(delta.outputs)
         self._beam_sum, self._beam_score = delta.cumulative_logprob, delta.beam_score
-        choices = self._choice.feed(delta)
-        self._message.feed(choices)
-        self._add_text(new, choices)
+        step = self._reader.feed(delta)
+        self._message.add(step)
+        self._add_text(new, step)
         if delta.finish_reason is not None:
             whole = self.whole()
             new.finish_reason, new.stop_reason, new.tool_calls = whole.finish_reason, whole.stop_reason, whole.tool_calls
@@ -69,18 +69,17 @@ class SequenceFold:
 
     def whole(self) -> CompletionOutput:
         """All there is so far."""
-        choice = self._message.choice(has_reasoning_parser=True)
-        message = choice.message
+        message = self._message
         return CompletionOutput(
             self._index,
-            (message.content or "") if self._has_text else "",
+            message.content if self._has_text else "",
             list(self._token_ids),
             self._beam_sum if self._num_top is None else self._cumulative,
             None if self._num_top is None else list(self._logprobs),
-            FAILED if self._error is not None else choice.finish_reason or None,
-            choice.stop_reason,
-            message.reasoning_content or None,
-            list(message.tool_calls or ()),
+            FAILED if self._error is not None else message.finish_reason,
+            message.stop_reason,
+            message.reasoning or None,
+            message.tool_calls,
             {name: torch.cat(rows) for name, rows in self._rows.items()},
             self._error,
             self._beam_score,
@@ -93,9 +92,9 @@ class SequenceFold:
         self._cumulative += sum(token.logprob for token in delta.logprobs)
         return self._cumulative
 
-    def _add_text(self, new: CompletionOutput, choices: Sequence[ChatChunkChoice]) -> None:
-        texts = [choice.delta.content for choice in choices if isinstance(choice.delta.content, str)]
-        reasoning = [choice.delta.reasoning_content for choice in choices if isinstance(choice.delta.reasoning_content, str)]
+    def _add_text(self, new: CompletionOutput, step: MessageStep) -> None:
+        texts = [event.text for event in step.events if isinstance(event, Text)]
+        reasoning = [event.text for event in step.events if isinstance(event, Reasoning)]
         new.text = "".join(texts) if self._has_text else ""
         new.reasoning_content = "".join(reasoning) or None
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.api.protocol import ToolCall
+from penstock.serving.messages import ToolCall
 
 
 class Logprob(NamedTuple):

@@ -8,7 +8,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties
 from penstock.engine.pooling.pooling_model import PoolingModel
 from penstock.engine.pooling.pooling_params import PoolingTask
-from penstock.serving.constraints.answer_check import ConformanceChecker
+from penstock.serving.constraints.conformance import ConformanceChecker
 from penstock.serving.requests import ReasoningField
 from penstock.serving.workers import Workers
 
@@ -36,7 +36,12 @@ class ServerOptions:
     keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
     api_keys: tuple[str, ...] = ()
     share_prefix_cache: bool = False  # between several keys
+    max_connections: int = 1024
+    read_timeout_seconds: float = 30.0  # for a client that does not send its request; 0: none
+    min_priority: int | None = None  # that a request may ask for; None: any
     write_timeout_seconds: float = 60.0  # for a client that does not read its stream; 0: none
+    keep_alive_timeout_seconds: float = 75.0  # for a connection between two requests; 0: none
+    allowed_hosts: tuple[str, ...] = ("*",)
     cors_origins: tuple[str, ...] = ()
     metrics_without_key: bool = False
     reasoning_field: ReasoningField = "reasoning_content"
@@ -77,9 +82,12 @@ class SharedContext:
 
     def warm_up(self) -> None:
         """Does beforehand what the first request would wait for. Blocks for up to a second."""
+        if self.options.trust_request_chat_template:
+            self.chat_template.prestart()
 
     def close(self) -> None:
-        """Ends the threads. The engine has been stopped before."""
+        """Ends the threads and processes. The engine has been stopped before."""
+        self.chat_template.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
 
 
@@ -102,10 +110,12 @@ class ServerContext(SharedContext):
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
 
     def warm_up(self) -> None:
+        SharedContext.warm_up(self)
         self.compile_grammar.warm_up()
 
     def close(self) -> None:
         self.compile_grammar.close()
+        self.conformance.close()
         SharedContext.close(self)
 
 

@@ -1,30 +1,13 @@
-"""What the engine brings, step by step, as wire deltas; and whole answers as folds of those same deltas."""
+"""Messages from the engine's deltas: what one step adds, and the whole that all steps add up to. Endpoints and the library share it."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from msgspec import UNSET, UnsetType
+from msgspec import Struct
 
-from penstock.api.protocol import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    CompletionTokensDetails,
-    FunctionCall,
-    FunctionDelta,
-    PromptTokensDetails,
-    TokenLogprob,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-)
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest
 from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.outputs import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
-from penstock.serving.constraints.conformance import Conformance
 
 
 def check_delta(delta: SequenceDelta) -> None:
@@ -38,30 +21,32 @@ def check_delta(delta: SequenceDelta) -> None:
 
 
 @dataclass(slots=True)
-class UsageFold:
-    """Counts tokens over all sequences; a prompt counts once, however many sequences (`n`) share it."""
+class TokenCounts:
+    """The tokens of a request over all its sequences; a prompt counts once, however many sequences (`n`) share it."""
 
     n: int
     prompts: dict[int, PromptInfo] = field(default_factory=dict)
     num_completion_tokens: int = 0
-    num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
+    _num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
 
-    def feed(self, delta: SequenceDelta) -> None:
+    def add(self, delta: SequenceDelta) -> None:
         if delta.prompt is not None:
             self.prompts.setdefault(delta.index // self.n, delta.prompt)
         self.num_completion_tokens += len(delta.token_ids)
         if delta.num_reasoning_tokens:
-            self.num_reasoning_tokens[delta.index] = delta.num_reasoning_tokens
+            self._num_reasoning_tokens[delta.index] = delta.num_reasoning_tokens
 
-    def usage(self) -> Usage:
-        num_prompt_tokens = sum(prompt.num_tokens for prompt in self.prompts.values())
-        return Usage(
-            num_prompt_tokens,
-            self.num_completion_tokens,
-            num_prompt_tokens + self.num_completion_tokens,
-            PromptTokensDetails(sum(prompt.num_cached_tokens for prompt in self.prompts.values())),
-            CompletionTokensDetails(sum(self.num_reasoning_tokens.values())),
-        )
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(prompt.num_tokens for prompt in self.prompts.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(prompt.num_cached_tokens for prompt in self.prompts.values())
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(self._num_reasoning_tokens.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,111 +63,113 @@ class ReasoningView:
     closing: str = ""
 
 
-class ChoiceFold:
-    """One sequence's steps as wire deltas. Each delta holds one kind of thing: clients look at one field and skip the others.
+@dataclass(slots=True)
+class MessageStep:
+    """What one step adds to one message.
 
-    `found` is what checking complete choices has found, by their index: it is in there before a choice's last step comes.
+    Neighbouring `events` of one kind are one event; no text is empty. The log probabilities are of the tokens that the client sees, by
+    the part of the message that they belong to: those of tool calls are content. The last step has the `finish_reason`, in OpenAI's words.
     """
 
-    def __init__(
-        self,
-        index: int,
-        view: ReasoningView,
-        write_logprobs: Callable[[TokenLogprobs], TokenLogprob] | None = None,
-        found: Mapping[int, Conformance] | None = None,
-    ) -> None:
-        self._index = index
-        self._view = view
-        self._write_logprobs = write_logprobs
-        self._found = {} if found is None else found
-        self._pending_logprobs = LogprobsFold()
+    events: list[Event] = field(default_factory=list)
+    content_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reasoning_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, event: Event) -> None:
+        """Joins it to the last event where that is of the same kind. A call's start is never joined."""
+        last = self.events[-1] if self.events else None
+        match last, event:
+            case (_, Text("") | Reasoning("")) | (_, ToolCallArguments(_, "")):
+                return
+            case Text(before), Text(text):
+                self.events[-1] = Text(before + text)
+            case Reasoning(before), Reasoning(text):
+                self.events[-1] = Reasoning(before + text)
+            case ToolCallArguments(index, before), ToolCallArguments(same, fragment) if index == same:
+                self.events[-1] = ToolCallArguments(index, before + fragment)
+            case _:
+                self.events.append(event)
+
+
+class MessageReader:
+    """One sequence's deltas as the steps of a message, with the reasoning as `view` says."""
+
+    def __init__(self, view: ReasoningView | None = None) -> None:
+        self._view = view or ReasoningView()
         self._held_reasoning: list[str] = []
         self._is_reasoning_inline = False
         self._num_tool_calls = 0
         self._arguments: list[str] = []  # of the last call
 
-    def opening(self) -> ChatChunkChoice:
-        return ChatChunkChoice(self._index, ChatDelta(role="assistant", content=""))
-
-    def feed(self, delta: SequenceDelta) -> list[ChatChunkChoice]:
-        """Raises `GenerationFailed` or `EngineUnavailable` where the delta says that the sequence was cut off."""
+    def feed(self, delta: SequenceDelta) -> MessageStep:
+        """Raises `GenerationFailed`, `InvalidRequest` or `EngineUnavailable` where the delta says that the sequence was cut off."""
         check_delta(delta)
-        if self._write_logprobs is not None:
-            for token in delta.logprobs:
-                self._add_logprobs(token, self._write_logprobs(token))
-        deltas: list[ChatDelta] = []
+        step = MessageStep()
+        for token in delta.logprobs:
+            self._add_logprobs(token, step)
         for event in delta.events:
-            self._take(event, deltas)
+            self._add(event, step)
         if delta.finish_reason is not None:
-            self._release_reasoning(deltas)
-        choices = [ChatChunkChoice(self._index, chat_delta, self._take_logprobs()) for chat_delta in deltas]
-        if delta.finish_reason is not None:
-            choices.append(self._last_choice(delta.finish_reason, delta.stop_reason))
-        return choices
+            self._release_reasoning(step)
+            step.finish_reason, step.stop_reason = self._finish_reason(delta), delta.stop_reason
+        return step
 
-    def _take(self, event: Event, deltas: list[ChatDelta]) -> None:
+    def _add(self, event: Event, step: MessageStep) -> None:
         match event:
-            case Text(text):
-                self._end_reasoning(deltas)
-                add_content(deltas, text)
             case Reasoning(text):
-                self._take_reasoning(text, deltas)
-            case ToolCallStart(index, name, call_id):
-                self._end_reasoning(deltas)
+                self._add_reasoning(text, step)
+                return
+            case Text():
+                self._end_reasoning(step)
+            case ToolCallStart():
+                self._end_reasoning(step)
                 self._num_tool_calls += 1
                 self._arguments.clear()
-                call = ToolCallDelta(index, FunctionDelta("", name), call_id, "function")
-                deltas.append(ChatDelta(tool_calls=[call]))
-            case ToolCallArguments(index, fragment):
-                if fragment:
-                    self._arguments.append(fragment)
-                    add_arguments(deltas, index, fragment)
+            case ToolCallArguments(_, fragment):
+                self._arguments.append(fragment)
+        step.add(event)
 
-    def _take_reasoning(self, text: str, deltas: list[ChatDelta]) -> None:
+    def _add_reasoning(self, text: str, step: MessageStep) -> None:
         view = self._view
         if not view.is_included:
             return
         if not view.is_separate:
-            add_content(deltas, text if self._is_reasoning_inline else view.opening + text)
+            step.add(Text(text if self._is_reasoning_inline else view.opening + text))
             self._is_reasoning_inline = True
         elif not view.is_streamed:
             self._held_reasoning.append(text)
         else:
-            add_reasoning(deltas, text)
+            step.add(Reasoning(text))
 
-    def _end_reasoning(self, deltas: list[ChatDelta]) -> None:
-        self._release_reasoning(deltas)
+    def _end_reasoning(self, step: MessageStep) -> None:
+        self._release_reasoning(step)
         if self._is_reasoning_inline:
-            add_content(deltas, self._view.closing)
+            step.add(Text(self._view.closing))
             self._is_reasoning_inline = False
 
-    def _release_reasoning(self, deltas: list[ChatDelta]) -> None:
+    def _release_reasoning(self, step: MessageStep) -> None:
         if self._held_reasoning:
-            add_reasoning(deltas, "".join(self._held_reasoning))
+            step.add(Reasoning("".join(self._held_reasoning)))
             self._held_reasoning.clear()
 
-    def _add_logprobs(self, token: TokenLogprobs, written: TokenLogprob) -> None:
+    def _add_logprobs(self, token: TokenLogprobs, step: MessageStep) -> None:
         """A token's log probabilities are shown where its text is, or are left out with it."""
         if not token.is_reasoning:
-            self._pending_logprobs.content.append(written)
+            step.content_logprobs.append(token)
         elif self._view.is_included:
-            part = self._pending_logprobs.reasoning if self._view.is_separate else self._pending_logprobs.content
-            part.append(written)
+            (step.reasoning_logprobs if self._view.is_separate else step.content_logprobs).append(token)
 
-    def _take_logprobs(self) -> ChatLogprobs | None:
-        pending, self._pending_logprobs = self._pending_logprobs, LogprobsFold()
-        return pending.whole()
-
-    def _last_choice(self, reason: FinishReason, stop_reason: int | str | None) -> ChatChunkChoice:
-        has_called = self._num_tool_calls > 0 and reason is FinishReason.STOP and (stop_reason is None or is_json(self._arguments))
-        finish_reason = "tool_calls" if has_called else str(reason)
-        stop = UNSET if stop_reason is None else stop_reason
-        found = self._found.get(self._index, UNSET)
-        return ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), finish_reason, stop, found)
+    def _finish_reason(self, delta: SequenceDelta) -> str:
+        """`tool_calls` where the model has called and was not cut off in the middle of a call."""
+        is_stopped = delta.finish_reason is FinishReason.STOP
+        has_called = self._num_tool_calls > 0 and is_stopped and (delta.stop_reason is None or is_json(self._arguments))
+        return "tool_calls" if has_called else str(delta.finish_reason)
 
 
 def is_json(fragments: list[str]) -> bool:
-    """Whether they are a whole document: what the client has stopped may be the middle of a call."""
+    """Whether they are a whole document: a stop string may end an answer in the middle of a call."""
     try:
         json.loads("".join(fragments))
     except (ValueError, RecursionError):
@@ -190,91 +177,61 @@ def is_json(fragments: list[str]) -> bool:
     return True
 
 
-def add_content(deltas: list[ChatDelta], text: str) -> None:
-    if deltas and isinstance(deltas[-1].content, str):
-        deltas[-1].content += text
-    elif text:
-        deltas.append(ChatDelta(content=str(text)))
+class FunctionCall(Struct):
+    """`arguments` are JSON text, as far as the model has written it."""
+
+    name: str
+    arguments: str
 
 
-def add_reasoning(deltas: list[ChatDelta], text: str) -> None:
-    if deltas and isinstance(deltas[-1].reasoning_content, str):
-        deltas[-1].reasoning_content += text
-    elif text:
-        deltas.append(ChatDelta(reasoning_content=str(text)))
+class ToolCall(Struct):
+    """A tool call in OpenAI's shape."""
+
+    id: str
+    type: str
+    function: FunctionCall
 
 
-def add_arguments(deltas: list[ChatDelta], index: int, fragment: str) -> None:
-    """Fragments of one step become one delta, but never join a call's first delta, whose arguments are empty by convention."""
-    last = deltas[-1].tool_calls if deltas else UNSET
-    if isinstance(last, list) and last[0].index == index and last[0].id is UNSET:
-        last[0].function.arguments += fragment
-    else:
-        deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(str(fragment)))]))
+class Message:
+    """One sequence's steps added up."""
 
-
-@dataclass(slots=True)
-class LogprobsFold:
-    """Log probabilities by the part of the answer that their tokens are of."""
-
-    content: list[TokenLogprob] = field(default_factory=list)
-    reasoning: list[TokenLogprob] = field(default_factory=list)
-
-    def feed(self, logprobs: ChatLogprobs) -> None:
-        self.content += logprobs.content
-        self.reasoning += logprobs.reasoning_content or ()
-
-    def whole(self) -> ChatLogprobs | None:
-        return ChatLogprobs(self.content, self.reasoning or UNSET) if self.content or self.reasoning else None
-
-
-class MessageFold:
-    """A whole chat choice from the deltas that streaming would have sent."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, tuple[str, str, list[str]]] = {}
-        self._logprobs = LogprobsFold()
-        self._finish_reason = ""
-        self._stop_reason: int | str | None = None
-        self._structured_output: Conformance | UnsetType = UNSET
+        self._calls: dict[int, tuple[ToolCallStart, list[str]]] = {}
+        self.content_logprobs: list[TokenLogprobs] = []
+        self.reasoning_logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
 
-    def feed(self, choices: Iterable[ChatChunkChoice]) -> None:
-        for choice in choices:
-            delta = choice.delta
-            if isinstance(delta.content, str):
-                self._content.append(delta.content)
-            if isinstance(delta.reasoning_content, str):
-                self._reasoning.append(delta.reasoning_content)
-            for call in delta.tool_calls or ():
-                if isinstance(call.function.name, str) and isinstance(call.id, str):
-                    self._calls[call.index] = (call.id, call.function.name, [])
-                self._calls[call.index][2].append(call.function.arguments)
-            if choice.logprobs is not None:
-                self._logprobs.feed(choice.logprobs)
-            if choice.finish_reason is not None:
-                self._finish_reason = choice.finish_reason
-                self._stop_reason = None if choice.stop_reason is UNSET else choice.stop_reason
-                self._structured_output = choice.structured_output
+    def add(self, step: MessageStep) -> None:
+        for event in step.events:
+            match event:
+                case Text(text):
+                    self._content.append(text)
+                case Reasoning(text):
+                    self._reasoning.append(text)
+                case ToolCallStart(index):
+                    self._calls[index] = (event, [])
+                case ToolCallArguments(index, fragment):
+                    self._calls[index][1].append(fragment)
+        self.content_logprobs += step.content_logprobs
+        self.reasoning_logprobs += step.reasoning_logprobs
+        if step.finish_reason is not None:
+            self.finish_reason, self.stop_reason = step.finish_reason, step.stop_reason
 
     @property
-    def is_finished(self) -> bool:
-        """False for an answer that beam search did not find."""
-        return bool(self._finish_reason)
+    def content(self) -> str:
+        return "".join(self._content)
 
-    def choice(self, *, has_reasoning_parser: bool, is_call_forced: bool = False) -> ChatChoice:
-        """`reasoning_content` is there, if only as null, wherever the server tells reasoning apart. A forced call leaves no content."""
-        content = "".join(self._content)
-        reasoning = "".join(self._reasoning) or None
-        calls = [
-            ToolCall(call_id, "function", FunctionCall(name, "".join(fragments)))
-            for _, (call_id, name, fragments) in sorted(self._calls.items())
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """In the order of their indexes."""
+        return [
+            ToolCall(start.id, "function", FunctionCall(start.name, "".join(fragments)))
+            for _, (start, fragments) in sorted(self._calls.items())
         ]
-        message = AssistantMessage(
-            content=content or (None if reasoning or calls or is_call_forced else ""),
-            reasoning_content=reasoning if has_reasoning_parser else UNSET,
-            tool_calls=calls or UNSET,
-        )
-        return ChatChoice(self._index, message, self._logprobs.whole(), self._finish_reason, self._stop_reason, self._structured_output)

@@ -14,7 +14,7 @@ from penstock.engine.pooling.scoring import Score, ScoreLimits, check_counts, pa
 from penstock.serving.context import PoolingContext, check_task
 from penstock.serving.metrics import PoolingTimer
 from penstock.serving.prompts import LONG_TEXT, MAX_PROMPTS, check_prompt_ids, check_text_length, split_prompts
-from penstock.serving.requests import Int32, Messages, RequestFields
+from penstock.serving.requests import Messages, RequestFields
 from penstock.serving.templates.chat_template import check_template_fields, render_conversation
 from penstock.serving.templates.messages import template_kwargs
 from penstock.serving.workers import MANY, run
@@ -27,7 +27,6 @@ class PoolingFields(RequestFields, kw_only=True):
     """`truncate_prompt_tokens` cuts each input to so many tokens, and with -1 to what the model takes; without it none is cut."""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    priority: Int32 | None = None
 
 
 class InputFields(PoolingFields, kw_only=True):

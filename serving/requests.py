@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from penstock.engine.grammar import AdditionalProperties
 
@@ -38,24 +38,31 @@ BadWord = Annotated[str, Meta(max_length=256)]
 # OpenAI stops at 4; evaluation harnesses written for vLLM send more.
 StopList = Annotated[list[StopString], Meta(max_length=64)]
 
+NOTHING = Raw()
+
 
 class FieldsWithoutEffect(Struct, kw_only=True):
     """Fields of OpenAI's and vLLM's references that clients send and that mean nothing here: accepted, and without effect.
 
-    They steer OpenAI's storage, billing, caching and abuse tracking, features of single models of theirs, or vLLM's routing.
+    They steer OpenAI's storage, billing, caching and abuse tracking, features of single models of theirs, or vLLM's routing. They are not
+    decoded: millions of values would hold the interpreter's lock.
     """
 
-    metadata: Any = None
-    moderation: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    session_id: Any = None
-    store: Any = None
-    user: Any = None
-    verbosity: Any = None
+    metadata: Raw = NOTHING
+    moderation: Raw = NOTHING
+    prompt_cache_key: Raw = NOTHING
+    prompt_cache_options: Raw = NOTHING
+    prompt_cache_retention: Raw = NOTHING
+    safety_identifier: Raw = NOTHING
+    service_tier: Raw = NOTHING
+    session_id: Raw = NOTHING
+    store: Raw = NOTHING
+    user: Raw = NOTHING
+    verbosity: Raw = NOTHING
+
+    def __post_init__(self) -> None:
+        for name in FieldsWithoutEffect.__struct_fields__:
+            setattr(self, name, NOTHING)  # what is raw keeps the whole body in memory
 
 
 class RequestFields(FieldsWithoutEffect, kw_only=True):
@@ -63,6 +70,7 @@ class RequestFields(FieldsWithoutEffect, kw_only=True):
 
     model: str | None = None
     request_id: Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")] | None = None
+    priority: Int32 | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -156,7 +164,6 @@ class GenerationFields(RequestFields, kw_only=True):
     best_of: Int32 | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
 
     response_format: ResponseFormat | None = None

@@ -1,7 +1,7 @@
 """What a parser does with a text, counted in steps: time would depend on the machine."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from types import FrameType
 from typing import Any, SupportsIndex
@@ -15,14 +15,17 @@ FILLERS = ("lorem ipsum ", "\n" * 12)
 MAX_POSITIONS = 5
 
 
-def check_cost(factory: Callable[[Turn], Parser], sample: str, turn: Turn) -> None:
+def check_cost(
+    factory: Callable[[Turn], Parser], sample: str, turn: Turn, *, fillers: Iterable[str] = FILLERS, positions: Iterable[int] | None = None
+) -> None:
     """Raises `AssertionError` where four times as much text, put in anywhere, costs much more than four times as much to read.
 
-    The text is words, or line breaks. Counted are the lines of Python that run and the characters that methods of `str` look at or
-    copy, with one character to a piece.
+    The text is words, or line breaks, or `fillers`; it is put in at `positions`, where they are given. Counted are the lines of Python
+    that run and the characters that methods of `str` look at or copy, with one character to a piece.
     """
-    step = max(1, len(sample) // (MAX_POSITIONS - 1))
-    for position, filler in product([*range(0, len(sample), step), len(sample)], FILLERS):
+    if positions is None:
+        positions = [*range(0, len(sample), max(1, len(sample) // (MAX_POSITIONS - 1))), len(sample)]
+    for position, filler in product(positions, fillers):
         costs = [_cost(factory(turn), f"{sample[:position]}{filler * num}{sample[position:]}", turn.added_tokens) for num in (0, 16, 64)]
         short, long = costs[1] - costs[0], costs[2] - costs[0]
         assert long <= 6 * short + 500, (

@@ -1,5 +1,6 @@
 """An engine whose model is a function of the tokens before: everything else in it is real."""
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
+from penstock.engine.waiting_queue import WaitingQueue
 
 NextToken = Callable[[Sequence[int]], int | Tensor]
 
@@ -197,6 +199,9 @@ def make_core(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_waiting: int = 1000,
+    max_waiting_tokens: int | None = None,
+    aging_seconds: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
     max_model_len: int = 200,
     enable_prefix_caching: bool = True,
     tokenizer: Tokenizer = TOKENIZER,
@@ -212,7 +217,7 @@ def make_core(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_waiting=max_waiting,
+        waiting=WaitingQueue(max_sequences=max_waiting, max_tokens=max_waiting_tokens, aging_seconds=aging_seconds, clock=clock),
         speculation=None if rows_for_weights is None else Speculation(rows_for_weights),
     )
     return EngineCore(

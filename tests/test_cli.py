@@ -19,13 +19,15 @@ ROOT = Path(__file__).parent.parent
 
 EVERY_FLAG = """
     --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10
-    --trust-remote-code --matryoshka
+    --trust-remote-code --matryoshka --verify-weights --native-kernels none
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
-    --reasoning-field both --metrics-without-key --max-tool-calls 3 --share-prefix-cache --write-timeout 4
+    --reasoning-field both --metrics-without-key --max-tool-calls 3 --share-prefix-cache --min-priority -5 --write-timeout 4
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
+    --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
+    --max-waiting-tokens 8K --priority-aging 1.5
     --async-scheduling --threads 2 --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
 """
@@ -95,7 +97,10 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         async_scheduling=True,
         enable_prefix_caching=False,
         max_waiting_requests=4,
+        max_waiting_tokens=8192,
+        priority_aging=1.5,
         compile="off",
+        native_kernels="none",
         seed=11,
         speculation="none",
         num_threads=2,
@@ -104,6 +109,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     expected = Arguments(
         engine=engine,
+        verify_weights=True,
         runner="pooling",
         served_model_names=("a", "b"),
         plugins=("deepseek_r1", "hermes"),
@@ -124,11 +130,16 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         port=0,
         api_keys=("k1", "k2"),
         share_prefix_cache=True,
+        min_priority=-5,
         metrics_without_key=True,
+        allowed_hosts=("example.com", "*.example.com"),
         allowed_origins=("http://a", "http://b"),
         max_body_size=2**20,
-        keep_alive_interval=2.5,
+        max_connections=9,
+        read_timeout=6.0,
         write_timeout=4.0,
+        keep_alive_timeout=7.0,
+        keep_alive_interval=2.5,
         drain_timeout=3.0,
         log_level="debug",
         access_log=False,

@@ -108,22 +108,26 @@ def test_without_time_to_drain_a_stream_is_told_why_it_ends(default_model_dir: P
         assert process.wait() == 0
 
 
-def test_a_second_signal_ends_the_process_at_once(default_model_dir: Path) -> None:
+def test_new_connections_are_told_that_the_server_stops_until_a_second_signal_ends_it(default_model_dir: Path) -> None:
     with server() as (process, url), stream_of(url, 8000) as stream:
         stream.readline()
         process.send_signal(signal.SIGTERM)
-        while not is_refused(url):
-            pass
+        for path in ("health", "v1/models"):
+            while (answer := refusal_of(f"{url.removesuffix('/v1')}/{path}")) is None:
+                pass
+            assert (answer.code, answer.headers["Retry-After"], answer.headers["Connection"]) == (503, "1", "close")
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
 
 
-def is_refused(url: str) -> bool:
+def refusal_of(url: str) -> urllib.error.HTTPError | None:
+    """The answer to a request on a new connection, where it is an error."""
     try:
-        urllib.request.urlopen(f"{url}/models").close()
-    except OSError:  # refused, or accepted by a listener that closes at this moment and resets the connection
-        return True
-    return False
+        urllib.request.urlopen(url).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error
+    return None
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

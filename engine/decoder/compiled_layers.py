@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from penstock import __version__
 from penstock.engine.decoder.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors
-from penstock.engine.loading.cache_directory import cache_directory
+from penstock.engine.loading.cache_directory import cache_directory, check_private, make_private
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.native.library import find_compiler, processor_features
 from penstock.engine.quantization.quantization import quantized_layers
@@ -80,7 +80,7 @@ class LayerCompilation:
     """The compiled code of a model's layers, from the user's cache directory or made by other processes.
 
     `compile` takes long and touches nothing of the model; `install` is quick and belongs in the model's thread. `cancel` may come from
-    any thread.
+    any thread. Raises `ConfigurationError` where other users could write there.
     """
 
     def __init__(self, loaded: LoadedModel, *, block_size: int = 16, trust_remote_code: bool = False) -> None:
@@ -90,6 +90,7 @@ class LayerCompilation:
         self._layers = decoder_layers(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self._kinds = list(dict.fromkeys(map(layer_kind, self._layers)))
         self._directory = cache_directory() / "layers" / _cache_key(loaded)
+        check_private(self._directory)
         self._process: subprocess.Popen[str] | None = None
         self._is_cancelled = False
 
@@ -103,7 +104,11 @@ class LayerCompilation:
 
     def compile(self) -> bool:
         """Compiles what is missing at the lowest priority. False, with the reason logged, where the compiler gives up."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            make_private(self._directory)
+        except OSError as error:
+            logger.warning("The decoder layers run uncompiled: %s", error)
+            return False
         if not all(self._package(kind).exists() or self._compile_kind(kind) for kind in self._kinds):
             return False
         try:
@@ -122,8 +127,13 @@ class LayerCompilation:
             self._process.kill()
 
     def install(self) -> None:
-        """From here on the layers run as compiled code. Raises `RuntimeError` where it does not load, and is no longer cached then."""
+        """From here on the layers run as compiled code.
+
+        Raises `RuntimeError` where it does not load, and is no longer cached then, and `ConfigurationError` as `check_private`.
+        """
         try:
+            for kind in self._kinds:
+                check_private(self._package(kind))
             runners = {kind: _load(self._package(kind)) for kind in self._kinds}
         except RuntimeError:
             for kind in self._kinds:
@@ -138,7 +148,8 @@ class LayerCompilation:
     def _compile_kind(self, kind: str) -> bool:
         with tempfile.TemporaryDirectory(dir=self._directory) as scratch:
             built = Path(scratch) / self._package(kind).name
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": scratch, "OMP_NUM_THREADS": "1"}
+            # Precompiled headers are in a directory of a predictable name in TMPDIR, whatever torch is told of its cache.
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": scratch, "TMPDIR": scratch, "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 self._command(kind, built),
                 env=environment,
@@ -154,6 +165,7 @@ class LayerCompilation:
                 if not self._is_cancelled:
                     logger.warning("The decoder layers run uncompiled: %s", " ".join(errors.strip().splitlines()[-1:]))
                 return False
+            built.chmod(0o600)
             built.replace(self._package(kind))
         return True
 

@@ -1,22 +1,15 @@
 """A GGUF file turned into a safetensors directory, once; afterwards the model loads in about a second."""
 
-import contextlib
-import glob
 import hashlib
 import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.header import check_gguf_header
 from penstock.engine.loading.cache_directory import cache_directory
+from penstock.engine.loading.model_cache import build_once
 
 if TYPE_CHECKING:
     import gguf
@@ -29,75 +22,8 @@ CONVERSION_VERSION = 3
 logger = logging.getLogger(__name__)
 
 
-def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
-    """Makes `directory` by `build(empty directory)` unless it is there, and returns it.
-
-    Whole or not at all: the work is done in a temporary directory beside it that is renamed at the end. Of several processes one builds
-    and the others wait for it.
-    """
-    if directory.is_dir():
-        return directory
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with _held(FileLock(directory.parent / f".{directory.name}.lock")):
-            if not directory.is_dir():
-                with _scratch(directory) as scratch:
-                    build(scratch)
-                    _write_through(scratch)
-                    scratch.rename(directory)
-                    _sync(directory.parent)
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        if not isinstance(error, OSError) and "(os error " not in str(error):  # as libraries in Rust say it, each with its own exception
-            raise
-        raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from None
-    return directory
-
-
-def _write_through(directory: Path) -> None:
-    """Has the disk hold it all: a power failure after a rename must not leave empty files under the final name."""
-    for path in sorted(directory.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _held(lock: FileLock) -> Iterator[None]:
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        logger.info("Waiting for another process that is making the same model's files (%s)", lock.lock_file)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def _scratch(directory: Path) -> Iterator[Path]:
-    """An empty directory beside it. The caller holds the lock, so any that is found there is of a process that was killed."""
-    for abandoned in directory.parent.glob(f".{glob.escape(directory.name)}.*/"):
-        shutil.rmtree(abandoned, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    path.chmod(0o755)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def converted_gguf(gguf_file: Path) -> Path:
-    """The cached safetensors directory of a GGUF file, made now if it is not there.
+def converted_gguf(gguf_file: Path, *, verify: bool = False) -> Path:
+    """The cached safetensors directory of a GGUF file, made now if it is not there or damaged; `verify` as of `build_once`.
 
     The file is recognised by its path, size and modification time: hashing gigabytes at each start would take longer than loading.
     """
@@ -110,7 +36,7 @@ def converted_gguf(gguf_file: Path) -> Path:
         logger.info("Converting %s (%.0f MB) to safetensors in %s; this happens once", gguf_file.name, status.st_size / 1e6, directory)
         convert_gguf(gguf_file, scratch)
 
-    return build_once(directory, build)
+    return build_once(directory, build, verify=verify)
 
 
 def convert_gguf(gguf_file: Path, directory: Path) -> None:

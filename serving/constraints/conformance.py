@@ -1,12 +1,16 @@
-"""Whether an answer keeps to its schema: for what a lenient grammar has left out. Meant for a process that may be ended at any time."""
+"""Whether an answer keeps to its schema: for what a lenient grammar has left out. Checked in a sandbox, as a schema may be hostile."""
 
+import asyncio
 import json
 import re
+import sys
 from functools import cache
 from typing import Any, NoReturn
 
 from msgspec import UNSET, Struct, UnsetType
 
+from penstock.engine.errors import EngineUnavailable, JobLimitExceeded, QueueFull
+from penstock.engine.sandbox import Limits, Sandbox
 from penstock.plugins.grammars.json_schema.values import PATTERNS
 
 
@@ -22,6 +26,34 @@ class Conformance(Struct, omit_defaults=True):
 
 
 MAX_MESSAGE = 300
+LIMITS = Limits(cpu_seconds=2.0, memory_bytes=2**29, niceness=10)  # the model's own threads go first
+MAX_WAIT = 10.0
+
+
+class ConformanceChecker:
+    """Checks answers in one process, which takes one at a time. An answer that waits for longer than `MAX_WAIT` goes out unchecked."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self._sandbox = Sandbox("checking the answer", limits, initializer=prepare)
+
+    async def check(self, schema: str, answer: str) -> Conformance:
+        try:
+            return await asyncio.wait_for(self._sandbox.run(conformance, schema, answer), MAX_WAIT)
+        except (TimeoutError, QueueFull):
+            return undecided("too many others wait to be checked")
+        except JobLimitExceeded as limit:
+            return undecided(limit.message)
+        except EngineUnavailable as failure:
+            return undecided(str(failure))
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+
+def prepare() -> None:
+    """What the first check in a process would import."""
+    sys.set_int_max_str_digits(0)
+    conformance("true", "1")
 
 
 def conformance(schema_text: str, answer: str) -> Conformance:

@@ -4,23 +4,28 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
 
-from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.engine.errors import ConfigurationError, InvalidRequest, JobLimitExceeded
+from penstock.engine.sandbox import Limits, Sandbox
 from penstock.serving.context import SharedContext
 from penstock.serving.requests import ChatMessage
+from penstock.serving.templates.bounds import ADDRESS
 from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
-from penstock.serving.templates.messages import Message, prepare_message, template_messages
+from penstock.serving.templates.messages import Message, prepare_messages, template_messages
 from penstock.serving.templates.tool_prompt import ToolPrompt, with_instructions, with_results
 from penstock.serving.workers import MANY, Lane, Workers, run
 
 SHIPPED = Path(__file__).parent
 TIME_LIMIT_SECONDS = 5.0
+SANDBOX_LIMITS = Limits(cpu_seconds=TIME_LIMIT_SECONDS, memory_bytes=2**28)
+NUM_SANDBOX_PROCESSES = 2
+MAX_MESSAGE = 1000
 LONG_CONVERSATION = 2**18  # characters; a template writes fewer in some milliseconds
 MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
 PROBE = "penstock_probe"  # in JSON as it is, whatever a template escapes there
@@ -38,13 +43,24 @@ class RenderedPrompt:
     continued: str = ""
 
 
+def template_sandbox(limits: Limits = SANDBOX_LIMITS) -> Sandbox:
+    """Where templates of requests are rendered. Its processes start with the first one, or by `prestart`."""
+    return Sandbox("rendering the chat template", limits, num_processes=NUM_SANDBOX_PROCESSES, initializer=prepare_sandbox)
+
+
+def prepare_sandbox() -> None:
+    """What the first template in a process would import and compile."""
+    render_prompt("{{ messages[0].content }}", [{"role": "user", "content": ""}], {})
+
+
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     """Renders conversations with the served model's template, or with one that came in a request.
 
     `source` is None where the model has none: then every chat request is refused. `tool_source` is used instead where tools are given.
     `special_tokens` are the template's variables `bos_token`, `eos_token`, ... `tool_prompt` tells of tools, calls and results where the
-    template does not. Templates run on `workers`, each for at most `time_limit` seconds, not counting the wait for a thread.
+    template does not. The model's templates run on `workers`, each for at most `time_limit` seconds, not counting the wait for a thread;
+    those that come in requests run in `sandbox`.
     """
 
     source: str | None
@@ -53,6 +69,7 @@ class ChatTemplate:
     tool_prompt: ToolPrompt = field(default_factory=ToolPrompt)
     workers: Workers = field(default_factory=Workers)
     time_limit: float = TIME_LIMIT_SECONDS
+    sandbox: Sandbox = field(default_factory=template_sandbox)
 
     def __post_init__(self) -> None:
         for source in (self.source, self.tool_source):
@@ -72,27 +89,64 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         template: str | None = None,
     ) -> RenderedPrompt:
-        """Raises `InvalidRequest` with the template's own message where it refuses the conversation, fails, or takes too long."""
+        """Raises `InvalidRequest` with the template's own message where it refuses the conversation, fails, or takes too long.
+
+        `template` came in the request. Raises `QueueFull` and `EngineUnavailable` as `Sandbox.run` where there is one.
+        """
         source = template or self.source_for(tools)
         if source is None:
             raise InvalidRequest(
                 "the model has no chat template: use /v1/completions, or start the server with --chat-template", "messages"
             )
-        call = Interruptible()
-
-        def render() -> RenderedPrompt:
-            prepared = [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-            conversation, shown = self._with_tools(source, prepared, list(tools or ()))
-            variables = {"tools": shown or None, "documents": None, **self.special_tokens, **(template_kwargs or {})}
-            return _Rendering(source, conversation, variables).run(add_generation_prompt, continue_final_message)
-
-        is_short = len(messages) <= MANY and sum(map(_num_characters, messages)) <= LONG_CONVERSATION and template is None
+        finish = partial(render_prompt, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
         try:
+            if template:
+                return await self._render_in_sandbox(template, messages, list(tools or ()), template_kwargs or {}, finish)
+            call = Interruptible()
+
+            def render() -> RenderedPrompt:
+                prepared, described = prepare_messages(messages), list(tools or ())
+                if has_tools(prepared, described):
+                    prepared, described = self._with_tools(source, prepared, described, shown_by(source, self._special_tokens))
+                return finish(source, prepared, self._variables(described, template_kwargs or {}))
+
+            is_short = len(messages) <= MANY and sum(map(_num_characters, messages)) <= LONG_CONVERSATION
             return await self.workers.run(Lane.SHORT if is_short else Lane.LONG, self._timed(call, render))
         except TemplateTimeout:
             raise InvalidRequest(f"the chat template did not finish within {self.time_limit:g} seconds", "messages") from None
         except RecursionError:
-            raise InvalidRequest("the chat template recurses too deeply", "messages") from None
+            raise InvalidRequest("the messages are nested too deeply", "messages") from None
+
+    async def _render_in_sandbox(
+        self,
+        template: str,
+        messages: Sequence[Message],
+        tools: list[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        finish: "partial[RenderedPrompt]",
+    ) -> RenderedPrompt:
+        prepared = await self.workers.run(Lane.LONG, lambda: prepare_messages(messages))
+        try:
+            if has_tools(prepared, tools):
+                shown = await self.sandbox.run(shown_by, template, self._special_tokens)
+                prepared, tools = await self.workers.run(Lane.LONG, lambda: self._with_tools(template, prepared, tools, shown))
+            return await self.sandbox.run(finish, template, prepared, self._variables(tools, template_kwargs), param="chat_template")
+        except JobLimitExceeded as limit:
+            raise InvalidRequest(limit.message, "chat_template") from None
+
+    def prestart(self) -> None:
+        """Starts the processes for templates that come in requests, and returns."""
+        self.sandbox.prestart()
+
+    def close(self) -> None:
+        self.sandbox.close()
+
+    @property
+    def _special_tokens(self) -> tuple[tuple[str, str], ...]:
+        return tuple(sorted(self.special_tokens.items()))
+
+    def _variables(self, tools: list[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {"tools": tools or None, "documents": None, **self.special_tokens, **template_kwargs}
 
     def _timed(self, call: Interruptible, render: Callable[[], RenderedPrompt]) -> Callable[[], RenderedPrompt]:
         """For a worker: renders, and has the event loop interrupt it when its time is over."""
@@ -109,13 +163,11 @@ class ChatTemplate:
         return run
 
     def _with_tools(
-        self, source: str, messages: list[dict[str, Any]], tools: list[Mapping[str, Any]]
+        self, source: str, messages: list[dict[str, Any]], tools: list[Mapping[str, Any]], shown: "Shown"
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
         """The conversation and the tools for the template: what it would leave out is in the conversation."""
         prompt = self.tool_prompt
-        if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
-            return messages, tools
-        shown, replaces = shown_by(source, tuple(sorted(self.special_tokens.items()))), prompt.replaces(source)
+        replaces = prompt.replaces(source)
         if replaces or not shown.calls:
             messages = prompt.with_calls(messages)
         if replaces or not shown.results:
@@ -202,7 +254,7 @@ def shown_by(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Shown:
     variables = {"tools": None, "documents": None, **dict(special_tokens)}
 
     def text(*messages: Message, **others: Any) -> str:
-        prepared = [prepare_message(message) for message in messages]
+        prepared = prepare_messages(messages)
         try:
             return _Rendering(source, prepared, variables | others).text(prepared)
         except Exception:  # a template is a program: it refuses this conversation, in whatever way
@@ -220,6 +272,18 @@ def shown_by(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Shown:
     )
 
 
+def render_prompt(
+    source: str,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    param: str = "messages",
+) -> RenderedPrompt:
+    """The prompt of prepared messages. Raises `InvalidRequest` for whatever the template raises; `param` is the field at fault."""
+    return _Rendering(source, messages, variables, param).run(add_generation_prompt, continue_final_message)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rendering:
     """One conversation and one template, rendered as often as it takes to find out where the answer starts."""
@@ -227,16 +291,19 @@ class _Rendering:
     source: str
     messages: list[dict[str, Any]]
     variables: Mapping[str, Any]
+    param: str = "messages"
 
     def run(self, add_generation_prompt: bool, continue_final_message: bool) -> RenderedPrompt:
         try:
             if continue_final_message:
                 return self.continued()
             return self.opened() if add_generation_prompt else RenderedPrompt(self.text(self.messages), "")
-        except (InvalidRequest, RecursionError):
+        except (InvalidRequest, MemoryError):
             raise
+        except RecursionError:
+            raise InvalidRequest("the chat template recurses too deeply", self.param) from None
         except Exception as error:  # a template is a program: whatever it raises is about this conversation, and the client is told
-            raise InvalidRequest(f"the chat template refused the messages: {describe(error)}", "messages") from error
+            raise InvalidRequest(f"the chat template refused the messages: {describe(error)}", self.param) from error
 
     def opened(self) -> RenderedPrompt:
         """The prompt with its generation prompt; the tail is what that has added.
@@ -275,6 +342,11 @@ class _Rendering:
         return render_bounded(compile_template(self.source), variables)
 
 
+def has_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are tools, or were in earlier turns."""
+    return bool(tools) or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+
+
 def _num_characters(message: Message) -> int:
     """Of its content; a part of one counts as text where it has some."""
     content = message.get("content") or ""
@@ -289,9 +361,9 @@ def common_prefix(left: str, right: str) -> int:
 
 
 def describe(error: Exception) -> str:
-    """A template's error as one line; where Jinja knows the line, with it."""
+    """A template's error; where Jinja knows the line, with it. It may quote objects by their address, and texts of any length."""
     line = getattr(error, "lineno", None)
-    message = str(error) or type(error).__name__
+    message = ADDRESS.sub("", str(error))[:MAX_MESSAGE] or type(error).__name__
     return f"{message} (line {line})" if line else message
 
 

@@ -59,10 +59,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(template_bounds.concatenate)
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
-        self.filters |= {"tojson": to_json, "join": self.join, "replace": template_bounds.replace, "format": template_bounds.percent_format}
+        extensions: list[str | type[Extension]] = [GenerationBlock, "jinja2.ext.loopcontrols"]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=template_bounds.writable)
+        self.filters |= {"tojson": to_json, "join": self.join, "sum": self.sum, "indent": template_bounds.indent}
+        self.filters |= {"replace": template_bounds.replace, "format": template_bounds.percent_format}
         for name in template_bounds.WIDTH_FILTERS:
             self.filters[name] = template_bounds.check_filter_widths(self.filters[name])
+        for name in template_bounds.TEXT_FILTERS:
+            self.filters[name] = template_bounds.check_filter_text(self.filters[name])
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = strftime_now
 
@@ -76,27 +80,39 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            template_bounds.check_format(value.__self__)
-        return wrapped
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            template_bounds.check_format(value.__self__, (*args, *kwargs.values()))
+            return wrapped(*args, **kwargs)
+
+        return checked
 
     def join(self, values: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
         """Jinja's filter, bounded."""
         return template_bounds.join(separator, values if attribute is None else map(make_attrgetter(self, attribute), values))
+
+    def sum(self, values: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+        """Jinja's filter, bounded."""
+        return template_bounds.add_up(values if attribute is None else map(make_attrgetter(self, attribute), values), start)
 
 
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
     """Jinja's own filter escapes HTML; models were trained on plain JSON."""
+    if indent is not None:
+        check_size(template_bounds.text_size(value) * (1 + indent))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise jinja2.TemplateError(template_bounds.writable(message))
 
 
 def strftime_now(pattern: str) -> str:
+    template_bounds.check_pattern(pattern)
     return datetime.now().astimezone().strftime(pattern)
 
 
@@ -104,7 +120,7 @@ def render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> s
     """Renders, and raises `TemplateTooLarge` where the output grows too long."""
     pieces: list[str] = []
     num_chars = 0
-    for piece in template.generate(**variables):
+    for piece in template.generate(variables):
         num_chars += len(piece)
         check_size(num_chars)
         pieces.append(piece)

@@ -1,7 +1,7 @@
 """Messages: checked, and as chat templates expect them, whatever spelling the client used."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engine.errors import InvalidRequest
@@ -25,6 +25,10 @@ class ToolArguments(dict[str, Any]):
 
     def __radd__(self, other: str) -> str:
         return other + self._text
+
+
+def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [prepare_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def prepare_message(message: Message, path: str = "messages") -> dict[str, Any]:
@@ -77,7 +81,7 @@ def _prepare_tool_call(call: Any) -> Any:
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 RESERVED_KWARGS = frozenset(
-    {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message"}
+    {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message", "self"}
 )
 
 
@@ -125,7 +129,8 @@ def template_kwargs(given: dict[str, Any] | None, reasoning_effort: str | None, 
     kwargs = dict(given or {})
     for name in kwargs:
         if name in RESERVED_KWARGS:
-            raise InvalidRequest(f"`{name}` is not an argument for the template", f"chat_template_kwargs.{name}")
+            reserved = ", ".join(sorted(RESERVED_KWARGS))
+            raise InvalidRequest(f"`{name}` is not an argument for the template, nor are: {reserved}", f"chat_template_kwargs.{name}")
     if reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", reasoning_effort)
         if reasoning_effort == "none":

@@ -1,7 +1,9 @@
 """The scripted server with an HTTP client of its own, for tests of what surrounds the handlers."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
+from penstock.api.connections import Listener
 from penstock.engine.stats import EngineStats
 from penstock.serving.context import ServerContext, ServerOptions
 from penstock.serving.workers import Workers
@@ -49,6 +52,7 @@ class Running:
     engine: CountingEngine
     context: ServerContext
     http: aiohttp.ClientSession
+    listener: Listener
 
     async def get(self, path: str, **options: Any) -> tuple[int, Any]:
         async with self.http.get(path, **options) as response:
@@ -78,11 +82,11 @@ def serve(
             runner = build_runner(app)
             await runner.setup()
             try:
-                await web.TCPSite(runner, "127.0.0.1", 0).start()
-                host, port = runner.addresses[0][:2]
-                url = f"http://{host}:{port}"
-                async with aiohttp.ClientSession(url) as http:
-                    await scenario(Running(url, app, engine, context, http))
+                with closing(Listener(runner, socket.create_server(("127.0.0.1", 0)), context.options)) as listener:
+                    listener.start()
+                    url = "http://{}:{}".format(*listener.address)
+                    async with aiohttp.ClientSession(url) as http:
+                        await scenario(Running(url, app, engine, context, http, listener))
             finally:
                 await runner.cleanup()
 

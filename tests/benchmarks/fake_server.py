@@ -57,9 +57,14 @@ class FakeServer:
         self.num_running -= 1
         return response
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
     def application(self) -> web.Application:
         application = web.Application()
-        application.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
+        application.add_routes(
+            [web.get("/health", self.health), web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)]
+        )
         return application
 
     async def while_up(self, drive: Callable[[str], Awaitable[None]]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from penstock.api.protocol import AssistantMessage
 from penstock.cli.parse import Flags, LineParser, WrittenAnswer, as_json
 from penstock.engine.events import SpecialText
 from penstock.engine.format_info import FormatInfo
@@ -25,7 +26,7 @@ from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.qwen3 import qwen3
 from penstock.plugins.tools.hermes import Hermes
 from penstock.server import main
-from penstock.serving.messages import ChoiceFold, MessageFold, ReasoningView
+from penstock.serving.messages import Message, MessageReader
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -205,13 +206,13 @@ def test_the_message_is_the_one_that_the_server_answers(text: str, sizes: list[i
     special = frozenset(token.text for token in tokenizer.added_tokens.values())
     written = WrittenAnswer(text=text, tools=TOOLS, special_tokens=special, chunk_sizes=sizes)
     answer = Answer(Detokenizer(tokenizer), deepseek_r1(written.turn), Hermes(written.turn), [], False, True)
-    choice, message = ChoiceFold(0, ReasoningView()), MessageFold(0)
+    reader, message = MessageReader(), Message()
     for token_id in tokenizer.encode(text, add_special_tokens=False):
-        message.feed(choice.feed(SequenceDelta(0, events=answer.feed(token_id))))
-    message.feed(choice.feed(SequenceDelta(0, events=answer.finish(), finish_reason=FinishReason.STOP)))
+        message.add(reader.feed(SequenceDelta(0, events=answer.feed(token_id))))
+    message.add(reader.feed(SequenceDelta(0, events=answer.finish(), finish_reason=FinishReason.STOP)))
     expected, actual = (
         json.loads(re.sub(r"call_\w+", "", as_json(each)))
-        for each in (message.choice(has_reasoning_parser=True).message, written.message(deepseek_r1, Hermes))
+        for each in (AssistantMessage.of(message, has_reasoning_parser=True), written.message(deepseek_r1, Hermes))
     )
     assert actual == expected
 

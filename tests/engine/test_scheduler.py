@@ -248,7 +248,7 @@ def test_the_time_in_the_queue_is_told() -> None:
 def test_integrity_sees_a_sequence_that_nobody_runs() -> None:
     core = make_core()
     core.add(make_request())
-    core.scheduler.waiting.clear()
+    core.scheduler.waiting.remove(core.scheduler.waiting.first(1)[0])
     with pytest.raises(AssertionError, match="a sequence is lost"):
         core.check_integrity()
 

@@ -7,7 +7,7 @@ import torch
 
 from penstock.arguments import build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.llm.arguments import ALIASES, OF_THE_SERVER, UNBOUNDED, engine_arguments, known_arguments
+from penstock.llm.arguments import ALIASES, DEFAULTS, OF_THE_SERVER, engine_arguments, known_arguments
 from penstock.llm.model import LocalModel
 from penstock.vllm_arguments import ENGINE, SERVER
 
@@ -35,7 +35,8 @@ def test_arguments_mean_what_the_flags_mean() -> None:
     )
     words = ["--model", "some/model", "--dtype", "bfloat16", "--max-num-seqs", "7", "--kv-cache-memory", "2GiB", "--no-prefix-caching"]
     words += ["--plugin", "hermes", "--plugin", "deepseek_r1", "--trust-remote-code", "--seed", "0"]
-    words += ["--trust-request-chat-template", "--max-waiting-requests", str(UNBOUNDED)]
+    words += ["--trust-request-chat-template"]
+    words += [word for name, value in DEFAULTS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert ours == parse_arguments(words)
     assert engine_arguments(None, {"kv_cache_memory_bytes": 1024, "prefix_caching": True}).engine.kv_cache_memory == 1024
     assert engine_arguments(None, {"plugins": "hermes", "max_waiting_requests": 3}).engine.max_waiting_requests == 3

@@ -3,6 +3,7 @@ however it is cut. PENSTOCK_PARSER_EXAMPLES in the environment makes that hundre
 
 import json
 from functools import lru_cache
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,8 @@ from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallS
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
-from penstock.testing import check_parser, read, split_atoms
+from penstock.plugins.registry import Registry
+from penstock.testing import check_cost, check_parser, read, split_atoms
 
 MAX_EXAMPLES = 10
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
@@ -78,6 +80,28 @@ def test_the_example_of_a_tool_parser_calls_the_tool(name: str) -> None:
     assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["weather"]
     fragments = [event.fragment for event in events if isinstance(event, ToolCallArguments)]
     assert json.loads("".join(fragments)) == {"city": "Oslo"}
+
+
+def of_each_class(registry: Registry[Any], names: list[str]) -> list[str]:
+    """One parser of each class; the others differ in their markers."""
+    return list({type(registry[name](Turn(tools=[TOOL], tool_choice="auto"))): name for name in names}.values())
+
+
+@pytest.mark.parametrize("name", of_each_class(plugins().reasoning_parsers, REASONING))
+def test_a_reasoning_parser_reads_markers_without_end_once(name: str) -> None:
+    registry = plugins().reasoning_parsers
+    info = registry.infos[name]
+    turn = Turn(prompt_tail=info.prompt_tail)
+    check_cost(registry[name], info.example, turn, fillers=[info.markers[0] + info.markers[-1]], positions=[len(info.example) // 2])
+
+
+@pytest.mark.parametrize("name", of_each_class(plugins().tool_parsers, TOOLS))
+def test_a_tool_parser_reads_markers_and_brackets_without_end_once(name: str) -> None:
+    registry = plugins().tool_parsers
+    info = registry.infos[name]
+    turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
+    fillers = [info.markers[0] + info.markers[-1], '[{"' * 6]
+    check_cost(registry[name], info.example, turn, fillers=fillers, positions=[info.example.index("Oslo")])
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -2,22 +2,22 @@
 
 xgrammar gets rules that are written here, except for GBNF, the client's own: its translations of JSON schemas and of regexes pass over
 what they do not know. White space in JSON is as in `json_text`, with up to 40 blanks at every depth, or what `whitespace_pattern` says.
-Compiling runs in a process that can be ended; reading in what it sends releases the interpreter's lock.
+Compiling runs in a sandbox; reading in what it sends releases the interpreter's lock.
 """
 
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
 from penstock.plugins.grammars.json_schema.document import parse_document
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS
 from penstock.plugins.grammars.regex import lark as text_constraints
 from penstock.plugins.grammars.regex.tree import Node
+from penstock.plugins.grammars.xgrammar.compiler import Compiler
 from penstock.plugins.grammars.xgrammar.ebnf import UnwritableGrammar, to_ebnf
 from penstock.plugins.grammars.xgrammar.gbnf import check_gbnf
-from penstock.plugins.grammars.xgrammar.process import CompilationFailed, CompilerProcess
 from penstock.plugins.grammars.xgrammar.schema import SchemaRules
 from penstock.plugins.grammars.xgrammar.structure import StructureRules
 
@@ -37,10 +37,9 @@ class XgrammarBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
-        self.process = CompilerProcess(vocabulary)
-        self._tokenizer_info: tuple[str, Any] = ("", None)
+        self.compiler = Compiler(vocabulary)
         if self._is_installed and self._stop_token_ids:
-            self.process.prestart()
+            self.compiler.prestart()
 
     @property
     def _is_installed(self) -> bool:
@@ -54,24 +53,17 @@ class XgrammarBackend:
             raise UnsupportedGrammar("this model has no stop token with which a constrained answer could end", spec.param)
         translation = _Translation(spec, self._vocabulary)
         try:
-            compiled, tokenizer_info = self.process.compile(translation.ebnf())
+            ebnf = translation.ebnf()
         except UnwritableGrammar as error:
             raise UnsupportedGrammar(f"the constraint cannot be compiled: {error}", spec.param) from error
-        except CompilationFailed as failure:
-            raise UnsupportedGrammar(f"xgrammar: {failure}", spec.param) from failure
-        return self._loaded(compiled, tokenizer_info, tuple(translation.warnings)[:MAX_WARNINGS])
-
-    def _loaded(self, compiled: str, tokenizer_info: str, warnings: tuple[str, ...]) -> "XgrammarGrammar":
-        from xgrammar import CompiledGrammar, TokenizerInfo
+        try:
+            grammar = self.compiler.compile(ebnf)
+        except InvalidRequest as refusal:
+            raise UnsupportedGrammar(f"xgrammar: {refusal.message}", spec.param) from refusal
 
         from penstock.plugins.grammars.xgrammar.matcher import XgrammarGrammar
 
-        written, info = self._tokenizer_info
-        if written != tokenizer_info:
-            info = TokenizerInfo.deserialize_json(tokenizer_info)
-            self._tokenizer_info = (tokenizer_info, info)
-        grammar = CompiledGrammar.deserialize_json(compiled, info)
-        return XgrammarGrammar(grammar, self._vocabulary.size, self._stop_token_ids, warnings)
+        return XgrammarGrammar(grammar, self._vocabulary.size, self._stop_token_ids, tuple(translation.warnings)[:MAX_WARNINGS])
 
 
 class _Translation:

@@ -1,12 +1,15 @@
 import asyncio
 import json
+import os
+import signal
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from msgspec import UNSET
 
-from penstock.serving.constraints.answer_check import ConformanceChecker
-from penstock.serving.constraints.conformance import MAX_MESSAGE, Conformance, conformance
+from penstock.engine.sandbox import Limits
+from penstock.serving.constraints.conformance import MAX_MESSAGE, Conformance, ConformanceChecker, conformance
 
 HANGING = {"pattern": "^(a+)+$"}
 HANGING_TEXT = json.dumps("a" * 50 + "!")
@@ -80,24 +83,40 @@ def test_what_is_said_is_bounded_and_can_be_sent() -> None:
 
 def test_a_schema_that_hangs_costs_its_own_answer_only() -> None:
     async def scenario() -> None:
-        checker = ConformanceChecker(seconds=0.5)
+        checker = ConformanceChecker(Limits(cpu_seconds=0.5))
         hanging = asyncio.create_task(checker.check(json.dumps(HANGING), HANGING_TEXT))
         others = [checker.check('{"type": "integer"}', text) for text in ("1", '"x"')]
         assert [found.valid for found in await asyncio.gather(hanging, *others)] == [None, True, False]
-        await checker.close()
+        checker.close()
 
     asyncio.run(scenario())
 
 
 def test_who_gives_up_leaves_the_next_one_an_answer_of_its_own() -> None:
     async def scenario() -> None:
-        checker = ConformanceChecker(seconds=5)
+        checker = ConformanceChecker(Limits(cpu_seconds=60))
         assert (await checker.check("true", "1")).valid
         hanging = asyncio.create_task(checker.check(json.dumps(HANGING), HANGING_TEXT))
         await asyncio.sleep(0.05)
         hanging.cancel()
         assert (await checker.check('{"type": "integer"}', '"x"')).valid is False
-        await checker.close()
-        await checker.close()
+        checker.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_check_whose_process_is_killed_says_so_and_blames_neither_schema_nor_answer() -> None:
+    async def scenario() -> None:
+        checker = ConformanceChecker(Limits(cpu_seconds=600))
+        hanging = asyncio.create_task(checker.check(json.dumps(HANGING), HANGING_TEXT))
+        while not hanging.done():
+            for pid in checker._sandbox.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        found = await hanging
+        assert (found.valid, found.path) == (None, UNSET)
+        assert str(found.error).startswith("not checked: the process for checking the answer")
+        checker.close()
 
     asyncio.run(scenario())

@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 
+from penstock.serving.context import ServerOptions
 from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling
 from tests.api.scripted import client_of
 from tests.encoders import MAX_LEN, embedding_directory
@@ -207,6 +208,15 @@ def test_a_conversation_is_one_input(embedder: Path) -> None:
         assert answer["data"] == same["data"]
 
     serve_pooling(embedder, scenario)
+
+
+def test_a_hostile_template_in_a_request_is_a_400_that_names_it(embedder: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ ['a' * 1000000] * 2000 }}"}
+
+    async def scenario(server: PoolingServer) -> None:
+        assert (await server.refusal(PATH, body))[:2] == (400, "chat_template")
+
+    serve_pooling(embedder, scenario, ServerOptions(trust_request_chat_template=True))
 
 
 def test_a_matryoshka_model_gives_as_many_dimensions_as_are_asked(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_who_waits_for_a_beam_to_come_back_leaves_no_mask_behind_when_that_leave
         core.step()
     sequences = list(core.scheduler.running)
     core.scheduler._preempt(sequences[0])
-    assert any(sequence.mask is not None for sequence in core.scheduler.waiting[0].forks)
+    assert any(sequence.mask is not None for sequence in core.scheduler.waiting.first(1)[0].forks)
     core.abort("r")
     assert not any(sequence.mask is not None for sequence in sequences)
     core.check_integrity()

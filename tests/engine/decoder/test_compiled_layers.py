@@ -21,6 +21,8 @@ PROMPTS = [[7, 8, 9], list(range(40)), [5]]
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 def test_compiled_layers_say_what_the_layers_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     # Of each layer, one linear layer has a number of inputs that cannot be in groups of 32; the others are quantized.
     model = tiny_model("llama", intermediate_size=80).requires_grad_(False)
     model.config.save_pretrained(tmp_path)
@@ -31,6 +33,7 @@ def test_compiled_layers_say_what_the_layers_said(tmp_path: Path, monkeypatch: p
     compilation = LayerCompilation(loaded)
     assert compilation.is_possible
     assert compilation.compile()
+    assert list((tmp_path / "tmp").iterdir()) == [], "the compiler keeps files where other users could put theirs first"
     assert compilation.is_cached
     core.runner.thread.submit(compilation.install).result()
     layers = decoder_layers(loaded.model, loaded.config.num_hidden_layers)

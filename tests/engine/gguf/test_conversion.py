@@ -18,7 +18,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf import conversion
 from penstock.engine.gguf.blocks import EXACT_TYPES, read_blocks
-from penstock.engine.gguf.conversion import build_once, convert_gguf, converted_gguf
+from penstock.engine.gguf.conversion import convert_gguf, converted_gguf
+from penstock.engine.loading.model_cache import MANIFEST, build_once
 from penstock.engine.loading.model_loader import load_model
 from penstock.engine.quantization.quantized_file import quantized_names, read_quantized
 
@@ -102,7 +103,8 @@ def test_what_is_built_is_on_the_disk_before_it_has_its_name(tmp_path: Path, mon
 
     build_once(target, build)
     before = {inode for inode, is_named in synced if not is_named}
-    assert before == {path.stat().st_ino for path in (target, target / "part", target / "part" / "weights")}
+    assert before == {path.stat().st_ino for path in (target, *target.rglob("*"))}
+    assert {path.name for path in target.rglob("*")} == {"part", "weights", MANIFEST}
     assert synced[-1] == (tmp_path.stat().st_ino, True)
 
 
@@ -264,7 +266,7 @@ def test_one_of_several_builders_builds_and_none_sees_half_a_directory(tmp_path:
     for thread in threads:
         thread.join()
     assert len(builds) == 1
-    assert seen == [{"first", "second"}] * 8
+    assert seen == [{"first", "second", MANIFEST}] * 8
     assert not builds[0].exists()
 
 

@@ -1,3 +1,4 @@
+import hashlib
 import logging
 import multiprocessing
 import os
@@ -14,8 +15,9 @@ import torch
 from penstock.engine.attention.attention_cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention.attention_metadata import AttentionMetadata
 from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.errors import ConfigurationError
 from penstock.engine.native import library as module
-from penstock.engine.native.library import find_compiler, native_library
+from penstock.engine.native.library import choose_kernels, find_compiler, kernels_in_use, native_library
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 KERNELS = module.SOURCE
@@ -73,7 +75,9 @@ def test_without_a_compiler_attention_takes_the_torch_path(monkeypatch: pytest.M
     monkeypatch.delenv("CXX", raising=False)
     with caplog.at_level(logging.INFO):
         assert native_library() is None
-    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "portable code" in caplog.text
+    assert "there is no C++ compiler" in caplog.text
     torch.testing.assert_close(decode_and_prefill(), torch.ones(3, 2, 8))
 
 
@@ -127,7 +131,7 @@ def test_another_source_is_another_library(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["empty", "cut", "text", "flipped"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "text", "flipped", "sealed", "directory"])
 def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     compiler = find_compiler()
     assert compiler is not None
@@ -135,11 +139,34 @@ def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, caplog: p
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 0xFF
-    path.write_bytes({"empty": b"", "cut": whole[: len(whole) // 3], "text": b"not a library", "flipped": bytes(flipped)}[damage])
+    sealed = b"not a library" + hashlib.sha256(b"not a library").digest()
+    if damage == "directory":
+        path.unlink()
+        (path / "in it").mkdir(parents=True)
+    else:
+        contents = {"empty": b"", "cut": whole[: len(whole) // 3], "text": b"not a library", "flipped": bytes(flipped), "sealed": sealed}
+        path.write_bytes(contents[damage])
     assert native_library() is not None
     assert module._is_whole(path)
     assert cached(tmp_path) == [path]
-    assert caplog.text == ""
+    assert ("do not load and are built again" in caplog.text) == (damage == "sealed")
+
+
+@needs_compiler
+def test_kernels_that_are_not_wanted_are_neither_built_nor_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_mode", "auto")  # which has it restored after the test
+    choose_kernels("none")
+    with caplog.at_level(logging.INFO):
+        assert native_library() is None
+    assert "portable code" in caplog.text
+    assert "--native-kernels none" in caplog.text
+    assert kernels_in_use() == "portable"
+    assert not (tmp_path / "cache").exists()
+    choose_kernels("none")
+    with pytest.raises(ConfigurationError, match="--native-kernels none before"):
+        choose_kernels("auto")
 
 
 def _load_in_another_process(source: str, barrier: "multiprocessing.synchronize.Barrier", results: "multiprocessing.Queue[bool]") -> None:

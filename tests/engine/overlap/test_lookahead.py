@@ -85,6 +85,7 @@ def plans(draw: st.DrawFn) -> Plan:
         "penalised": {"presence_penalty": 1.5},
         "bad words": {"bad_words": ("a", "bc")},
         "constrained": {"walk": draw(st.integers(0, 30))},
+        "budgeted": {"parser": deepseek_r1, "thinking_token_budget": draw(st.integers(1, 5))},
     }
     options |= kinds[draw(st.sampled_from(list(kinds)))]
     return Plan(draw(st.integers(0, 15)), draw(st.one_of(st.none(), st.none(), st.integers(0, 25))), options)

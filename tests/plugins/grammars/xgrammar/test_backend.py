@@ -32,7 +32,7 @@ FAKE = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
 def backend() -> Iterator[XgrammarBackend]:
     backend = XgrammarBackend(MARKED)
     yield backend
-    backend.process.close()
+    backend.compiler.close()
 
 
 def compiled(backend: XgrammarBackend, kind: GrammarKind, text: str, **options: Any) -> XgrammarGrammar:
@@ -272,19 +272,18 @@ def test_free_text_ends_before_a_marker_and_text_until_with_the_first(backend: X
 class Here:
     """Compiles in this process, over the vocabulary of the fake model."""
 
-    def compile(self, ebnf: str) -> tuple[str, str]:
+    def compile(self, ebnf: str) -> Any:
         import xgrammar
 
         tokens = [token or b"" for token in FAKE.token_bytes]
         info = xgrammar.TokenizerInfo(tokens, vocab_size=FAKE.size, stop_token_ids=[EOS])
-        grammar = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(xgrammar.Grammar.from_ebnf(ebnf))
-        return grammar.serialize_json(), info.serialize_json()
+        return xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(xgrammar.Grammar.from_ebnf(ebnf))
 
 
 def test_three_backends_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fills its own rows of the one mask, and no row says anything else than alone."""
     backends: list[GrammarBackend] = [XgrammarBackend(FAKE), LlguidanceBackend(FAKE), OutlinesCoreBackend(FAKE)]
-    monkeypatch.setattr(backends[0], "process", Here())
+    monkeypatch.setattr(backends[0], "compiler", Here())
     schema = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"enum": ["字", [1, {"a": null}], 22]}')
     regex = GrammarSpec(GrammarKind.REGEX, "(ab|c){2,5}é?")
     grammars = [each.compile(spec) for spec in (schema, regex) for each in backends]

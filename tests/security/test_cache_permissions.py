@@ -1,0 +1,143 @@
+"""Code and weights are loaded from nowhere that another user of the machine could have written."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.decoder.compiled_layers import LayerCompilation
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.loading.cache_directory import COMPILER_CACHES, check_private, make_private, redirect_compiler_caches
+from penstock.engine.loading.model_cache import build_once
+from penstock.engine.native import library as native
+from penstock.plugins.grammars.outlines_core.backend import to_pattern
+from penstock.plugins.grammars.regex.tree import Literal
+from tests.engines import loaded_model
+from tests.tiny_models import tiny_model
+
+SOMEBODY_ELSE = 12345
+needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="there is no C++ compiler here")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the cache will be: neither it nor the directory above exists."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "home" / "cache"))
+    return tmp_path / "home" / "cache"
+
+
+@pytest.fixture
+def wide_open() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A library in the cache, of a source that compiles in no time."""
+    (tmp_path / "tiny.cpp").write_text("")
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "tiny.cpp")
+    native.native_library.cache_clear()
+    yield native._build(native.find_compiler() or "")
+    native.native_library.cache_clear()
+
+
+def permissions(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.usefixtures("wide_open")
+def test_what_the_cache_holds_is_the_users_alone_whatever_the_umask(cache: Path) -> None:
+    build_once(cache / "models" / "one", lambda scratch: (scratch / "weights").touch())
+    assert [permissions(path) for path in (cache.parent, cache, cache / "models", cache / "models" / "one")] == [0o700] * 4
+    check_private(cache / "models" / "one" / "weights")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("wide_open")
+def test_built_kernels_are_the_users_alone_whatever_the_umask(kernels: Path) -> None:
+    assert permissions(kernels) & 0o022 == 0
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+@pytest.mark.parametrize("depth", range(3))
+def test_a_place_that_others_can_write_is_refused_by_name(cache: Path, mode: int, depth: int) -> None:
+    places = [cache, cache / "native", cache / "native" / "deep"]
+    make_private(places[-1])
+    places[depth].chmod(mode)
+    with pytest.raises(ConfigurationError, match=f"{places[depth]} can be written by other users.*chmod.*PENSTOCK_CACHE"):
+        check_private(places[-1] / "kernels.so")
+
+
+def test_a_place_of_another_user_is_refused_unless_that_is_the_administrator(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_private(cache / "native")
+    cache.chmod(0o755)
+    owner = cache.stat().st_uid
+    monkeypatch.setattr("penstock.engine.loading.cache_directory.ROOT_USER", owner)
+    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY_ELSE)
+    check_private(cache / "native")
+    monkeypatch.setattr("penstock.engine.loading.cache_directory.ROOT_USER", owner + 1)
+    with pytest.raises(ConfigurationError, match=r"belongs to another user.*PENSTOCK_CACHE"):
+        check_private(cache / "native")
+
+
+@needs_compiler
+def test_kernels_that_others_can_write_are_not_loaded(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.chmod(0o666)
+    monkeypatch.setattr(native.ctypes, "CDLL", None)  # would raise if it were called
+    with pytest.raises(ConfigurationError, match=str(kernels)):
+        native.native_library()
+
+
+def test_compiled_layers_that_others_can_write_are_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compilation = LayerCompilation(loaded_model(tiny_model("llama")))
+    (package,) = [compilation._package(kind) for kind in compilation._kinds]
+    make_private(package.parent)
+    package.touch(0o666)
+    package.chmod(0o666)
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", None)
+    with pytest.raises(ConfigurationError, match=str(package)):
+        compilation.install()
+
+
+def test_compiler_caches_are_where_the_user_says_else_in_ours(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in COMPILER_CACHES:
+        monkeypatch.setenv(variable, "mine")  # which has it restored after the test
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    redirect_compiler_caches()
+    assert os.environ["TRITON_CACHE_DIR"] == "mine"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "torchinductor")
+    assert permissions(cache / "torchinductor") == 0o700
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (cache / "torchinductor").chmod(0o777)
+    with pytest.raises(ConfigurationError, match="torchinductor can be written by other users"):
+        redirect_compiler_caches()
+
+
+@needs_compiler
+def test_torch_neither_reads_nor_writes_the_directory_that_any_user_can_make_first(cache: Path, tmp_path: Path) -> None:
+    planted = tmp_path / "tmp" / "torchinductor_somebody"
+    planted.mkdir(parents=True)
+    script = (
+        "from penstock.engine.loading.cache_directory import redirect_compiler_caches as redirect; redirect();"
+        "import torch._inductor.cpu_vec_isa as isa; isa.pick_vec_isa()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in COMPILER_CACHES}
+    environment |= {"TMPDIR": str(planted.parent), "USER": "somebody", "LOGNAME": "somebody"}
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True)
+    assert list(planted.rglob("*")) == []
+    assert list((cache / "torchinductor").rglob("*.so"))
+
+
+def test_outlines_opens_no_cache_of_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dependency diskcache unpickles what a database holds that others may have written (CVE-2025-69872)."""
+    monkeypatch.setenv("OUTLINES_CACHE_DIR", str(tmp_path / "outlines"))
+    monkeypatch.setattr("diskcache.Cache.__init__", None)  # would raise if it were called
+    assert to_pattern(Literal("a")) == "a"
+    assert not (tmp_path / "outlines").exists()
