@@ -94,7 +94,7 @@ class Sandbox:
         self._started_at = 0.0  # when a process last was
         self._is_closed = False
         self._threads = ThreadPoolExecutor(num_processes, "penstock-sandbox")
-        weakref.finalize(self, _kill_all, self._children)
+        weakref.finalize(self, _kill_all, self._children, self._idle)
 
     @property
     def pids(self) -> list[int]:
@@ -132,9 +132,7 @@ class Sandbox:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            _kill_all(self._idle)
-            for child in self._children:
-                child.send_kill()  # its thread takes care of the rest
+            _kill_all(self._children, self._idle)
         self._threads.shutdown(wait=False)
 
     def _run(self, job: "_Job", call: "functools.partial[Any]") -> Any:
@@ -197,7 +195,7 @@ class Sandbox:
         try:
             with uncounted():  # importing a library takes seconds, and many of them where the model has all cores
                 child.start(self.limits, self._initialize)
-        except (EOFError, OSError, ValueError):  # ValueError: its pipes have been closed, as this process ends
+        except (EOFError, OSError):
             child.kill()
             raise EngineUnavailable(f"the process for {self.purpose} does not start") from None
         finally:
@@ -359,9 +357,12 @@ def _wait(descriptor: int, event: int, deadline: float | None) -> None:
         raise TimeoutError
 
 
-def _kill_all(children: list[_Child]) -> None:
+def _kill_all(children: list[_Child], idle: list[_Child]) -> None:
     for child in children:
-        child.kill()
+        if child in idle:
+            child.kill()
+        else:
+            child.send_kill()  # the thread that uses it takes care of the rest
 
 
 def _close_pipes(process: "subprocess.Popen[bytes]") -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -287,3 +287,15 @@ def test_a_process_ends_with_the_server_also_in_the_middle_of_a_job(tmp_path: Pa
         server.kill()  # no time to clean up
     for process in watched:
         process.wait(timeout=60)
+
+
+def test_a_server_that_ends_while_a_process_starts_says_nothing_of_it() -> None:
+    program = (
+        "from penstock.engine.sandbox import Sandbox; from tests import sandbox_jobs as jobs; import time;"
+        "sandbox = Sandbox('testing', initializer=jobs.sleep); sandbox.prestart();"
+        "exec('while not sandbox.pids: time.sleep(0.001)'); print(sandbox.pids[0])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stderr == ""
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(ended.stdout)).wait(timeout=60)
