@@ -394,8 +394,10 @@ def serve() -> None:
     os.dup2(2, 1)  # what a library prints does not get among the answers
     sys.path[:] = pickle.loads(_read_frame(requests))
     limits, (initializer, initargs) = pickle.loads(_read_frame(requests))
+    _end_with_parent(is_on=True)
     if initializer is not None:
         initializer(*initargs)
+    _end_with_parent(is_on=False)
     resource.setrlimit(resource.RLIMIT_CPU, most_cpu_seconds)
     os.nice(limits.niceness)
     num_bytes_at_start = _address_space()
@@ -439,7 +441,7 @@ def _encoded(result: Any) -> bytes:
 
 
 def _end_with_parent(*, is_on: bool) -> None:
-    """While a job runs, nothing comes in but the end of the pipe, when the server has died: that is to end the process at once."""
+    """Until it answers, nothing comes in but the end of the pipe, when the server has died: that is to end the process at once."""
     flags = fcntl.fcntl(0, fcntl.F_GETFL)
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC if is_on else flags & ~os.O_ASYNC)

@@ -271,19 +271,20 @@ def test_descriptors_beyond_a_thousand_are_no_obstacle(make: Callable[..., Sandb
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_ends_with_the_server_also_in_the_middle_of_a_job(tmp_path: Path) -> None:
+def test_a_process_ends_with_the_server_also_at_its_start_and_in_the_middle_of_a_job(tmp_path: Path) -> None:
     program = (
         "import sys, threading; from penstock.engine.sandbox import Limits, Sandbox; from tests import sandbox_jobs as jobs;"
-        "sandbox = Sandbox('testing', Limits(cpu_seconds=600), num_processes=2); idle = sandbox.run_blocking(jobs.pid);"
+        "sandbox = Sandbox('testing', Limits(cpu_seconds=600), num_processes=2); sandbox.run_blocking(jobs.pid);"
+        "starting = Sandbox('testing', initializer=jobs.hang_after_announcing, initargs=(sys.argv[2],)); starting.prestart();"
         "threading.Thread(target=lambda: sandbox.run_blocking(jobs.hang_after_announcing, sys.argv[1])).start();"
-        "busy = sandbox.run_blocking(jobs.pid); print(idle, busy, flush=True); sys.stdin.read()"
+        "print(sandbox.run_blocking(jobs.pid), flush=True); sys.stdin.read()"
     )
-    arguments = [sys.executable, "-c", program, str(tmp_path / "pid")]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as server:
+    announced = [tmp_path / "busy", tmp_path / "starting"]
+    with subprocess.Popen([sys.executable, "-c", program, *announced], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as server:
         assert server.stdout is not None
-        processes = {*map(int, server.stdout.readline().split()), written(tmp_path / "pid")}
-        assert len(processes) == 2
-        watched = [psutil.Process(pid) for pid in processes]
+        pids = {int(server.stdout.readline()), *map(written, announced)}
+        assert len(pids) == 3
+        watched = [psutil.Process(pid) for pid in pids]
         server.kill()  # no time to clean up
     for process in watched:
         process.wait(timeout=60)
