@@ -406,8 +406,8 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         **SEVERAL,
         default=[],
         metavar="NAME",
-        help="names by which the server may be asked for, without port; *.example.com for all below it, * for any. localhost, --host and "
-        "IP addresses always may (default: no others at a loopback address without an API key, else any)",
+        help="hosts that requests may be addressed to, without port; *.example.com for all below it, * for any. localhost and IP addresses "
+        "are always allowed (default: --host alone at a loopback address without an API key, else any)",
     )
     group.add_argument(
         "--allowed-origins",

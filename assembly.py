@@ -204,10 +204,12 @@ def server_options(arguments: Arguments) -> ServerOptions:
 
 
 def allowed_hosts(arguments: Arguments) -> tuple[str, ...]:
-    """The operator's choice. Without one, any, but where a loopback address is the only protection: pages that know no key reach it too."""
-    if arguments.allowed_hosts:
-        return arguments.allowed_hosts
-    return (arguments.host.lower(),) if is_loopback(arguments.host) and not arguments.api_keys else ("*",)
+    """The operator's choice and the server's own. Without a choice any, except where a loopback address is the only protection: a page
+    in a browser reaches that too, but knows no key.
+    """
+    if not arguments.allowed_hosts and (arguments.api_keys or not is_loopback(arguments.host)):
+        return ("*",)
+    return (*arguments.allowed_hosts, arguments.host.lower())
 
 
 def is_loopback(host: str) -> bool:
