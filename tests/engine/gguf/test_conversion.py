@@ -241,10 +241,9 @@ def test_a_tokenizer_that_cannot_be_is_refused_by_the_files_name(tmp_path: Path)
 
 
 def test_a_field_that_transformers_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf.GGUFWriter, "add_layer_norm_rms_eps", lambda writer, value: writer.add_string("llama.rope.freq_base", "high"))
-    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_freq_base", lambda writer, value: None)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_context_length", lambda writer, value: writer.add_string("llama.context_length", "long"))
     write_gguf(tmp_path / "tiny.gguf")
-    with pytest.raises(ConfigurationError, match=r"tiny\.gguf holds a 'llama' model that cannot be read: .*rope"):
+    with pytest.raises(ConfigurationError, match=r"tiny\.gguf holds a 'llama' model that cannot be read: .*max_position_embeddings"):
         converted_gguf(tmp_path / "tiny.gguf")
 
 
