@@ -104,6 +104,8 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     unlearned = unlearned_parser(plugins.reasoning_parser, tokenizer)
     chat_template = build_chat_template(files.template, tokenizer, workers, unlearned)
+    if chat_template.source is None:
+        log.warning("the model has no chat template: chat requests are refused; --chat-template gives it one")
     budget = thinking_budget(arguments.thinking_token_budget, unlearned, chat_template.source)
     defaults = default_sampling(arguments, files.directory)
     loaded = load(files.directory, config)
@@ -132,6 +134,8 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
 
 def default_sampling(arguments: Arguments, directory: Path) -> dict[str, Any]:
     """What holds where a request says nothing. Raises `ConfigurationError`."""
+    if arguments.generation_config == "auto" and not (directory / "generation_config.json").is_file():
+        log.info("the model has no generation_config.json: where a request does not say how, it samples at temperature 1 up to the context")
     own = read_generation_config(directory, read_config(directory, arguments.engine.trust_remote_code))
     return sampling_defaults(own, arguments.generation_config, arguments.override_generation_config)
 
