@@ -102,6 +102,8 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     defaults = default_sampling(arguments, files.directory)
     loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
+    compiler = GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids)
+    core.give_up = compiler.give_up
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
@@ -113,7 +115,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         plugins=plugins,
         reasoning_parser=plugins.reasoning_parser,
         tool_parser=plugins.tool_parser,
-        compile_grammar=GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids),
+        compile_grammar=compiler,
         default_thinking_budget=budget,
         default_sampling=defaults,
         workers=workers,

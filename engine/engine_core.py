@@ -1,5 +1,6 @@
 """The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, build_batch
@@ -7,6 +8,7 @@ from penstock.engine.beam_search.beam_check import check_beam_request
 from penstock.engine.beam_search.beam_processor import BeamProcessor
 from penstock.engine.deadlines import Deadlines
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.model_runner import ModelRunner, StepOutput
 from penstock.engine.output_processor import OutputProcessor
@@ -27,7 +29,7 @@ DeltasByRequest = dict[str, list[SequenceDelta]]
 class EngineCore:
     """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others.
 
-    `is_async` allows `schedule_ahead`.
+    `is_async` allows `schedule_ahead`. `give_up` is called with each grammar whose backend turns out not to support it, and why.
     """
 
     runner: ModelRunner
@@ -40,6 +42,7 @@ class EngineCore:
     masks: MaskFiller = field(default_factory=MaskFiller)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
+    give_up: Callable[[CompiledGrammar, str], None] | None = None
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _num_steps: int = 0
@@ -65,6 +68,7 @@ class EngineCore:
             stop_token_ids=self.stop_token_ids,
             vocab_size=self.vocab_size,
             retire=self._retire,
+            give_up=self._give_up,
         )
         self._beams = BeamProcessor(self._outputs)
 
@@ -284,6 +288,10 @@ class EngineCore:
             self._beams.take_mask(sequence, sequence.mask)
         else:
             self.scheduler.take_back(sequence)
+
+    def _give_up(self, grammar: CompiledGrammar, reason: str) -> None:
+        if self.give_up is not None:
+            self.give_up(grammar, reason)
 
     def _release(self, sequence: Sequence) -> None:
         for member in sequence.family:

@@ -8,12 +8,14 @@ from functools import partial
 from torch import Tensor
 
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
 from penstock.engine.grammars.mask_fill import MaskFill, failure_of
 from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.model_runner import StepOutput
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.outputs import FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
+from penstock.engine.request import Request
 from penstock.engine.sampling.sampler_output import SamplerOutput
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, Status
@@ -26,7 +28,8 @@ logger = logging.getLogger(__name__)
 class OutputProcessor:
     """Turns what was sampled for one sequence into what it says, noted in a delta. Whoever fails, fails alone.
 
-    `retire` is called with each sequence that has ended, once its delta is whole.
+    `retire` is called with each sequence that has ended, once its delta is whole, and `give_up` with each grammar that turned out to be
+    unsupported, and why.
     """
 
     scheduler: Scheduler
@@ -35,6 +38,7 @@ class OutputProcessor:
     stop_token_ids: frozenset[int]
     vocab_size: int
     retire: Callable[[Sequence], None]
+    give_up: Callable[[CompiledGrammar, str], None]
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_forced_tokens: int = 0
@@ -259,7 +263,13 @@ class OutputProcessor:
         delta.finish_reason = FinishReason.ERROR
         delta.error = reason
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        self.report(sequence.request, reason)
         self.retire(sequence)
+
+    def report(self, request: Request, reason: str) -> None:
+        """Where a request has failed because of its grammar."""
+        if request.grammar is not None and isinstance(reason, GrammarFault):
+            self.give_up(request.grammar, reason)
 
     def prompt_info(self, sequence: Sequence) -> PromptInfo:
         if sequence.index == 0:

@@ -24,6 +24,12 @@ class ClientFault(str):
     __slots__ = ()
 
 
+class GrammarFault(ClientFault):
+    """A constraint that its backend could compile, and then not follow."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """One token's log probability from the raw logits (before penalties, bias, masks and temperature).

@@ -55,6 +55,7 @@ class BeamProcessor:
 
     def fail(self, search: BeamSearch, reason: str) -> list[SequenceDelta]:
         """Ends the search without an answer."""
+        self.outputs.report(search.request, reason)
         self._retire(search)
         return [SequenceDelta(index, finish_reason=FinishReason.ERROR, error=reason) for index in range(search.request.params.n)]
 

@@ -5,11 +5,21 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from penstock.engine.errors import QueueFull, UnsupportedGrammar
+from penstock.engine.errors import EngineUnavailable, QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Vocabulary
-from penstock.engine.grammars.grammar_choice import GrammarChoice, Refusal, VocabularySource, exact, is_lenient
+from penstock.engine.grammars.grammar_choice import (
+    MAX_REFUSAL,
+    NOTHING_GIVEN_UP,
+    Abandoned,
+    Compiled,
+    GrammarChoice,
+    Refusal,
+    VocabularySource,
+    exact,
+    is_lenient,
+)
 from penstock.engine.grammars.grammar_limits import check_limits, check_size, is_small
 from penstock.engine.grammars.grammar_queue import GrammarQueue, Job
 from penstock.engine.grammars.grammar_stats import GrammarStats
@@ -19,16 +29,19 @@ MAX_BYTES = 2**29
 MAX_GROWTH = 2**30  # of the heap since the first grammar: what grammars add while they are used is not counted
 MAX_REFUSALS = 1024
 TIME_LIMIT = 10.0
+BUSY_SHARE = 0.5  # of a processor: a compilation that got less of it in all its time says nothing of the constraint
+RETRY_SECONDS = 5
 
-Outcome = CompiledGrammar | Refusal
+Outcome = Compiled | Refusal
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One compilation and how many requests wait for it."""
+    """One compilation and how many requests wait for it. It `is_abandoned` once all of their clients have gone."""
 
-    job: Job
+    job: Job = field(init=False)
     num_waiters: int = 0
+    is_abandoned: bool = False
 
 
 class GrammarCompiler:
@@ -55,8 +68,9 @@ class GrammarCompiler:
         self._queue = GrammarQueue()
         self._max_bytes = max_bytes
         self._time_limit = time_limit
-        self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._grammars: OrderedDict[str, Compiled] = OrderedDict()
         self._refusals: OrderedDict[str, Refusal] = OrderedDict()
+        self._given_up: OrderedDict[str, dict[str, Refusal]] = OrderedDict()  # by backend
         self._flights: dict[str, _Flight] = {}
         self._heap_bytes = heap_bytes
         self._first_heap_bytes: int | None = None
@@ -68,7 +82,8 @@ class GrammarCompiler:
         """The grammar of `spec`, by the named backend or by the first that takes it; exactly, or else as leniently as the spec allows.
 
         `client` is whom to hold to account for the work. Raises `UnsupportedGrammar` where the constraint is too large, where no backend
-        takes it or where the time limit passes, and `QueueFull` where too many others, or of this client's, wait to be compiled.
+        takes it or where the time limit passes, `QueueFull` where too many others, or of this client's, wait to be compiled, and
+        `EngineUnavailable` where the time limit passes because the machine is busy.
         """
         assert backend_name is None or backend_name in self._choice.factories
         key = _key(spec, backend_name) if is_small(spec) else await asyncio.to_thread(_key, spec, backend_name)
@@ -79,7 +94,22 @@ class GrammarCompiler:
             outcome = await self._compiled(key, spec, backend_name, client)
         if isinstance(outcome, Refusal):
             raise outcome.error(spec.param)
-        return outcome
+        return outcome.grammar
+
+    def give_up(self, grammar: CompiledGrammar, reason: str) -> None:
+        """Remembers that the grammar's backend raised `UnsupportedGrammar` while it generated.
+
+        The constraint is compiled by another backend the next time; where none can, it is refused at once.
+        """
+        key = next((key for key, kept in self._grammars.items() if kept.grammar is grammar), None)
+        if key is None:  # reported before, or not kept
+            return
+        kept = self._grammars.pop(key)
+        self.num_bytes -= kept.grammar.num_bytes
+        self._given_up.setdefault(key, {})[kept.backend] = Refusal(reason[:MAX_REFUSAL], "")
+        self._given_up.move_to_end(key)
+        if len(self._given_up) > MAX_REFUSALS:
+            self._given_up.popitem(last=False)
 
     def warm_up(self) -> None:
         """What the first constraint would wait for, and the loop with it, done beforehand. Blocks for up to a second."""
@@ -92,23 +122,40 @@ class GrammarCompiler:
         return self._refusals.get(key)
 
     async def _compiled(self, key: str, spec: GrammarSpec, backend_name: str | None, client: str | None) -> Outcome:
-        flight = self._flights.get(key)
-        if flight is None:
-            job = self._queue.submit(functools.partial(_outcome, self._choice, spec, backend_name), client)
-            flight = self._flights[key] = _Flight(job)
-            job.done.add_done_callback(functools.partial(self._land, key))
+        flight = self._flights.get(key) or self._begin(key, spec, backend_name, client)
         flight.num_waiters += 1
+        flight.is_abandoned = False
         try:
-            outcome = await self._within_limit(flight.job)
+            return await self._within_limit(flight.job)
         except TimeoutError:
-            if not flight.job.is_started:
-                raise QueueFull("too many constraints are being compiled") from None
-            raise UnsupportedGrammar(f"compiling the constraint took longer than {self._time_limit:g} s", spec.param) from None
+            raise self._overdue(flight.job, spec) from None
+        except asyncio.CancelledError:
+            flight.is_abandoned = flight.num_waiters == 1
+            raise
+        except Abandoned:  # it saw that before this request came
+            return await self._compiled(key, spec, backend_name, client)
         finally:
             flight.num_waiters -= 1
             if not flight.num_waiters and self._queue.withdraw(flight.job):
                 del self._flights[key]
-        return outcome
+
+    def _begin(self, key: str, spec: GrammarSpec, backend_name: str | None, client: str | None) -> _Flight:
+        flight = _Flight()
+        given_up = dict(self._given_up.get(key, NOTHING_GIVEN_UP))
+        work = functools.partial(_outcome, self._choice, spec, backend_name, given_up, lambda: not flight.is_abandoned)
+        flight.job = self._queue.submit(work, client)
+        flight.job.done.add_done_callback(functools.partial(self._land, key, flight))
+        self._flights[key] = flight
+        return flight
+
+    def _overdue(self, job: Job, spec: GrammarSpec) -> Exception:
+        """What a request is told whose constraint is not compiled in time. Its job goes on, and the result is kept for the next."""
+        if not job.is_started:
+            return QueueFull("too many constraints are being compiled")
+        seconds = job.cpu_seconds
+        if seconds is not None and seconds < BUSY_SHARE * self._time_limit:
+            return EngineUnavailable("the machine is too busy to compile the constraint: try again later", RETRY_SECONDS)
+        return UnsupportedGrammar(f"compiling the constraint took longer than {self._time_limit:g} s", spec.param)
 
     async def _within_limit(self, job: Job) -> Outcome:
         """Raises `TimeoutError`. What a backend starts for the first that needs it does not count."""
@@ -121,7 +168,7 @@ class GrammarCompiler:
                 return outcome
         raise TimeoutError
 
-    def _land(self, key: str, done: "asyncio.Future[Outcome]") -> None:
+    def _land(self, key: str, flight: _Flight, done: "asyncio.Future[Outcome]") -> None:
         if done.cancelled():
             return
         del self._flights[key]
@@ -129,17 +176,20 @@ class GrammarCompiler:
             return
         outcome = done.result()
         if not isinstance(outcome, Refusal):
-            self._keep(key, outcome)
+            self._keep(key, outcome, is_wanted=flight.num_waiters > 0)
             return
         self._refusals[key] = outcome
         if len(self._refusals) > MAX_REFUSALS:
             self._refusals.popitem(last=False)
 
-    def _keep(self, key: str, grammar: CompiledGrammar) -> None:
-        if grammar.num_bytes > self._max_bytes:
+    def _keep(self, key: str, compiled: Compiled, *, is_wanted: bool) -> None:
+        """What no request waits for any more is the first to be dropped: it does not take the place of others."""
+        num_bytes = compiled.grammar.num_bytes
+        if num_bytes > self._max_bytes:
             return
-        self._grammars[key] = grammar
-        self.num_bytes += grammar.num_bytes
+        self._grammars[key] = compiled
+        self._grammars.move_to_end(key, last=is_wanted)
+        self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes:
             self._drop_oldest()
         if self._first_heap_bytes is None:
@@ -150,7 +200,7 @@ class GrammarCompiler:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        self.num_bytes -= self._grammars.popitem(last=False)[1].num_bytes
+        self.num_bytes -= self._grammars.popitem(last=False)[1].grammar.num_bytes
 
     def stats(self) -> GrammarStats:
         num_attempts, seconds = self._choice.counts.read()
@@ -167,9 +217,10 @@ class GrammarCompiler:
 
     def check_integrity(self) -> None:
         """Asserts that what is kept adds up and that nothing is left waiting. For tests, between requests."""
-        assert self.num_bytes == sum(grammar.num_bytes for grammar in self._grammars.values()) <= self._max_bytes
+        assert self.num_bytes == sum(kept.grammar.num_bytes for kept in self._grammars.values()) <= self._max_bytes
         assert not self._flights
         assert len(self._refusals) <= MAX_REFUSALS
+        assert len(self._given_up) <= MAX_REFUSALS
         self._queue.check_integrity()
 
     def close(self) -> None:
@@ -177,29 +228,28 @@ class GrammarCompiler:
         self._queue.close()
 
 
-def _outcome(choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None) -> Outcome:
+def _outcome(
+    choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None, given_up: Mapping[str, Refusal], is_wanted: Callable[[], bool]
+) -> Outcome:
     """Runs in a thread. Every backend is asked to be exact before any may be lenient, and for the closed reading before the constraint
     as written.
 
-    Of several refusals the last counts, which is about the constraint as the client wrote it.
+    Of several refusals the last counts, which is about the constraint as the client wrote it. Raises `Abandoned`.
     """
     readings = [spec] if spec.as_written is None else [spec, spec.as_written]
     attempts = [exact(reading) for reading in readings] + [reading for reading in readings if is_lenient(reading)]
     outcome: Outcome | None = None
     for attempt in attempts:
-        outcome = _attempted(choice, attempt, backend_name)
-        if not isinstance(outcome, Refusal):
+        try:
+            check_limits(attempt)
+        except UnsupportedGrammar as error:
+            outcome = Refusal.of(error, attempt.param)
+            continue
+        outcome = choice.compile(attempt, backend_name, given_up, is_wanted)
+        if isinstance(outcome, Compiled):
             break
     assert outcome is not None
     return outcome
-
-
-def _attempted(choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None) -> Outcome:
-    try:
-        check_limits(spec)
-    except UnsupportedGrammar as error:
-        return Refusal.of(error, spec.param)
-    return choice.compile(spec, backend_name)
 
 
 def _key(spec: GrammarSpec, backend_name: str | None) -> str:

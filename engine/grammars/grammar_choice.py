@@ -16,7 +16,6 @@ from penstock.engine.structure import Either, Repeat, Sequence, Structure, Value
 _WARM_UP_SCHEMA = """{"type": "object", "properties":
  {"a": {"type": "integer", "minimum": 1}, "b": {"type": "string", "pattern": "^\\\\w$"}, "c": {"type": "string", "format": "date"}}}"""
 
-
 MAX_REFUSAL = 1000  # characters of a message, and as many of a path
 
 
@@ -47,6 +46,21 @@ class Refusal:
         return UnsupportedGrammar(self.message, param + self.path if self.is_relative else self.path)
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar, and the name of the backend that compiled it."""
+
+    grammar: CompiledGrammar
+    backend: str
+
+
+class Abandoned(Exception):
+    """All that waited for the compilation have gone, and it has ended before the next backend was asked."""
+
+
+NOTHING_GIVEN_UP: Mapping[str, Refusal] = {}
+
+
 class GrammarChoice:
     """The backends, each made when it is first needed, or all by `warm_up`. `factories` are in the order in which they were registered."""
 
@@ -69,22 +83,35 @@ class GrammarChoice:
         """Those that prefer this kind first; otherwise as registered."""
         return sorted(self.factories, key=lambda name: kind not in getattr(self.factories[name], "preferred_kinds", ()))
 
-    def compile(self, spec: GrammarSpec, backend_name: str | None) -> CompiledGrammar | Refusal:
+    def compile(
+        self,
+        spec: GrammarSpec,
+        backend_name: str | None,
+        given_up: Mapping[str, Refusal] = NOTHING_GIVEN_UP,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Compiled | Refusal:
         """By the named backend, or by the first that takes the constraint, unless one before it says that it is too large for any. Slow.
+
+        Backends that have `given_up` on the constraint refuse it unasked. Raises `Abandoned` where it is not wanted any more.
 
         Of several refusals it is the preferred backend's that is returned; one that says no more than that a backend does not know this
         kind of constraint, only where there is no other.
         """
-        refusals: list[UnsupportedGrammar] = []
+        refusals: list[tuple[bool, Refusal]] = []
         for name in self.order(spec.kind) if backend_name is None else (backend_name,):
+            if not is_wanted():
+                raise Abandoned
+            if name in given_up:
+                refusals.append((False, given_up[name]))
+                continue
             try:
-                return self._counted(name, spec)
+                return Compiled(self._counted(name, spec), name)
             except ConstraintTooLarge as error:
                 return Refusal.of(error, spec.param)
             except UnsupportedGrammar as error:
-                refusals.append(error)
-        refusals.sort(key=lambda refusal: isinstance(refusal, UnsupportedKind))
-        return Refusal.of(refusals[0], spec.param) if refusals else Refusal("no grammar backend is loaded", "")
+                refusals.append((isinstance(error, UnsupportedKind), Refusal.of(error, spec.param)))
+        refusals.sort(key=lambda refusal: refusal[0])
+        return refusals[0][1] if refusals else Refusal("no grammar backend is loaded", "")
 
     def warm_up(self) -> None:
         """Makes all backends, and has those that the usual constraints get load what they load when first needed. Takes up to a second."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.compile_clock import CompileClock
+from penstock.engine.compile_clock import CompileClock, thread_seconds
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, QueueFull
 from penstock.engine.overlap.lock_handover import HANDOVER
 
@@ -42,6 +42,12 @@ class Job:
     @property
     def is_started(self) -> bool:
         return self.thread is not None
+
+    @property
+    def cpu_seconds(self) -> float | None:
+        """What its thread has used of a processor. None where that is not known."""
+        native_id = None if self.thread is None else self.thread.native_id
+        return None if native_id is None else thread_seconds(native_id)
 
 
 class GrammarQueue:

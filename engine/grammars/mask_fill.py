@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammars.grammar_gate import GrammarGate
-from penstock.engine.outputs import ClientFault
+from penstock.engine.outputs import ClientFault, GrammarFault
 from penstock.engine.text.answer import Answer
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ TOO_SLOW = ClientFault("the constraint takes too long to say what may come next"
 def failure_of(error: Exception) -> str:
     """Why a sequence ends whose grammar raised. `UnsupportedGrammar` is about the constraint; anything else is the plug-in's defect."""
     if isinstance(error, UnsupportedGrammar):
-        return ClientFault(error.message)
+        return GrammarFault(error.message)
     logger.error("A grammar failed", exc_info=error)
     return f"the grammar raised {type(error).__name__}: {error}"
 

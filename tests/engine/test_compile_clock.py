@@ -1,8 +1,11 @@
 import contextvars
+import sys
+import threading
+from time import thread_time
 
 import pytest
 
-from penstock.engine.compile_clock import CompileClock, uncounted
+from penstock.engine.compile_clock import CompileClock, thread_seconds, uncounted
 
 
 class Time:
@@ -51,3 +54,27 @@ def test_another_threads_clock_does_not_stop(time: Time) -> None:
         time.now += 5
         nobody.run(waiting.__exit__, None, None, None)
     assert clock.seconds == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of another thread is known on Linux only")
+def test_the_cpu_time_of_another_thread_is_known_until_it_ends() -> None:
+    used: list[float] = []
+    is_done, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while thread_time() < 0.02:
+            pass
+        used.append(thread_time())
+        is_done.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    is_done.wait()
+    assert thread.native_id is not None
+    seconds = thread_seconds(thread.native_id)
+    assert seconds is not None
+    assert seconds >= used[0]
+    may_end.set()
+    thread.join()
+    assert thread_seconds(2**22 + 1) is None  # more than Linux gives out

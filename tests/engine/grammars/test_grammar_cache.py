@@ -184,7 +184,8 @@ def test_what_a_backend_starts_first_does_not_count_as_compiling() -> None:
     assert asyncio.run(grammars.compile(regex("a"))).num_bytes == 10
 
 
-def test_a_compilation_that_takes_too_long_is_refused_and_its_result_kept() -> None:
+def test_a_compilation_that_takes_too_long_is_refused_and_its_result_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "thread_seconds", lambda native_id: 0.05)
     backend = Backend()
     grammars = compiler(backend, time_limit=0.05)
 
@@ -349,6 +350,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyP
 
 def test_a_constraint_whose_turn_does_not_come_in_time_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
+    monkeypatch.setattr(grammar_queue, "thread_seconds", lambda native_id: 0.05)
     backend = Backend()
     grammars = compiler(backend, time_limit=0.05)
 

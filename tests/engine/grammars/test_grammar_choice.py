@@ -5,7 +5,7 @@ import pytest
 
 from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.engine.grammars.grammar_choice import MAX_REFUSAL, GrammarChoice, Refusal, exact, is_lenient
+from penstock.engine.grammars.grammar_choice import MAX_REFUSAL, Compiled, GrammarChoice, Refusal, exact, is_lenient
 from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}", "guided_json")
@@ -58,14 +58,14 @@ def test_those_that_prefer_a_kind_come_first_and_otherwise_the_order_is_that_of_
     backends = choice(first=first, second=second, third=third)
     assert backends.order(GrammarKind.JSON_SCHEMA) == ["first", "second", "third"]
     assert backends.order(GrammarKind.REGEX) == ["second", "first", "third"]
-    assert backends.compile(SCHEMA, None) == Grammar(first)
-    assert backends.compile(REGEX, None) == Grammar(second)
-    assert backends.compile(REGEX, "third") == Grammar(third)
+    assert backends.compile(SCHEMA, None) == Compiled(Grammar(first), "first")
+    assert backends.compile(REGEX, None) == Compiled(Grammar(second), "second")
+    assert backends.compile(REGEX, "third") == Compiled(Grammar(third), "third")
 
 
 def test_a_function_may_be_registered_as_a_backend() -> None:
     backend = Backend()
-    assert choice(function=lambda vocabulary: backend).compile(SCHEMA, None) == Grammar(backend)
+    assert choice(function=lambda vocabulary: backend).compile(SCHEMA, None) == Compiled(Grammar(backend), "function")
 
 
 def test_the_preferred_backends_refusal_is_reported_unless_it_is_about_the_kind_alone() -> None:
@@ -82,7 +82,7 @@ def test_no_backend_is_asked_after_one_that_says_that_the_constraint_is_too_larg
     backends = choice(first=first, second=Backend(ConstraintTooLarge("too large", "guided_json.a")), last=last)
     assert backends.compile(SCHEMA, None) == Refusal("too large", ".a")
     assert (len(first.specs), last.specs) == (1, [])
-    assert backends.compile(SCHEMA, "last") == Grammar(last)
+    assert backends.compile(SCHEMA, "last") == Compiled(Grammar(last), "last")
 
 
 def test_what_nests_too_deeply_for_a_backend_is_refused_without_asking_others() -> None:
