@@ -15,6 +15,9 @@ FORMS = (
 )
 
 
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 class Form(enum.Enum):
     FACTORY = "factory"
     PLAIN = "plain"
@@ -68,12 +71,13 @@ def bind(registered: RegisteredLogitsProcessor, arguments: Mapping[str, Any]) ->
     known: Any = registered  # of which form, the next line says
     match registered_form(known):
         case Form.FACTORY:
+            _check_arguments(known, arguments)
             make: Callable[[], Any] = partial(known, **arguments)
         case Form.BATCH:
             make = partial(_join, known, arguments)
         case _:
             num_positional = len([parameter for parameter in _parameters(known) if _is_required(parameter)])
-            inspect.signature(known).bind(*[None] * num_positional, **arguments)
+            _check_arguments(known, arguments, num_positional)
             process = partial(known, **arguments) if arguments else known
             return lambda: process
     make()
@@ -91,9 +95,31 @@ class BatchMember:
 
 def _join(processor: BatchLogitsProcessor, arguments: Mapping[str, Any]) -> BatchMember:
     begin = getattr(processor, "begin", None)
-    if begin is None and arguments:
+    if begin is not None:
+        _check_arguments(begin, arguments)
+    elif arguments:
         raise TypeError(f"it takes none, got {', '.join(arguments)}")
     return BatchMember(processor, arguments, None if begin is None else begin(**arguments))
+
+
+def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], num_positional: int = 0) -> None:
+    """Raises `TypeError` for an argument that there is not, or that is missing: Python's own message would name the code as well.
+
+    The first `num_positional` parameters are the engine's.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # it does not say what it takes
+        return
+    own = {parameter.name for parameter in parameters[:num_positional]}
+    taken = {parameter.name: parameter for parameter in parameters[num_positional:] if parameter.kind in BY_NAME}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    for name in arguments:
+        if name not in taken and (name in own or not takes_any):
+            raise TypeError(f"it has no argument {name[:100]!r}: " + (f"there are {', '.join(taken)}" if taken else "it takes none"))
+    for name, parameter in taken.items():
+        if parameter.default is inspect.Parameter.empty and name not in arguments:
+            raise TypeError(f"the argument {name!r} is missing")
 
 
 def _parameters(function: object) -> list[inspect.Parameter]:

@@ -120,6 +120,23 @@ def test_arguments_that_do_not_fit_are_refused_at_once(registered: Any, argument
         bind(registered, arguments)
 
 
+@pytest.mark.parametrize(
+    ("registered", "arguments", "message"),
+    [
+        (WithSize, {"width": 1}, "it has no argument 'width': there are size"),
+        (Instance, {"self": 1}, "it has no argument 'self': it takes none"),
+        (WithSize, {}, "the argument 'size' is missing"),
+        (plain_with_arguments, {"logits": 2}, "it has no argument 'logits': there are by"),
+        (lambda token_ids, logits, **others: logits, {"logits": 2}, "it has no argument 'logits': it takes none"),
+        (Batched(), {"size": 1}, "it has no argument 'size': there are by"),
+    ],
+)
+def test_arguments_are_refused_in_words_that_say_nothing_of_the_code(registered: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        bind(registered, arguments)
+    assert str(caught.value) == message
+
+
 def test_a_batched_processor_without_begin_takes_no_arguments() -> None:
     class Bare:
         def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> None: ...
