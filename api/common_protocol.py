@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from penstock.engine.grammar import AdditionalProperties
 
@@ -13,25 +13,31 @@ StopString = Annotated[str, Meta(max_length=1024)]
 BadWord = Annotated[str, Meta(max_length=256)]
 # OpenAI stops at 4; evaluation harnesses written for vLLM send more.
 StopList = Annotated[list[StopString], Meta(max_length=64)]
+NOTHING = Raw()
 
 
 class FieldsWithoutEffect(Struct, kw_only=True):
     """Fields of OpenAI's and vLLM's references that clients send and that mean nothing here: accepted, and without effect.
 
-    They steer OpenAI's storage, billing, caching and abuse tracking, features of single models of theirs, or vLLM's routing.
+    They steer OpenAI's storage, billing, caching and abuse tracking, features of single models of theirs, or vLLM's routing. They are not
+    decoded: millions of values would hold the interpreter's lock.
     """
 
-    metadata: Any = None
-    moderation: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    session_id: Any = None
-    store: Any = None
-    user: Any = None
-    verbosity: Any = None
+    metadata: Raw = NOTHING
+    moderation: Raw = NOTHING
+    prompt_cache_key: Raw = NOTHING
+    prompt_cache_options: Raw = NOTHING
+    prompt_cache_retention: Raw = NOTHING
+    safety_identifier: Raw = NOTHING
+    service_tier: Raw = NOTHING
+    session_id: Raw = NOTHING
+    store: Raw = NOTHING
+    user: Raw = NOTHING
+    verbosity: Raw = NOTHING
+
+    def __post_init__(self) -> None:
+        for name in FieldsWithoutEffect.__struct_fields__:
+            setattr(self, name, NOTHING)  # what is raw keeps the whole body in memory
 
 
 class RequestFields(FieldsWithoutEffect, kw_only=True):

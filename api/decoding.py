@@ -117,10 +117,19 @@ def _decode_with_unknown_fields(body: bytes, kind: type[T], allowed: bool) -> tu
             raise InvalidRequest(f"unknown field `{path}`{hint}", path)
         else:
             ignored.append(path)
+    for name in _raw_fields(kind) & value.keys() if isinstance(value, dict) else ():
+        value[name] = msgspec.Raw(b"null")
     try:
         return msgspec.convert(value, kind, str_keys=True), tuple(ignored)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
+
+
+def _raw_fields(kind: type[Any]) -> frozenset[str]:
+    """Those that are not looked at."""
+    info = inspect.type_info(kind)
+    fields = info.fields if isinstance(info, inspect.StructType) else ()
+    return frozenset(field.encode_name for field in fields if isinstance(field.type, inspect.RawType))
 
 
 def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple[str, dict[str, Any], str, list[str]]]:

@@ -1,13 +1,21 @@
 """Bodies with more in them than any request needs are refused before they are decoded."""
 
 import json
+import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.api import body_limits
 from penstock.api.body_limits import MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_body
+from penstock.api.chat_protocol import ChatCompletionRequest
+from penstock.api.common_protocol import FieldsWithoutEffect
+from penstock.api.completion_protocol import CompletionRequest
+from penstock.api.decoding import decode
+from penstock.api.pooling.embedding_protocol import EmbeddingRequest
+from penstock.api.pooling.rerank_protocol import RerankRequest
 from penstock.engine.errors import InvalidRequest
 
 
@@ -50,6 +58,20 @@ def test_counts_are_those_of_the_decoded_body(value: object, size: int) -> None:
             with pytest.raises(InvalidRequest):
                 check_body(body)
             patch.setattr(body_limits, name, number)
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest, EmbeddingRequest, RerankRequest])
+@pytest.mark.parametrize("others", [{}, {"of_tomorrow": 1, "logprobs": None}])
+def test_what_has_no_effect_is_neither_decoded_nor_kept(kind: type[FieldsWithoutEffect], others: dict[str, object]) -> None:
+    required = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "input": "Hi", "query": "Hi", "documents": ["Hi"]}
+    known = {name: value for name, value in required.items() if name in kind.__struct_fields__}
+    ignored = {name: {"a": [1, {"b": "c" * 1000}]} for name in FieldsWithoutEffect.__struct_fields__}
+    data = json.dumps(known | ignored | others).encode()
+    num_references = sys.getrefcount(data)
+    body, unknown = decode(data, kind, allow_unknown_fields=True)
+    assert all(isinstance(getattr(body, name), msgspec.Raw) and not bytes(getattr(body, name)) for name in ignored)
+    assert sys.getrefcount(data) == num_references
+    assert unknown == (("of_tomorrow",) if others else ())
 
 
 def count(value: object) -> tuple[int, int, int, int]:
