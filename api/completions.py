@@ -1,6 +1,8 @@
 """POST /v1/completions."""
 
 import uuid
+from collections.abc import AsyncGenerator
+from functools import partial
 
 from aiohttp import web
 
@@ -28,6 +30,7 @@ from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length,
 from penstock.api.sampling import TokenLimit, sampling_params, token_limit
 from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.outputs import SequenceDelta
 from penstock.engine.request import Request
 from penstock.engine.sampling.sampling_params import SamplingParams
 
@@ -47,8 +50,11 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     check = AnswerCheck(context.conformance, schema)
     fingerprint = context.options.system_fingerprint
     fold = CompletionFold(request_id, model, body, prompts, n, context.tokenizer, hidden, check.found, fingerprint)
-    streams = [timer.watch(searched(body, context.engine.generate(request))) for request in requests]
-    deltas = streams[0] if len(streams) == 1 else merge(streams, n)
+
+    def deltas_of(request: Request) -> AsyncGenerator[SequenceDelta, None]:
+        return timer.watch(searched(body, context.engine.generate(request)))
+
+    deltas = deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n)
     headers |= warning_header(requests[0].grammar)
     return await answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
 

@@ -73,8 +73,9 @@ class EngineCore:
         self._beams = BeamProcessor(self._outputs)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bound."""
+        """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         self._check(request)
+        self.scheduler.waiting.check_admission()
         self._num_arrivals += 1
         sequences = self._factory.make(request, self._num_arrivals)
         self.scheduler.add(sequences[0])

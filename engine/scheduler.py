@@ -82,7 +82,6 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bounds."""
-        self.waiting.check_admission()
         if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
             chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         self.waiting.add(sequence)

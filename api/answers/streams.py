@@ -1,31 +1,35 @@
 """Deltas of one engine request, or of several side by side, as one asynchronous iterator."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from penstock.engine.errors import QueueFull
 from penstock.engine.outputs import SequenceDelta
 
-AT_ONCE = 32
-MAX_OPEN = 256  # enough for any batch; all of a long list at once would overflow the engine's queue, or shut others out of it
+AT_ONCE = 32  # sequences; adding one takes up to 0.1 ms, in which no other stream goes on
+MAX_OPEN = 256  # sequences: enough for any batch; all of a long list at once would overflow the engine's queue, or shut others out of it
+
+OpenStream = Callable[[], AsyncGenerator[SequenceDelta, None]]
 
 
-async def merge(streams: Sequence[AsyncGenerator[SequenceDelta, None]], n: int) -> AsyncGenerator[SequenceDelta, None]:
+async def merge(streams: Sequence[OpenStream], n: int) -> AsyncGenerator[SequenceDelta, None]:
     """The deltas of several prompts as they come, their choices numbered through: prompt p's sequence s becomes choice p * n + s.
 
-    At most `MAX_OPEN` streams are open at a time. The first exception of any ends all of them and is raised here. Closing this generator
-    closes the streams.
+    At most `MAX_OPEN` sequences are open at a time, and fewer where the engine's queue is full: what has begun is not refused any more, and
+    the next stream is opened when there is room. The first exception of any other ends all of them and is raised here. Closing this
+    generator closes the streams.
     """
-    places = asyncio.Semaphore(MAX_OPEN)
+    places = _Places(max(1, MAX_OPEN // n))
     queue: asyncio.Queue[SequenceDelta | Exception | None] = asyncio.Queue()
 
-    async def pump(position: int, stream: AsyncGenerator[SequenceDelta, None]) -> None:
+    async def pump(position: int, open_stream: OpenStream) -> None:
         try:
-            async with places, aclosing(stream):
-                async for delta in stream:
-                    delta.index += position * n
-                    queue.put_nowait(delta)
+            async for delta in places.read(open_stream):
+                delta.index += position * n
+                queue.put_nowait(delta)
         except Exception as error:  # raised again below, where the caller can see it
             queue.put_nowait(error)
         else:
@@ -33,10 +37,10 @@ async def merge(streams: Sequence[AsyncGenerator[SequenceDelta, None]], n: int) 
 
     tasks: list[asyncio.Task[None]] = []
     try:
-        for position, stream in enumerate(streams):
-            tasks.append(asyncio.create_task(pump(position, stream)))
-            if len(tasks) % AT_ONCE == 0:
-                await asyncio.sleep(0)  # adding a request takes a while: let other streams go on in between
+        for position, open_stream in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(position, open_stream)))
+            if len(tasks) % max(1, AT_ONCE // n) == 0:
+                await asyncio.sleep(0)
         num_running = len(tasks)
         while num_running:
             item = await queue.get()
@@ -50,6 +54,42 @@ async def merge(streams: Sequence[AsyncGenerator[SequenceDelta, None]], n: int) 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Places:
+    """How many streams of one request may be open at a time, and which of them wait for room in the engine's queue."""
+
+    def __init__(self, count: int) -> None:
+        self._free = asyncio.Semaphore(count)
+        self._num_accepted = 0
+        self._refused: deque[asyncio.Event] = deque()
+
+    async def read(self, open_stream: OpenStream) -> AsyncGenerator[SequenceDelta, None]:
+        """The stream's deltas. Raises `QueueFull` where that is what the first stream of all is told; later ones are opened again."""
+        async with self._free:
+            while True:
+                self._num_accepted += 1
+                try:
+                    async with aclosing(open_stream()) as stream:
+                        async for delta in stream:
+                            yield delta
+                    break
+                except QueueFull as error:  # raised at once, before any other stream is opened
+                    self._num_accepted -= 1
+                    if not self._num_accepted:
+                        raise
+                    await self._wait(error.retry_after)
+            if self._refused:
+                self._refused.popleft().set()
+
+    async def _wait(self, seconds: float) -> None:
+        """Until another stream ends, which makes room, or for so long: other requests make room as well."""
+        has_ended = asyncio.Event()
+        self._refused.append(has_ended)
+        try:
+            await asyncio.wait_for(has_ended.wait(), seconds)
+        except TimeoutError:
+            self._refused.remove(has_ended)
 
 
 async def bundled(deltas: AsyncGenerator[SequenceDelta, None], interval: int) -> AsyncGenerator[SequenceDelta, None]:

@@ -1,16 +1,19 @@
 """What waits is bounded by what it is, and every request is scheduled in the end, whatever others ask for."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import pytest
 
+from penstock.api.answers.streams import AT_ONCE, MAX_OPEN, merge
 from penstock.api.context import ServerOptions
 from penstock.arguments import parse_arguments
 from penstock.assembly import min_priority
 from penstock.engine.config import EngineConfig
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import QueueFull
+from penstock.engine.outputs import SequenceDelta
 from penstock.engine.pooling.encoder_batch import EncoderInput
 from penstock.engine.pooling.pooling_model import PoolingInput
 from penstock.engine.pooling.pooling_params import PoolingParams
@@ -147,3 +150,55 @@ def test_a_librarys_callers_are_not_bounded() -> None:
     config = engine_arguments(None, {}).engine
     assert config.priority_aging == 0
     assert config.max_waiting_tokens == config.max_waiting_requests == 2**31
+
+
+class Full:
+    """An engine with room for so many streams. The first `num_ahead` that are opened find it full of others'."""
+
+    def __init__(self, room: int, num_ahead: int = 0) -> None:
+        self.room, self.num_ahead = room, num_ahead
+        self.num_open = self.most_open = self.most_at_once = 0
+        self.num_since_yield = 0
+
+    async def stream(self) -> AsyncGenerator[SequenceDelta, None]:
+        if self.num_open >= self.room or self.num_ahead:
+            self.num_ahead = max(0, self.num_ahead - 1)
+            raise QueueFull("full", 60)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        self.num_since_yield += 1
+        try:
+            await asyncio.sleep(0)
+            self.most_at_once, self.num_since_yield = max(self.most_at_once, self.num_since_yield), 0
+            yield SequenceDelta(0, token_ids=[1])
+        finally:
+            self.num_open -= 1
+
+
+def test_one_request_with_more_prompts_than_may_wait_is_served_where_it_is_alone() -> None:
+    async def scenario() -> None:
+        engine = Full(room=10)
+        deltas = [delta.index async for delta in merge([engine.stream] * 100, 1)]
+        assert sorted(deltas) == list(range(100))
+        assert engine.most_open == 10
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_first_prompt_finds_the_queue_full_is_refused() -> None:
+    async def scenario() -> None:
+        with pytest.raises(QueueFull):
+            _ = [delta async for delta in merge([Full(room=10, num_ahead=1).stream] * 100, 1)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("n", "at_once"), [(1, AT_ONCE), (16, AT_ONCE // 16), (64, 1)])
+def test_sequences_of_many_prompts_are_added_in_slices(n: int, at_once: int) -> None:
+    async def scenario() -> None:
+        engine = Full(room=1000)
+        _ = [delta async for delta in merge([engine.stream] * 200, n)]
+        assert engine.most_at_once == at_once
+        assert engine.most_open <= max(1, MAX_OPEN // n)
+
+    asyncio.run(scenario())

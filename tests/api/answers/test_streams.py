@@ -1,10 +1,11 @@
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import pytest
 
 from penstock.api.answers.streams import MAX_OPEN, FirstDelta, merge
-from penstock.engine.errors import GenerationFailed, QueueFull
+from penstock.engine.errors import GenerationFailed
 from penstock.engine.outputs import SequenceDelta
 
 
@@ -33,7 +34,7 @@ class Source:
 def test_merged_streams_keep_their_order_and_are_numbered_through() -> None:
     async def run() -> None:
         source = Source()
-        streams = [source.stream(str(position), 4 + position, n=2) for position in range(3)]
+        streams = [partial(source.stream, str(position), 4 + position, n=2) for position in range(3)]
         deltas = [delta async for delta in merge(streams, 2)]
         assert len(deltas) == 4 + 5 + 6
         for index in range(6):
@@ -49,7 +50,7 @@ def test_a_long_list_is_never_open_as_a_whole() -> None:
     async def run() -> None:
         source = Source()
         num_streams = 3 * MAX_OPEN
-        deltas = [delta async for delta in merge([source.stream(str(position), 20) for position in range(num_streams)], 1)]
+        deltas = [delta async for delta in merge([partial(source.stream, str(position), 20) for position in range(num_streams)], 1)]
         assert sorted(delta.index for delta in deltas) == sorted([*range(num_streams)] * 20)
         assert len(source.closed) == num_streams
         assert source.most_open == MAX_OPEN
@@ -60,8 +61,9 @@ def test_a_long_list_is_never_open_as_a_whole() -> None:
 def test_the_first_error_ends_all_streams() -> None:
     async def run() -> None:
         source = Source()
-        streams = [source.stream("good", 10_000), source.stream("bad", 2, QueueFull("full")), source.stream("other", 10_000)]
-        with pytest.raises(QueueFull):
+        bad = partial(source.stream, "bad", 2, GenerationFailed("no"))
+        streams = [partial(source.stream, "good", 10_000), bad, partial(source.stream, "other", 10_000)]
+        with pytest.raises(GenerationFailed):
             _ = [delta async for delta in merge(streams, 1)]
         assert sorted(source.closed) == ["bad", "good", "other"]
 
@@ -71,7 +73,7 @@ def test_the_first_error_ends_all_streams() -> None:
 def test_closing_a_merged_stream_closes_all_of_them() -> None:
     async def run() -> None:
         source = Source()
-        merged = merge([source.stream("a", 100), source.stream("b", 100)], 1)
+        merged = merge([partial(source.stream, "a", 100), partial(source.stream, "b", 100)], 1)
         await anext(merged)
         await merged.aclose()
         assert sorted(source.closed) == ["a", "b"]
