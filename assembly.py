@@ -20,6 +20,7 @@ from penstock.api.workers import Workers
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
+from penstock.engine.content_tokenizer import ContentTokenizer
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
@@ -128,6 +129,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         default_sampling=defaults,
         workers=workers,
         options=server_options(arguments),
+        content_tokenizer=ContentTokenizer(tokenizer) if arguments.content_special_tokens == "text" else None,
     )
     return Assembled(context, summarize(arguments, context, core), core)
 
@@ -164,6 +166,7 @@ def check_pooling_flags(arguments: Arguments) -> None:
         "--plugin": [name for name in arguments.plugins if name not in ("auto", "none")],
         "--reasoning-parser": arguments.reasoning_parser not in ("auto", "none"),
         "--tool-parser": arguments.tool_parser not in ("auto", "none"),
+        "--content-special-tokens text": arguments.content_special_tokens == "text",
         "--thinking-token-budget": arguments.thinking_token_budget is not None,
         "--override-generation-config": bool(arguments.override_generation_config),
         "--compile on": arguments.engine.compile == "on",

@@ -17,6 +17,7 @@ from penstock.api.constraints.constraints import grammar_spec_in, open_schema
 from penstock.api.constraints.json_reading import JsonReading, in_reading, json_reading
 from penstock.api.constraints.tool_grammar import answer_grammar, callable_tool
 from penstock.api.context import CONTEXT, ServerContext
+from penstock.api.conversations import encode_prompt, render_prompt
 from penstock.api.messages import template_kwargs
 from penstock.api.metrics.metrics import begin_timer
 from penstock.api.preparing import (
@@ -28,9 +29,9 @@ from penstock.api.preparing import (
     compiled_grammar,
     logits_processors,
 )
-from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
+from penstock.api.prompts import check_prompt_ids, check_text_length
 from penstock.api.sampling import sampling_params, token_limit
-from penstock.api.templates.rendering import check_template_fields, render_conversation
+from penstock.api.templates.rendering import check_template_fields
 from penstock.api.tools import ToolUse, tool_use
 from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
@@ -117,10 +118,10 @@ def check(context: ServerContext, body: ChatCompletionRequest) -> None:
 async def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
     """Where the answer starts, and the prompt's token ids."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.chat_template_kwargs)
-    prompt = await render_conversation(context, body, body.messages, tools.shown, kwargs)
+    prompt = await render_prompt(context, body, body.messages, tools.shown, kwargs)
     await check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.
-    prompt_token_ids = await encode_text(context, prompt.text, add_special_tokens=bool(body.add_special_tokens))
+    prompt_token_ids = await encode_prompt(context, prompt, add_special_tokens=bool(body.add_special_tokens))
     check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")
     turn = Turn(
         prompt_tail=prompt.tail,
