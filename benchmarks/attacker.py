@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ INTERNALS = re.compile(
 )
 
 Fields = dict[str, Any]
-Send = Callable[["Attacker"], Awaitable[None]]
+Send = Callable[["Attacker"], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)

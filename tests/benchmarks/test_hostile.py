@@ -62,7 +62,7 @@ async def outcome(grammars: GrammarCompiler, hostile: HostileInput, salt: int) -
 def test_a_hostile_constraint_is_compiled_or_refused_by_name(hostile: HostileInput, grammars: GrammarCompiler) -> None:
     async def outcomes() -> list[object]:
         tasks = [outcome(grammars, hostile, salt) for salt in range(hostile.num_at_once)]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        results: list[object] = await asyncio.gather(*tasks, return_exceptions=True)
         for _ in iter(lambda: grammars.stats().num_running, 0):  # on a busy machine: what takes too long is still compiled to its end
             await asyncio.sleep(0.01)
         return results
