@@ -320,7 +320,7 @@ CONSTRAINTS = [
     ),
     Attack(
         "regex beyond the lexer's limit, streamed",
-        "200 400",
+        "200 400 200-then-BadRequestError",
         chat(lambda salt: {"guided_regex": f"(.{{0,20}}a.{{0,20}}|.{{0,20}}b.{{0,20}}){{4}}|{salt}", "stream": True}),
     ),
     Attack(
