@@ -21,6 +21,7 @@ from penstock.vllm_arguments import flag_of, to_our_flags
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 COMMANDS = ("serve", "plugins", "parse", "grammar", "new-plugin")  # all but the first have flags of their own: see `commands`
 Runner = Literal["auto", "generate", "pooling"]
+ContentSpecialTokens = Literal["parse", "text"]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # As vLLM has them: other names of the same values.
 DTYPES = {"half": "float16", "float": "float32"}
@@ -51,6 +52,7 @@ class Arguments:
     reasoning_field: ReasoningField
     max_tool_calls: int
     trust_request_chat_template: bool
+    content_special_tokens: ContentSpecialTokens
     additional_properties: AdditionalProperties
     allow_unknown_fields: bool
     host: str
@@ -148,6 +150,7 @@ def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None 
         reasoning_field=given.reasoning_field,
         max_tool_calls=given.max_tool_calls,
         trust_request_chat_template=given.trust_request_chat_template,
+        content_special_tokens=given.content_special_tokens,
         additional_properties=given.additional_properties,
         allow_unknown_fields=given.allow_unknown_fields,
         host=given.host,
@@ -371,6 +374,13 @@ def _add_format_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let requests bring a template, which is rendered in a process of its own with 256 MiB and 5 s of CPU time (default: refused)",
     )
+    group.add_argument(
+        "--content-special-tokens",
+        choices=get_args(ContentSpecialTokens),
+        default="parse",
+        help="what the text of a special token is in messages, such as <|im_end|>. parse: that token; text: the characters that it is "
+        "written with, so that only the chat template opens and ends turns (default: %(default)s)",
+    )
     add_reading_choice(group, "where a request does not say: ", "closed")
     group.add_argument(
         "--allow-unknown-fields",
@@ -406,8 +416,8 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         **SEVERAL,
         default=[],
         metavar="NAME",
-        help="names by which the server may be asked for, without port; *.example.com for all below it, * for any. localhost, --host and "
-        "IP addresses always may (default: no others at a loopback address without an API key, else any)",
+        help="hosts that requests may be addressed to, without port; *.example.com for all below it, * for any. localhost and IP addresses "
+        "are always allowed (default: --host alone at a loopback address without an API key, else any)",
     )
     group.add_argument(
         "--allowed-origins",

@@ -14,6 +14,7 @@ from penstock.api.connections import connection_limit
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
+from penstock.engine.content_tokenizer import ContentTokenizer
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
@@ -103,6 +104,8 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     unlearned = unlearned_parser(plugins.reasoning_parser, tokenizer)
     chat_template = build_chat_template(files.template, tokenizer, workers, unlearned)
+    if chat_template.source is None:
+        log.warning("the model has no chat template: chat requests are refused; --chat-template gives it one")
     budget = thinking_budget(arguments.thinking_token_budget, unlearned, chat_template.source)
     defaults = default_sampling(arguments, files.directory)
     loaded = load(files.directory, config)
@@ -125,12 +128,15 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         default_sampling=defaults,
         workers=workers,
         options=server_options(arguments),
+        content_tokenizer=ContentTokenizer(tokenizer) if arguments.content_special_tokens == "text" else None,
     )
     return Assembled(context, summarize(arguments, context, core), core)
 
 
 def default_sampling(arguments: Arguments, directory: Path) -> dict[str, Any]:
     """What holds where a request says nothing. Raises `ConfigurationError`."""
+    if arguments.generation_config == "auto" and not (directory / "generation_config.json").is_file():
+        log.info("the model has no generation_config.json: where a request does not say how, it samples at temperature 1 up to the context")
     own = read_generation_config(directory, read_config(directory, arguments.engine.trust_remote_code))
     return sampling_defaults(own, arguments.generation_config, arguments.override_generation_config)
 
@@ -159,6 +165,7 @@ def check_pooling_flags(arguments: Arguments) -> None:
         "--plugin": [name for name in arguments.plugins if name not in ("auto", "none")],
         "--reasoning-parser": arguments.reasoning_parser not in ("auto", "none"),
         "--tool-parser": arguments.tool_parser not in ("auto", "none"),
+        "--content-special-tokens text": arguments.content_special_tokens == "text",
         "--thinking-token-budget": arguments.thinking_token_budget is not None,
         "--override-generation-config": bool(arguments.override_generation_config),
         "--compile on": arguments.engine.compile == "on",
@@ -203,10 +210,12 @@ def server_options(arguments: Arguments) -> ServerOptions:
 
 
 def allowed_hosts(arguments: Arguments) -> tuple[str, ...]:
-    """The operator's choice. Without one, any, but where a loopback address is the only protection: pages that know no key reach it too."""
-    if arguments.allowed_hosts:
-        return arguments.allowed_hosts
-    return (arguments.host.lower(),) if is_loopback(arguments.host) and not arguments.api_keys else ("*",)
+    """The operator's choice and the server's own. Without a choice any, except where a loopback address is the only protection: a page
+    in a browser reaches that too, but knows no key.
+    """
+    if not arguments.allowed_hosts and (arguments.api_keys or not is_loopback(arguments.host)):
+        return ("*",)
+    return (*arguments.allowed_hosts, arguments.host.lower())
 
 
 def is_loopback(host: str) -> bool:

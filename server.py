@@ -15,6 +15,7 @@ from penstock import __version__
 from penstock.arguments import Arguments, parse_arguments
 from penstock.cli import COMMANDS
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.heap import memory_shortage_refused, release_heap
 from penstock.logs import set_up_logging
 
 if TYPE_CHECKING:
@@ -40,14 +41,15 @@ def main(argv: list[str] | None = None) -> int:
         set_up_logging(arguments.log_level, access_log=arguments.access_log)
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-        from penstock.plugins.manager import Plugins
+        with memory_shortage_refused():
+            from penstock.plugins.manager import Plugins
 
-        plugins = Plugins.start(
-            arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
-        )
+            plugins = Plugins.start(
+                arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
+            )
         serve(arguments, plugins)
-    except ConfigurationError as error:
-        print(f"penstock: error: {' '.join(str(error).split())}", file=sys.stderr)
+    except (ConfigurationError, MemoryError) as error:  # where there was no memory even for a message, the error has none
+        print(f"penstock: error: {' '.join(str(error).split()) or 'out of memory'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -56,19 +58,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(arguments: Arguments, plugins: "Plugins") -> None:
     """Loads the model and serves until a signal. The address is taken first: a port that is in use should not cost a model's loading."""
-    from penstock.engine.loading.lean_imports import triton_left_out
-
-    with triton_left_out(arguments.engine.device):
-        from penstock.assembly import assemble
     from penstock.api.connections import raise_descriptor_limit
-    from penstock.engine.heap import release_heap
 
     started = time.monotonic()
     raise_descriptor_limit()
     listener = bind(arguments.host, arguments.port)
     with listener:
-        assembled = assemble(arguments, plugins)
-        assembled.context.warm_up()
+        with memory_shortage_refused():
+            assembled = load_model(arguments, plugins)
+            assembled.context.warm_up()
         # What was loaded lives as long as the process. A collection that walks through all of it would hold up every stream for 0.2 s.
         gc.collect()
         release_heap()
@@ -76,6 +74,15 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
         listen(listener)
         asyncio.run(run(arguments, assembled, listener, started))
         gc.unfreeze()  # else extensions such as triton's report what was never collected as leaked, in forty lines
+
+
+def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling":
+    """Imports what computes models, which takes seconds, and assembles one."""
+    from penstock.engine.loading.lean_imports import triton_left_out
+
+    with triton_left_out(arguments.engine.device):
+        from penstock.assembly import assemble
+    return assemble(arguments, plugins)
 
 
 async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", listener: socket.socket, started: float) -> None:

@@ -251,8 +251,8 @@ def check_priority(options: ServerOptions, priority: int | None) -> None:
 async def receive(request: web.Request) -> bytes:
     """The body as it was sent, inflated. Raises aiohttp's 413 where it is larger than it may be, and 408 where it arrives too slowly.
 
-    The deadline moves with what arrives, at the slowest rate that is acceptable. A total deadline would either cut large bodies on slow
-    links or give those who send a byte now and then as long as these take.
+    The deadline is extended by what arrives, at a minimum rate. A total deadline that suits a large body on a slow link would be just as
+    long for a client that sends a byte now and then.
     """
     await send_continue(request)
     options = request.app[SHARED].options

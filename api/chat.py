@@ -41,12 +41,13 @@ from penstock.serving.constraints.conformance import Conformance
 from penstock.serving.constraints.sources import JsonReading, in_reading, is_large, json_reading
 from penstock.serving.constraints.specs import grammar_spec_in, open_schema
 from penstock.serving.context import ServerContext
+from penstock.serving.conversations import encode_prompt, render_prompt
 from penstock.serving.messages import Message, MessageReader, MessageStep, ReasoningView, TokenCounts
 from penstock.serving.preparing import added_token_texts, answer_reader, cache_salt, check_streaming, compiled_grammar, logits_processors
-from penstock.serving.prompts import check_prompt_ids, check_text_length, encode_text
+from penstock.serving.prompts import check_prompt_ids, check_text_length
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField, StreamOptions
 from penstock.serving.sampling import beam_search, sampling_params, searched, searched_defaults, token_limit
-from penstock.serving.templates.chat_template import check_template_fields, render_conversation
+from penstock.serving.templates.chat_template import check_template_fields
 from penstock.serving.templates.messages import template_kwargs
 from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
 from penstock.serving.workers import run
@@ -303,10 +304,10 @@ def check(context: ServerContext, body: ChatCompletionRequest) -> None:
 async def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
     """Where the answer starts, and the prompt's token ids."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.chat_template_kwargs)
-    prompt = await render_conversation(context, body, body.messages, tools.shown, kwargs)
+    prompt = await render_prompt(context, body, body.messages, tools.shown, kwargs)
     await check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.
-    prompt_token_ids = await encode_text(context, prompt.text, add_special_tokens=bool(body.add_special_tokens))
+    prompt_token_ids = await encode_prompt(context, prompt, add_special_tokens=bool(body.add_special_tokens))
     check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")
     turn = Turn(
         prompt_tail=prompt.tail,

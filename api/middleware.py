@@ -179,9 +179,8 @@ async def limit_body(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 def check_hosts(allowed: tuple[str, ...]) -> Middleware:
-    """Refuses names that are not the server's, by which a page elsewhere could reach it: its author has the name resolve to this address
-    once the page is loaded, and the browser takes the answers for the page's own (DNS rebinding). Addresses, and names of the machine
-    itself, cannot be made to resolve elsewhere.
+    """Refuses a `Host` that is not the server's, against DNS rebinding: a page is loaded, then its name resolves to this machine's address,
+    and the browser lets it read the answers as those of its own site. That cannot be done with IP addresses or with localhost.
     """
 
     @web.middleware
@@ -189,7 +188,7 @@ def check_hosts(allowed: tuple[str, ...]) -> Middleware:
         host = request.headers.get(hdrs.HOST)
         if host is None or is_allowed_host(host, allowed):
             return await handler(request)
-        message = f"this server is not asked for as {shortened(host)!r}: --allowed-hosts names the hosts it serves"
+        message = f"{shortened(host)!r} is not a host of this server; --allowed-hosts adds hosts"
         return json_response(error_body(403, message, code="host_not_allowed"), status=403)
 
     return check_host

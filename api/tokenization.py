@@ -11,9 +11,10 @@ from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.context import SharedContext
+from penstock.serving.conversations import encode_prompt, render_prompt
 from penstock.serving.prompts import LONG_TEXT, encode_text
 from penstock.serving.requests import ChatMessage, Messages
-from penstock.serving.templates.chat_template import check_template_fields, render_conversation
+from penstock.serving.templates.chat_template import RenderedPrompt, check_template_fields
 from penstock.serving.templates.messages import template_kwargs
 from penstock.serving.workers import run
 
@@ -60,13 +61,12 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either `prompt` or `messages`", "prompt")
     if body.messages is None:
-        text, param, add_special_tokens = body.prompt or "", "prompt", body.add_special_tokens is not False
+        _check_length(context, body.prompt or "", "prompt")
+        tokens = await encode_text(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     else:
-        text, param, add_special_tokens = await _render(context, body, body.messages), "messages", body.add_special_tokens is True
-    limit = max(MAX_TEXT, CHARS_PER_TOKEN * context.max_model_len)
-    if len(text) > limit:
-        raise InvalidRequest(f"the text has {len(text)} characters, and at most {limit} are tokenized at once", param)
-    tokens = await encode_text(context, text, add_special_tokens=add_special_tokens)
+        prompt = await _render(context, body, body.messages)
+        _check_length(context, prompt.text, "messages")
+        tokens = await encode_prompt(context, prompt, add_special_tokens=body.add_special_tokens is True)
 
     def write() -> web.Response:
         strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
@@ -93,8 +93,14 @@ async def detokenize(request: web.Request) -> web.Response:
     return await run(context, write, is_long=len(body.tokens) > LONG_TEXT)
 
 
-async def _render(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> str:
+def _check_length(context: SharedContext, text: str, param: str) -> None:
+    limit = max(MAX_TEXT, CHARS_PER_TOKEN * context.max_model_len)
+    if len(text) > limit:
+        raise InvalidRequest(f"the text has {len(text)} characters, and at most {limit} are tokenized at once", param)
+
+
+async def _render(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:
     """The prompt that /v1/chat/completions would make of the same fields."""
     check_template_fields(context, body)
     kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.chat_template_kwargs)
-    return (await render_conversation(context, body, messages, body.tools or [], kwargs)).text
+    return await render_prompt(context, body, messages, body.tools or [], kwargs)

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +24,13 @@ PATIENCE_SECONDS = 120.0  # for an answer over HTTP
 RAW_PATIENCE_SECONDS = 2.0  # for an answer on a socket, and for what may follow it
 NEIGHBOUR_SECONDS = 10.0
 MAX_ERROR_BYTES = 65536
+STREAM_ERROR = re.compile(rb'data: {"error":(?:.*?"type": ?"(\w+)")?')
 INTERNALS = re.compile(
     rb"0x[0-9a-f]{6}|object at|Traceback|__\w+__\(\)|unexpected keyword argument|multiple values for|/site-packages/|/home/"
 )
 
 Fields = dict[str, Any]
-Send = Callable[["Attacker"], Awaitable[None]]
+Send = Callable[["Attacker"], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,8 @@ def label(status: int, headers: Mapping[str, str], body: bytes) -> str:
     """The status, and what is wrong with the answer beside it."""
     if status in (429, 503) and "retry-after" not in {name.lower() for name in headers}:
         return f"{status}-without-retry-after"
-    if status == 200 and b'data: {"error"' in body:
-        return "200-then-error"
+    if status == 200 and (broken := STREAM_ERROR.search(body)):
+        return f"200-then-{(broken[1] or b'error').decode()}"
     if status >= 400 and len(body) > MAX_ERROR_BYTES:
         return f"{status}-of-{len(body)}-bytes"
     return f"{status}-with-internals" if status >= 400 and INTERNALS.search(body) else str(status)

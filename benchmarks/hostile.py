@@ -142,7 +142,7 @@ def header() -> str:
 
 
 def median(trials: Sequence[Trial], key: str) -> float:
-    return statistics.median(getattr(trial, key) for trial in trials)
+    return float(statistics.median(getattr(trial, key) for trial in trials))
 
 
 def all_statuses(trials: Sequence[Trial]) -> Counter[str]:

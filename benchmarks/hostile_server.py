@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-untyped"
 """The server under attack: started here, or one that runs; whether it is well, and what it holds."""
 
 import argparse

@@ -94,7 +94,7 @@ class Sandbox:
         self._started_at = 0.0  # when a process last was
         self._is_closed = False
         self._threads = ThreadPoolExecutor(num_processes, "penstock-sandbox")
-        weakref.finalize(self, _kill_all, self._children)
+        weakref.finalize(self, _kill_all, self._children, self._idle)
 
     @property
     def pids(self) -> list[int]:
@@ -132,9 +132,7 @@ class Sandbox:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            _kill_all(self._idle)
-            for child in self._children:
-                child.send_kill()  # its thread takes care of the rest
+            _kill_all(self._children, self._idle)
         self._threads.shutdown(wait=False)
 
     def _run(self, job: "_Job", call: "functools.partial[Any]") -> Any:
@@ -197,7 +195,7 @@ class Sandbox:
         try:
             with uncounted():  # importing a library takes seconds, and many of them where the model has all cores
                 child.start(self.limits, self._initialize)
-        except (EOFError, OSError, ValueError):  # ValueError: its pipes have been closed, as this process ends
+        except (EOFError, OSError):
             child.kill()
             raise EngineUnavailable(f"the process for {self.purpose} does not start") from None
         finally:
@@ -359,9 +357,12 @@ def _wait(descriptor: int, event: int, deadline: float | None) -> None:
         raise TimeoutError
 
 
-def _kill_all(children: list[_Child]) -> None:
+def _kill_all(children: list[_Child], idle: list[_Child]) -> None:
     for child in children:
-        child.kill()
+        if child in idle:
+            child.kill()
+        else:
+            child.send_kill()  # the thread that uses it takes care of the rest
 
 
 def _close_pipes(process: "subprocess.Popen[bytes]") -> None:
@@ -393,8 +394,10 @@ def serve() -> None:
     os.dup2(2, 1)  # what a library prints does not get among the answers
     sys.path[:] = pickle.loads(_read_frame(requests))
     limits, (initializer, initargs) = pickle.loads(_read_frame(requests))
+    _end_with_parent(is_on=True)
     if initializer is not None:
         initializer(*initargs)
+    _end_with_parent(is_on=False)
     resource.setrlimit(resource.RLIMIT_CPU, most_cpu_seconds)
     os.nice(limits.niceness)
     num_bytes_at_start = _address_space()
@@ -438,7 +441,7 @@ def _encoded(result: Any) -> bytes:
 
 
 def _end_with_parent(*, is_on: bool) -> None:
-    """While a job runs, nothing comes in but the end of the pipe, when the server has died: that is to end the process at once."""
+    """Until it answers, nothing comes in but the end of the pipe, when the server has died: that is to end the process at once."""
     flags = fcntl.fcntl(0, fcntl.F_GETFL)
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC if is_on else flags & ~os.O_ASYNC)

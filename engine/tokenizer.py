@@ -83,6 +83,10 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def serialized(self) -> str:
+        """As the content of a tokenizer.json."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; added tokens written out in it become those tokens. Raises `InvalidRequest` for lone surrogates."""
         try:

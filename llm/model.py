@@ -24,7 +24,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
-from penstock.engine.heap import release_heap
+from penstock.engine.heap import memory_shortage_refused, release_heap
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.loading.model_store import model_name, resolve_model
@@ -239,7 +239,8 @@ class LocalModel:
         """Fetches and loads the model, once. Raises `ConfigurationError` for whatever cannot be served as asked."""
         if self._is_closed or self._context is not None:
             raise EngineUnavailable(self._why_not_served() if self._is_closed else "the engine has been started already")
-        assembled = assemble(self.arguments, self.plugins)
+        with memory_shortage_refused():
+            assembled = assemble(self.arguments, self.plugins)
         if isinstance(assembled, Assembled):
             self._rest = Rest(assembled.context, assembled.core, self.directory, self.arguments.engine)
             self._metrics = _metrics(assembled.context, self.name)

@@ -13,6 +13,7 @@ from penstock.serving.requests import ReasoningField
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
+    from penstock.engine.content_tokenizer import ContentTokenizer
     from penstock.engine.engine import Engine
     from penstock.engine.grammars.grammar_cache import GrammarCompiler
     from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
@@ -68,7 +69,7 @@ class RunningEngine(Protocol):
 @dataclass(slots=True, kw_only=True)
 class SharedContext:
     """What handlers need whatever the model does. `vocab_size` bounds the token ids that may come in; `workers` is for anything slow: the
-    event loop stays free.
+    event loop stays free. `content_tokenizer` is there where the special tokens that stand in messages are text.
     """
 
     engine: RunningEngine
@@ -79,6 +80,7 @@ class SharedContext:
     vocab_size: int
     workers: Workers
     options: ServerOptions = field(default_factory=ServerOptions)
+    content_tokenizer: "ContentTokenizer | None" = None
 
     def warm_up(self) -> None:
         """Does beforehand what the first request would wait for. Blocks for up to a second."""

@@ -21,6 +21,7 @@ EVERY_FLAG = """
     --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10
     --trust-remote-code --matryoshka --verify-weights --native-kernels none
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
+    --content-special-tokens text
     --reasoning-field both --metrics-without-key --max-tool-calls 3 --share-prefix-cache --min-priority -5 --write-timeout 4
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
@@ -124,6 +125,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         reasoning_field="both",
         max_tool_calls=3,
         trust_request_chat_template=True,
+        content_special_tokens="text",
         additional_properties="open",
         allow_unknown_fields=True,
         host="0.0.0.0",

@@ -92,7 +92,7 @@ def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list
                 config, attn_implementation=PROBE, experts_implementation="batched_mm", trust_remote_code=trust_remote_code
             )
             model.eval()(input_ids=torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long), use_cache=False, probe=probe)
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ConfigurationError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ConfigurationError) as error:
         raise ConfigurationError(f"{name} cannot be served: a trial run of its layers failed: {error}") from error
     if probe.objections:
         raise ConfigurationError(f"{name} cannot be served with a paged KV cache: {probe.objections[0]}")

@@ -67,7 +67,9 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
             dtype=header.dtype,
         )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ImportError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
         raise ConfigurationError(f"{name} holds a {header.architecture!r} model that cannot be read: {error}") from error
     _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
     setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now

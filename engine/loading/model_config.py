@@ -2,16 +2,27 @@
 
 import json
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.tokenizer import Tokenizer
+
+# By the names of most architectures and by those of GPT-2 and its relatives. Each is 1 or more where a config gives it.
+NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+SIZES = (
+    *NUM_LAYERS,
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "n_embd", "n_head", "n_positions"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +60,8 @@ def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig)
 def read_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The config of a model directory.
 
-    Raises `ConfigurationError` where config.json is missing or broken, names an architecture that transformers does not know, or needs
-    the model's own Python code without `trust_remote_code`.
+    Raises `ConfigurationError` where config.json is missing or broken, gives a size that cannot be, names an architecture that transformers
+    does not know, or needs the model's own Python code without `trust_remote_code`.
     """
     path = directory / "config.json"
     try:
@@ -58,6 +69,9 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
         model_type, auto_map = content.get("model_type"), content.get("auto_map")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"{path} cannot be read as a model's config: {error}") from error
+    for part in (content, content.get("text_config")):
+        if isinstance(part, dict):
+            _check_sizes(part, path)
     if model_type not in CONFIG_MAPPING:
         if not auto_map:
             raise ConfigurationError(
@@ -70,9 +84,34 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
             )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, ImportError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError, StrictDataclassError) as error:
         raise ConfigurationError(f"{path} cannot be read as a {model_type!r} config: {error}") from error
     return config
+
+
+def _check_sizes(content: dict[str, Any], path: Path) -> None:
+    """Raises `ConfigurationError` for sizes that no model has. transformers makes lists of a config's layers before it sees a weight."""
+    architectures = content.get("architectures")
+    if not (architectures is None or isinstance(architectures, list)):
+        raise ConfigurationError(f"{path}: `architectures` is {architectures!r:.100}, not a list of names")
+    sizes = {name: value for name in SIZES if isinstance(value := content.get(name), int)}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigurationError(f"{path}: `{name}` is {value}, and must be 1 or more")
+    num_tensors = _num_tensors(path.parent)
+    for name in sizes.keys() & NUM_LAYERS:
+        if num_tensors is not None and sizes[name] > num_tensors:
+            raise ConfigurationError(f"{path}: `{name}` is {sizes[name]}, and the weight files hold {num_tensors} tensors")
+
+
+def _num_tensors(directory: Path) -> int | None:
+    """How many tensors the weight files hold; None where there are none, or one that cannot be read, which loading them reports."""
+    paths = list(directory.glob("*.safetensors"))
+    try:
+        with ExitStack() as files:
+            return sum(len(files.enter_context(safe_open(path, "pt")).keys()) for path in paths) if paths else None
+    except (OSError, SafetensorError):
+        return None
 
 
 def listed_architectures(architectures: object) -> str:

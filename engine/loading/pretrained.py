@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from penstock.engine.errors import ConfigurationError
 
+# What transformers raises for a model whose files say what cannot be.
+UNREADABLE = (
+    *(OSError, ValueError, TypeError, ImportError, RuntimeError, LookupError, AttributeError, ArithmeticError),
+    *(SafetensorError, StrictDataclassError),
+)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -41,7 +47,17 @@ def load_pretrained(
                 output_loading_info=True,
                 **options,
             )
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        ImportError,
+        RuntimeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        SafetensorError,
+    ) as error:
         raise ConfigurationError(f"{directory} cannot be loaded: {error}") from error
     # transformers fills what is missing with random numbers and goes on.
     if missing := sorted(filter(is_needed, report["missing_keys"])):

@@ -62,7 +62,7 @@ async def outcome(grammars: GrammarCompiler, hostile: HostileInput, salt: int) -
 def test_a_hostile_constraint_is_compiled_or_refused_by_name(hostile: HostileInput, grammars: GrammarCompiler) -> None:
     async def outcomes() -> list[object]:
         tasks = [outcome(grammars, hostile, salt) for salt in range(hostile.num_at_once)]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        results: list[object] = await asyncio.gather(*tasks, return_exceptions=True)
         for _ in iter(lambda: grammars.stats().num_running, 0):  # on a busy machine: what takes too long is still compiled to its end
             await asyncio.sleep(0.01)
         return results
@@ -132,7 +132,8 @@ def test_a_stream_that_fails_ends_the_trial() -> None:
         (503, {"retry-after": "1"}, b"", "503"),
         (503, {}, b"", "503-without-retry-after"),
         (429, {"X": "1"}, b"", "429-without-retry-after"),
-        (200, {}, b'data: {"id": 1}\n\ndata: {"error": {}}\n\n', "200-then-error"),
+        (200, {}, b'data: {"id": 1}\n\ndata: {"error": {"type": "BadRequestError"}}\n\n', "200-then-BadRequestError"),
+        (200, {}, b'data: {"error": "broken"}\n\n', "200-then-error"),
         (400, {}, b"x" * 100_000, "400-of-100000-bytes"),
         (400, {}, b"<object at 0x7f3a2b10>", "400-with-internals"),
         (400, {}, b"Template.generate() got multiple values for argument 'self'", "400-with-internals"),

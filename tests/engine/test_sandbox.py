@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -271,19 +271,32 @@ def test_descriptors_beyond_a_thousand_are_no_obstacle(make: Callable[..., Sandb
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_ends_with_the_server_also_in_the_middle_of_a_job(tmp_path: Path) -> None:
+def test_a_process_ends_with_the_server_also_at_its_start_and_in_the_middle_of_a_job(tmp_path: Path) -> None:
     program = (
         "import sys, threading; from penstock.engine.sandbox import Limits, Sandbox; from tests import sandbox_jobs as jobs;"
-        "sandbox = Sandbox('testing', Limits(cpu_seconds=600), num_processes=2); idle = sandbox.run_blocking(jobs.pid);"
+        "sandbox = Sandbox('testing', Limits(cpu_seconds=600), num_processes=2); sandbox.run_blocking(jobs.pid);"
+        "starting = Sandbox('testing', initializer=jobs.hang_after_announcing, initargs=(sys.argv[2],)); starting.prestart();"
         "threading.Thread(target=lambda: sandbox.run_blocking(jobs.hang_after_announcing, sys.argv[1])).start();"
-        "busy = sandbox.run_blocking(jobs.pid); print(idle, busy, flush=True); sys.stdin.read()"
+        "print(sandbox.run_blocking(jobs.pid), flush=True); sys.stdin.read()"
     )
-    arguments = [sys.executable, "-c", program, str(tmp_path / "pid")]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as server:
+    announced = [tmp_path / "busy", tmp_path / "starting"]
+    with subprocess.Popen([sys.executable, "-c", program, *announced], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as server:
         assert server.stdout is not None
-        processes = {*map(int, server.stdout.readline().split()), written(tmp_path / "pid")}
-        assert len(processes) == 2
-        watched = [psutil.Process(pid) for pid in processes]
+        pids = {int(server.stdout.readline()), *map(written, announced)}
+        assert len(pids) == 3
+        watched = [psutil.Process(pid) for pid in pids]
         server.kill()  # no time to clean up
     for process in watched:
         process.wait(timeout=60)
+
+
+def test_a_server_that_ends_while_a_process_starts_says_nothing_of_it() -> None:
+    program = (
+        "from penstock.engine.sandbox import Sandbox; from tests import sandbox_jobs as jobs; import time;"
+        "sandbox = Sandbox('testing', initializer=jobs.sleep); sandbox.prestart();"
+        "exec('while not sandbox.pids: time.sleep(0.001)'); print(sandbox.pids[0])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stderr == ""
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(ended.stdout)).wait(timeout=60)

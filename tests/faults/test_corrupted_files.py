@@ -9,7 +9,9 @@ import pytest
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.loading import packaged_model
 from penstock.engine.loading.model_cache import MANIFEST, build_once
+from penstock.engine.loading.model_config import read_config
 from penstock.engine.loading.packaged_model import DEFAULT_MODEL, PackagedModel, packaged_model_directory
+from tests.tiny_models import tiny_config, tiny_model
 
 WEIGHTS = bytes(range(256)) * 64
 
@@ -111,3 +113,33 @@ def test_weights_that_others_can_write_are_refused(tmp_path: Path) -> None:
     weights.chmod(0o666)
     with pytest.raises(ConfigurationError, match=f"{weights} can be written by other users"):
         built(tmp_path / "cache" / "models" / "one")
+
+
+@pytest.mark.parametrize("size", [-1, 0])
+@pytest.mark.parametrize("name", ["vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"])
+def test_a_size_that_no_model_has_is_refused_by_name(tmp_path: Path, name: str, size: int) -> None:
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    change(tmp_path / "config.json", name, size)
+    with pytest.raises(ConfigurationError, match=rf"config\.json: `{name}` is {size}"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_more_layers_than_tensors_are_refused_before_they_are_listed(tmp_path: Path, architecture: str) -> None:
+    tiny_model(architecture).save_pretrained(tmp_path)
+    name = "n_layer" if architecture == "gpt2" else "num_hidden_layers"
+    change(tmp_path / "config.json", name, 10**9)
+    with pytest.raises(ConfigurationError, match=rf"`{name}` is 1000000000, and the weight files hold \d+ tensors"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("architectures", 5), ("dtype", "float3"), ("rope_parameters", 5), ("eos_token_id", "x")])
+def test_a_field_of_another_type_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    change(tmp_path / "config.json", name, value)
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def change(config: Path, name: str, value: object) -> None:
+    config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))

@@ -1,5 +1,6 @@
 """Code and weights are loaded from nowhere that another user of the machine could have written."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_a_place_of_another_user_is_refused_unless_that_is_the_administrator(cac
 @needs_compiler
 def test_kernels_that_others_can_write_are_not_loaded(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.chmod(0o666)
-    monkeypatch.setattr(native.ctypes, "CDLL", None)  # would raise if it were called
+    monkeypatch.setattr(ctypes, "CDLL", None)  # would raise if it were called
     with pytest.raises(ConfigurationError, match=str(kernels)):
         native.native_library()
 

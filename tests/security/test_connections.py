@@ -5,6 +5,7 @@ import json
 import logging
 import resource
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -194,6 +195,32 @@ def test_what_is_no_http_gets_openais_error_and_one_line_that_quotes_nothing(
     assert record.getMessage().startswith("127.0.0.1 400 error=")
     assert record.exc_info is None
     assert "secret" not in caplog.text
+
+
+def test_clients_that_reset_their_connection_anywhere_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Running) -> None:
+        request = headers() + BODY
+        for length in range(0, len(request) + 1, 9):
+            with socket.create_connection(server.listener.address) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends RST
+                client.sendall(request[:length])
+                await asyncio.sleep(0)
+        assert (await server.post("/v1/chat/completions", CHAT))[0] == 200
+        await until(lambda: server.listener.num_open == 1)
+
+    serve(scenario)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_nothing_that_is_sent_begins_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def conversation(client: Client) -> None:
+        for more in (b"", b"x-request-id: a%0Ab\xc2\x85%s\r\n"):
+            assert (await client.answer(b"GET /%0Afake%1b%0D%s HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n"))[0] == 404
+
+    with caplog.at_level(logging.INFO):
+        talk(conversation)
+    assert len(caplog.records) == 2
+    assert all(record.getMessage().isprintable() for record in caplog.records)
 
 
 def test_the_server_names_itself_without_a_version() -> None:

@@ -55,8 +55,8 @@ def test_a_host_that_is_not_the_servers_is_refused_with_the_flag_that_would_allo
         (["--host", "0.0.0.0"], ("*",)),
         (["--host", "::"], ("*",)),
         (["--api-key", "k"], ("*",)),
-        (["--allowed-hosts", "a", "*.B"], ("a", "*.b")),
-        (["--host", "0.0.0.0", "--allowed-hosts", "a"], ("a",)),
+        (["--allowed-hosts", "a", "*.B"], ("a", "*.b", "127.0.0.1")),
+        (["--host", "Box", "--allowed-hosts", "a"], ("a", "box")),
     ],
 )
 def test_any_host_will_do_unless_a_loopback_address_is_all_the_protection(

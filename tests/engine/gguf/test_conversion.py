@@ -3,7 +3,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import gguf
@@ -34,7 +34,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_gguf(
-    path: Path, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32, architecture: str = "llama"
+    path: Path,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    architecture: str = "llama",
+    merges: Sequence[str] = ("Ġ Ġ", "Ġ 1"),
 ) -> dict[str, np.ndarray]:
     """A tiny random model with a byte-level vocabulary; gives back its tensors by their GGUF names."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -51,7 +54,7 @@ def write_gguf(
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["Ġ Ġ", "Ġ 1"])
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template("{{ messages[0].content }}")
@@ -229,6 +232,19 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(ConfigurationError, match=r"tiny\.gguf"):
         convert_gguf(path, tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_is_refused_by_the_files_name(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", merges=["Ġ nowhere"])
+    with pytest.raises(ConfigurationError, match=r"tiny\.gguf holds a 'llama' model that cannot be read: .*nowhere"):
+        converted_gguf(tmp_path / "tiny.gguf")
+
+
+def test_a_field_that_transformers_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf.GGUFWriter, "add_context_length", lambda writer, value: writer.add_string("llama.context_length", "long"))
+    write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(ConfigurationError, match=r"tiny\.gguf holds a 'llama' model that cannot be read: .*max_position_embeddings"):
+        converted_gguf(tmp_path / "tiny.gguf")
 
 
 def test_an_architecture_that_transformers_cannot_read_is_named(tmp_path: Path) -> None:
