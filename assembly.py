@@ -103,7 +103,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     workers = Workers()
     plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     unlearned = unlearned_parser(plugins.reasoning_parser, tokenizer)
-    chat_template = build_chat_template(files.template, tokenizer, workers, unlearned)
+    chat_template = build_chat_template(files.template, tokenizer, unlearned)
     if chat_template.source is None:
         log.warning("the model has no chat template: chat requests are refused; --chat-template gives it one")
     budget = thinking_budget(arguments.thinking_token_budget, unlearned, chat_template.source)
@@ -149,7 +149,7 @@ def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPoolin
     context = PoolingContext(
         engine=engine,
         tokenizer=files.tokenizer,
-        chat_template=build_chat_template(files.template, files.tokenizer, workers),
+        chat_template=build_chat_template(files.template, files.tokenizer),
         model_names=served_names(arguments),
         max_model_len=engine.model.max_model_len,
         vocab_size=engine.model.vocab_size,
@@ -282,21 +282,19 @@ def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
     return Evidence(own or asked, frozenset(token.text for token in tokenizer.added_tokens.values()), fields)
 
 
-def build_chat_template(
-    override: str | None, tokenizer: Tokenizer, workers: Workers, unlearned: ReasoningParser | None = None
-) -> ChatTemplate:
+def build_chat_template(override: str | None, tokenizer: Tokenizer, unlearned: ReasoningParser | None = None) -> ChatTemplate:
     """The operator's template, else the model's own, which may bring another one for conversations with tools.
 
     Where the model never learned to begin its reasoning as `unlearned` expects, its own template begins it.
     """
     if override is not None:
-        return ChatTemplate(override, tokenizer.special_tokens_map, workers=workers)
+        return ChatTemplate(override, tokenizer.special_tokens_map)
     own, with_tools = tokenizer.chat_template, tokenizer.chat_templates.get("tool_use")
     if unlearned is not None and unlearned.start_marker.strip():
         own, with_tools = (
             source and with_open_reasoning(source, unlearned.start_marker, unlearned.end_marker) for source in (own, with_tools)
         )
-    return ChatTemplate(own, tokenizer.special_tokens_map, tool_source=with_tools, workers=workers)
+    return ChatTemplate(own, tokenizer.special_tokens_map, tool_source=with_tools)
 
 
 def tool_prompt(plugins: Plugins, tokenizer: Tokenizer) -> ToolPrompt:

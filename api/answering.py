@@ -15,7 +15,7 @@ from penstock.api.context import SHARED
 from penstock.api.errors import body_of, json_response
 from penstock.engine.errors import QueueFull
 from penstock.engine.outputs import SequenceDelta
-from penstock.serving.workers import run
+from penstock.serving.workers import Lane
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -275,7 +275,8 @@ async def answer(
     async with aclosing(deltas):
         async for delta in deltas:
             fold.add(delta)
-    return await run(http.app[SHARED], lambda: json_response(fold.body(), headers=headers), is_long=fold.is_long)
+    lane = Lane.LONG if fold.is_long else None
+    return await http.app[SHARED].workers.run(lane, lambda: json_response(fold.body(), headers=headers))
 
 
 async def _stream(

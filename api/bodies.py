@@ -17,7 +17,7 @@ from penstock.api.context import CONTEXT, SHARED
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.context import ServerOptions, SharedContext
 from penstock.serving.requests import RequestFields, mistaken_path
-from penstock.serving.workers import run
+from penstock.serving.workers import LONG, Lane
 
 T = TypeVar("T")
 
@@ -208,14 +208,13 @@ def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple
 Fields = TypeVar("Fields", bound=RequestFields)
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-LONG_BODY = 2**16  # bytes; decoding less takes under a millisecond
 IGNORED_HEADER = "x-ignored-fields"
 MAX_HEADER = 1000
 MIN_BYTES_PER_SECOND = 16 * 1024
 
 
-async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, str]]:
-    """The decoded body, and the response headers that it calls for.
+async def read_body(request: web.Request, kind: type[T]) -> tuple[T, int, dict[str, str]]:
+    """The decoded body, its size in bytes, which says where it is worked on, and the response headers that it calls for.
 
     A `request_id` in it becomes the request's unless the header gave it one. Where the path names a model, that one is asked for.
 
@@ -224,21 +223,26 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, dict[str, s
     context = request.app[SHARED]
     data = await receive(request)
     allow = context.options.allow_unknown_fields
-    body, ignored = await run(context, lambda: decode(data, kind, allow_unknown_fields=allow), is_long=len(data) >= LONG_BODY)
+    body, ignored = await context.workers.run(decoding_lane(len(data)), lambda: decode(data, kind, allow_unknown_fields=allow))
     if isinstance(body, RequestFields):
         if body.request_id is not None and request.headers.get("x-request-id") != request[REQUEST_ID]:
             request[REQUEST_ID] = body.request_id
         body.model = request.match_info.get("deployment", body.model)
-    return body, ignored_fields_header(ignored)
+    return body, len(data), ignored_fields_header(ignored)
 
 
-async def read_admitted_body(request: web.Request, kind: type[Fields]) -> tuple[Fields, dict[str, str]]:
+async def read_admitted_body(request: web.Request, kind: type[Fields]) -> tuple[Fields, int, dict[str, str]]:
     """As `read_body`, for what the engine will be asked to do: raises `QueueFull` or `EngineUnavailable` before anything is read."""
     context = request.app[SHARED]
     context.engine.check_admission()
-    body, headers = await read_body(request, kind)
+    body, size, headers = await read_body(request, kind)
     check_priority(context.options, body.priority)
-    return body, headers
+    return body, size, headers
+
+
+def decoding_lane(size: int) -> Lane | None:
+    """Decoding takes a millisecond for 64 KiB and little memory: nothing is huge here."""
+    return Lane.LONG if size >= LONG else None
 
 
 def check_priority(options: ServerOptions, priority: int | None) -> None:

@@ -19,12 +19,9 @@ from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
 from penstock.serving.context import check_task
 from penstock.serving.pooling import InputFields, PoolingUsage, read_inputs, usage_of
 from penstock.serving.requests import Int32
-from penstock.serving.workers import MANY, run
+from penstock.serving.workers import lane_of
 
 EncodingFormat = Literal["float", "base64"]
-
-
-MANY_NUMBERS = 2**14  # writing fewer takes a few milliseconds
 
 
 def written(data: Tensor, encoding: EncodingFormat | None) -> Any:
@@ -63,11 +60,11 @@ class PoolingResponse(Struct):
 async def pool(http: web.Request) -> web.Response:
     """One tensor for each input, in their order."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_admitted_body(http, PoolingRequest)
+    body, size, headers = await read_admitted_body(http, PoolingRequest)
     model = served_model(context, body.model)
     task = body.task or context.engine.model.default_task
     check_task(context, task)
-    inputs = await read_inputs(context, body)
+    inputs = await read_inputs(context, body, size)
     params = PoolingParams(task=task, dimensions=body.dimensions, normalize=body.normalize)
     outputs = await timer.pool(context.engine, inputs, params, priority=body.priority)
 
@@ -76,7 +73,7 @@ async def pool(http: web.Request) -> web.Response:
         answer = PoolingResponse(f"pool-{uuid.uuid4().hex}", int(time.time()), model, data, usage_of(inputs))
         return json_response(answer, headers=headers)
 
-    return await run(context, write, is_long=sum(output.data.numel() for output in outputs) > MANY_NUMBERS)
+    return await context.workers.run(lane_of(sum(output.data.numel() for output in outputs)), write)
 
 
 class ClassificationRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
@@ -104,10 +101,10 @@ class ClassificationResponse(Struct):
 async def classify(http: web.Request) -> web.Response:
     """A classification for each input, in their order."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_admitted_body(http, ClassificationRequest)
+    body, size, headers = await read_admitted_body(http, ClassificationRequest)
     model = served_model(context, body.model)
     check_task(context, "classify")
-    inputs = await read_inputs(context, body)
+    inputs = await read_inputs(context, body, size)
     outputs = await timer.pool(context.engine, inputs, PoolingParams(task="classify"), priority=body.priority)
 
     def write() -> web.Response:
@@ -116,7 +113,7 @@ async def classify(http: web.Request) -> web.Response:
         answer = ClassificationResponse(f"classify-{uuid.uuid4().hex}", int(time.time()), model, data, usage_of(inputs))
         return json_response(answer, headers=headers)
 
-    return await run(context, write, is_long=len(outputs) > MANY)
+    return await context.workers.run(lane_of(sum(output.data.numel() for output in outputs)), write)
 
 
 def classification(index: int, output: PoolingOutput, labels: Mapping[int, str]) -> Classification:
@@ -150,11 +147,11 @@ class EmbeddingResponse(Struct):
 async def create_embeddings(http: web.Request) -> web.Response:
     """One vector for each input, in their order."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_admitted_body(http, EmbeddingRequest)
+    body, size, headers = await read_admitted_body(http, EmbeddingRequest)
     model = served_model(context, body.model)
     check_task(context, "embed")
     params = PoolingParams(task="embed", dimensions=body.dimensions, normalize=body.normalize)
-    inputs = await read_inputs(context, body)
+    inputs = await read_inputs(context, body, size)
     outputs = await timer.pool(context.engine, inputs, params, priority=body.priority)
 
     def write() -> web.Response:
@@ -162,4 +159,4 @@ async def create_embeddings(http: web.Request) -> web.Response:
         answer = EmbeddingResponse(f"embd-{uuid.uuid4().hex}", int(time.time()), model, data, usage_of(inputs))
         return json_response(answer, headers=headers)
 
-    return await run(context, write, is_long=sum(output.data.numel() for output in outputs) > MANY_NUMBERS)
+    return await context.workers.run(lane_of(sum(output.data.numel() for output in outputs)), write)

@@ -4,7 +4,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.serving.constraints.conformance import Conformance
 from penstock.serving.messages import Message, TokenCounts, ToolCall
-from penstock.serving.requests import GenerationFields, Int32
 
 
 class PromptTokensDetails(Struct):
@@ -143,17 +142,6 @@ class ChatCompletion(Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     system_fingerprint: str | None = None
-
-
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
-
-
-class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
-    """`prompt` is a string, a list of strings, token ids, or a list of lists of token ids."""
-
-    prompt: str | list[str | int | list[int]]
-    echo: bool | None = None
-    logprobs: Int32 | None = None
 
 
 class CompletionLogprobs(Struct):

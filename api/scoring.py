@@ -51,7 +51,7 @@ NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 async def create_scores(http: web.Request) -> web.Response:
     """A score for each pair: one text against one or many, or as many against as many."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_admitted_body(http, ScoreRequest)
+    body, _, headers = await read_admitted_body(http, ScoreRequest)
     model = served_model(context, body.model)
     first, second = sides(body)
     check_size(first, second)
@@ -135,7 +135,7 @@ async def rerank_v2(http: web.Request) -> web.Response:
 
 async def _rerank(http: web.Request, *, returns_documents: bool) -> tuple[RerankResponse, dict[str, str]]:
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, headers = await read_admitted_body(http, RerankRequest)
+    body, _, headers = await read_admitted_body(http, RerankRequest)
     model = served_model(context, body.model)
     query, documents = Side.of("query", text_of(body.query)), Side("documents", [text_of(document) for document in body.documents])
     check_size(query, documents)

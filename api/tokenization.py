@@ -12,11 +12,10 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.context import SharedContext
 from penstock.serving.conversations import encode_prompt, render_prompt
-from penstock.serving.prompts import LONG_TEXT, encode_text
 from penstock.serving.requests import ChatMessage, Messages
-from penstock.serving.templates.chat_template import RenderedPrompt, check_template_fields
+from penstock.serving.templates.chat_template import RenderedPrompt, check_template_fields, rendering_lane
 from penstock.serving.templates.messages import template_kwargs
-from penstock.serving.workers import run
+from penstock.serving.workers import lane_of
 
 MAX_TEXT = 2**21  # characters; where the context holds more, what fits it
 MAX_IDS = 2**16  # likewise, twice the context
@@ -56,29 +55,30 @@ class DetokenizeResponse(msgspec.Struct):
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize."""
     context = request.app[SHARED]
-    body, headers = await read_body(request, TokenizeRequest)
+    body, size, headers = await read_body(request, TokenizeRequest)
     served_model(context, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either `prompt` or `messages`", "prompt")
+    lane = lane_of(size) if body.messages is None else rendering_lane(size, body.chat_template)
+    return await context.workers.run(lane, lambda: json_response(tokenized(context, body), headers=headers))
+
+
+def tokenized(context: SharedContext, body: TokenizeRequest) -> TokenizeResponse:
     if body.messages is None:
         _check_length(context, body.prompt or "", "prompt")
-        tokens = await encode_text(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        tokens = context.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     else:
-        prompt = await _render(context, body, body.messages)
+        prompt = _rendered(context, body, body.messages)
         _check_length(context, prompt.text, "messages")
-        tokens = await encode_prompt(context, prompt, add_special_tokens=body.add_special_tokens is True)
-
-    def write() -> web.Response:
-        strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
-        return json_response(TokenizeResponse(tokens, len(tokens), context.max_model_len, strings), headers=headers)
-
-    return await run(context, write, is_long=len(tokens) > LONG_TEXT)
+        tokens = encode_prompt(context, prompt, add_special_tokens=body.add_special_tokens is True)
+    strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
+    return TokenizeResponse(tokens, len(tokens), context.max_model_len, strings)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize."""
     context = request.app[SHARED]
-    body, headers = await read_body(request, DetokenizeRequest)
+    body, size, headers = await read_body(request, DetokenizeRequest)
     served_model(context, body.model)
     limit = max(MAX_IDS, 2 * context.max_model_len)
     if len(body.tokens) > limit:
@@ -90,7 +90,7 @@ async def detokenize(request: web.Request) -> web.Response:
                 raise InvalidRequest(f"token id {token_id} is outside the vocabulary of {context.vocab_size} tokens", f"tokens[{index}]")
         return json_response(DetokenizeResponse(context.tokenizer.decode(body.tokens, skip_special_tokens=False)), headers=headers)
 
-    return await run(context, write, is_long=len(body.tokens) > LONG_TEXT)
+    return await context.workers.run(lane_of(size), write)
 
 
 def _check_length(context: SharedContext, text: str, param: str) -> None:
@@ -99,8 +99,8 @@ def _check_length(context: SharedContext, text: str, param: str) -> None:
         raise InvalidRequest(f"the text has {len(text)} characters, and at most {limit} are tokenized at once", param)
 
 
-async def _render(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:
+def _rendered(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:
     """The prompt that /v1/chat/completions would make of the same fields."""
     check_template_fields(context, body)
     kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.chat_template_kwargs)
-    return await render_prompt(context, body, messages, body.tools or [], kwargs)
+    return render_prompt(context, body, messages, body.tools or [], kwargs)

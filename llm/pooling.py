@@ -27,6 +27,7 @@ from penstock.llm.preparing import Priority, PromptSource, located, one_for_each
 from penstock.serving.context import description, wrong_model
 from penstock.serving.metrics import PoolingTimer
 from penstock.serving.pooling import EncodingOptions, Side, encode_inputs, score_pairs, token_limit
+from penstock.serving.workers import lane_of
 
 OnOutput = Callable[[Pooled], None]
 
@@ -67,7 +68,9 @@ async def pool(
     given = [source.text or "" if source.token_ids is None else source.token_ids for source in sources]
     paths = [source.path for source in sources]
     try:
-        inputs = await encode_inputs(context, given, paths, EncodingOptions(limit, prompt_name=options.prompt_name))
+        encoding = EncodingOptions(limit, prompt_name=options.prompt_name)
+        lane = lane_of(sum(map(len, given)))
+        inputs = await context.workers.run(lane, lambda: encode_inputs(context, given, paths, encoding))
     except InvalidRequest as error:
         raise located(error, error.param or "") from None
     timer = PoolingTimer(model.metrics, time.monotonic(), on_output)

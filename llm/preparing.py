@@ -4,29 +4,27 @@ import asyncio
 import math
 import uuid
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from penstock.api.chat import check, conversation_request, reasoning_view, render, thinking_budget
 from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
-from penstock.serving.constraints.sources import is_large
+from penstock.serving import preparing as serving
+from penstock.serving.constraints.sources import chosen_backend
 from penstock.serving.constraints.specs import grammar_spec
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
-from penstock.serving.preparing import answer_reader, compiled_grammar, logits_processors
-from penstock.serving.prompts import check_prompt_ids, check_text_length, encode_text
+from penstock.serving.preparing import Constraint, answer_reader, compiled, limit_of, logits_processors
+from penstock.serving.prompts import check_prompt_ids, check_text_length
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
-from penstock.serving.sampling import token_limit
-from penstock.serving.tools import tool_use
-from penstock.serving.workers import run
+from penstock.serving.workers import Lane, lane_of
 
 
 class TextPrompt(TypedDict, total=False):
@@ -162,13 +160,17 @@ class ChatOptions:
 
 async def token_ids_of(context: ServerContext, source: PromptSource) -> list[int]:
     """Raises `InvalidRequest` for a prompt without tokens, for ids that there are not, and for one that the context cannot hold."""
-    token_ids = source.token_ids
-    if token_ids is None:
-        text = source.text or ""
-        await check_text_length(context, text, source.path)
-        token_ids = await encode_text(context, text, add_special_tokens=True)
-    check_prompt_ids(token_ids, context.vocab_size, source.path)
-    return token_ids
+
+    def encode() -> list[int]:
+        token_ids, text = source.token_ids, source.text or ""
+        if token_ids is None:
+            check_text_length(context, text, source.path)
+            token_ids = context.tokenizer.encode(text, add_special_tokens=True)
+        check_prompt_ids(token_ids, context.vocab_size, source.path)
+        return token_ids
+
+    size = len(source.text or "") if source.token_ids is None else 0
+    return await context.workers.run(lane_of(size), encode)
 
 
 async def prepare_prompt(
@@ -176,15 +178,16 @@ async def prepare_prompt(
 ) -> Prepared:
     """A text to be continued. No parser reads what the model says. Raises `InvalidRequest`."""
     token_ids = await token_ids_of(context, source)
-    check_params(context, params, len(token_ids), source.path)
+    limit_of(context, params, len(token_ids), source.path)
     body = params.constraint_fields()
-    spec = await run(context, lambda: grammar_spec(body, context.options.additional_properties), is_long=is_large(body))
+    spec = await context.workers.run(Lane.SHORT, lambda: grammar_spec(body, context.options.additional_properties))
+    constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
     request = Request(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,
         params=params,
         make_answer=answer_reader(context.tokenizer, token_ids, params),
-        grammar=await compiled_grammar(context, body, spec),
+        grammar=await compiled(context, constraint),
         logits_processors=logits_processors(context, params.processor_choices()),
         priority=priority,
         cache_salt=source.cache_salt,
@@ -206,19 +209,20 @@ async def prepare_chat(
 ) -> Prepared:
     """A conversation to be answered, through the code of /v1/chat/completions. Raises `InvalidRequest`."""
     body = chat_body(messages, params, options)
-    check(context, body)
     # Without a parser, tools are only told to the model, and its calls stay text.
-    tools = tool_use(body, has_parser=True)
-    if tools.is_forced and context.tool_parser is None:
-        raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
-    turn, token_ids = await render(context, body, tools)
-    max_tokens = check_params(context, params, len(token_ids), path)
-    params = replace(params, thinking_token_budget=thinking_budget(context, body, max_tokens))
-    request = await conversation_request(context, body, tools, turn, token_ids, params)
+    choices = serving.ChatOptions(params=params, path=path, strict_tools=False)
+    prepared = await serving.prepare_chat(context, body, _size_of(messages), choices)
+    request = prepared.request
+    assert isinstance(request.params, SamplingParams)
     request.request_id, request.priority = request_id or request.request_id, priority
     request.outputs, request.with_context_outputs = tuple(params.additional_outputs), params.additional_context_outputs
-    text = context.tokenizer.decode(token_ids, skip_special_tokens=False)
-    return Prepared(request, params, path, text, reasoning_view(context, body, turn))
+    text = context.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    return Prepared(request, request.params, path, text, prepared.view)
+
+
+def _size_of(messages: Sequence[Message]) -> int:
+    """In characters, as far as content that is text goes."""
+    return sum(len(message.get("content") or "") for message in messages)
 
 
 def chat_body(messages: Sequence[Message], params: SamplingParams, options: ChatOptions) -> ChatCompletionRequest:
@@ -240,19 +244,6 @@ def chat_body(messages: Sequence[Message], params: SamplingParams, options: Chat
         structured_outputs=params.constraint_fields().structured_outputs,
         logits_processors=params.processor_choices(),
     )
-
-
-def check_params(context: ServerContext, params: SamplingParams, num_prompt_tokens: int, path: str) -> int:
-    """How many tokens the answer may have: what was asked for, as far as the context has room. Raises `InvalidRequest`."""
-    params.check_token_ids(context.vocab_size)
-    return token_limit(
-        None,
-        "max_tokens",
-        prompt_param=path,
-        default=params.max_tokens,
-        num_prompt_tokens=num_prompt_tokens,
-        max_model_len=context.max_model_len,
-    ).max_tokens
 
 
 async def prepare_each(requests: Iterable[tuple[str, Awaitable[Prepared]]]) -> list[Prepared]:
@@ -319,7 +310,7 @@ async def prepare_beams(context: ServerContext, source: PromptSource, params: Be
     token_ids = await token_ids_of(context, source)
     sampling = params.sampling_params()
     own = SamplingParams(**{name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__})
-    check_params(context, own, len(token_ids), source.path)
+    limit_of(context, own, len(token_ids), source.path)
     request = Request(
         request_id=f"beam-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,

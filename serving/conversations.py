@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -12,11 +12,9 @@ from msgspec import structs
 from penstock.engine.content_tokenizer import ContentTokenizer
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.context import SharedContext
-from penstock.serving.prompts import encode_text, run_on_text
 from penstock.serving.requests import ChatMessage
 from penstock.serving.templates.chat_template import RenderedPrompt, TemplateFields, render_conversation
 from penstock.serving.templates.environment import TemplateEnvironment
-from penstock.serving.workers import Lane
 
 LOOKING = frozenset(
     {"count", "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition"}
@@ -24,26 +22,22 @@ LOOKING = frozenset(
 )
 
 
-async def render_prompt(
+def render_prompt(
     context: SharedContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
 ) -> RenderedPrompt:
     """As `render_conversation`; where content is text, what it holds of special tokens is marked in the prompt's `text`."""
     tokenizer = context.content_tokenizer
     if tokenizer is None:
-        return await render_conversation(context, body, messages, tools, kwargs)
+        return render_conversation(context, body, messages, tools, kwargs)
     source = body.chat_template or context.chat_template.source_for(tools) or ""
-    marked, *others = await context.workers.run(Lane.SHORT, partial(_marked, tokenizer, source, messages, tools, kwargs))
-    prompt = await render_conversation(context, body, marked, *others)
+    prompt = render_conversation(context, body, *_marked(tokenizer, source, messages, tools, kwargs))
     return replace(prompt, tail=tokenizer.unmark(prompt.tail), continued=tokenizer.unmark(prompt.continued))
 
 
-async def encode_prompt(context: SharedContext, prompt: RenderedPrompt, *, add_special_tokens: bool) -> list[int]:
+def encode_prompt(context: SharedContext, prompt: RenderedPrompt, *, add_special_tokens: bool) -> list[int]:
     """The token ids of what `render_prompt` gave."""
-    tokenizer = context.content_tokenizer
-    if tokenizer is None:
-        return await encode_text(context, prompt.text, add_special_tokens=add_special_tokens)
-    encode = partial(tokenizer.encode, prompt.text, add_special_tokens=add_special_tokens)
-    return await run_on_text(context, encode, len(prompt.text))
+    tokenizer = context.content_tokenizer or context.tokenizer
+    return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
 
 
 @lru_cache(maxsize=16)

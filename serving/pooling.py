@@ -13,11 +13,11 @@ from penstock.engine.pooling.pooling_text import EncodedText
 from penstock.engine.pooling.scoring import Score, ScoreLimits, check_counts, paired, scoring_of
 from penstock.serving.context import PoolingContext, check_task
 from penstock.serving.metrics import PoolingTimer
-from penstock.serving.prompts import LONG_TEXT, MAX_PROMPTS, check_prompt_ids, check_text_length, split_prompts
+from penstock.serving.prompts import MAX_PROMPTS, check_prompt_ids, check_text_length, split_prompts
 from penstock.serving.requests import Messages, RequestFields
-from penstock.serving.templates.chat_template import check_template_fields, render_conversation
+from penstock.serving.templates.chat_template import check_template_fields, render_conversation, rendering_lane
 from penstock.serving.templates.messages import template_kwargs
-from penstock.serving.workers import MANY, run
+from penstock.serving.workers import lane_of
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
 PoolingSource = str | list[str | int | list[int]]
@@ -69,19 +69,24 @@ class EncodingOptions:
     prompt_name: str | None = None
 
 
-async def read_inputs(context: PoolingContext, body: InputFields) -> list[EncodedText]:
+async def read_inputs(context: PoolingContext, body: InputFields, size: int) -> list[EncodedText]:
     """The body's `input`, or its `messages` as one. Raises `InvalidRequest` with the path of the input that is wrong."""
+    lane = lane_of(size) if body.messages is None else rendering_lane(size, body.chat_template)
+    return await context.workers.run(lane, lambda: plan_inputs(context, body))
+
+
+def plan_inputs(context: PoolingContext, body: InputFields) -> list[EncodedText]:
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("give either `input` or `messages`", "input")
     if body.messages is None:
         source, param, add_special_tokens = "" if body.input is None else body.input, "input", body.add_special_tokens is not False
     else:
-        source, param, add_special_tokens = await rendered(context, body), "messages", body.add_special_tokens is True
-    given = await run(context, lambda: split_prompts(source, param), is_long=len(source) > MANY)
+        source, param, add_special_tokens = rendered(context, body), "messages", body.add_special_tokens is True
+    given = split_prompts(source, param)
     is_list = not isinstance(source, str) and not isinstance(source[0], int)
     paths = [f"{param}[{position}]" if is_list else param for position in range(len(given))]
     options = EncodingOptions(token_limit(context, body.truncate_prompt_tokens), add_special_tokens, prompt_name(context, body))
-    return await encode_inputs(context, given, paths, options)
+    return encode_inputs(context, given, paths, options)
 
 
 def prompt_name(context: PoolingContext, body: InputFields) -> str | None:
@@ -92,18 +97,18 @@ def prompt_name(context: PoolingContext, body: InputFields) -> str | None:
     return next((name for name in PROMPT_NAMES.get(body.input_type, (body.input_type,)) if name in prompts), None)
 
 
-async def encode_inputs(
+def encode_inputs(
     context: PoolingContext, given: Sequence[str | list[int]], paths: Sequence[str], options: EncodingOptions
 ) -> list[EncodedText]:
     """Texts, or token ids as they are. Raises `InvalidRequest` with the path of one that is empty, too long or no text of this model's."""
     texts = [(item, path) for item, path in zip(given, paths, strict=True) if isinstance(item, str)]
-    await check_texts(context, texts, is_cut=options.max_tokens is not None)
-    inputs = await run_encoding(context, lambda: [encoded(context, item, options) for item in given], is_long=is_long(given))
-    await check_inputs(context, inputs, paths)
+    check_texts(context, texts, is_cut=options.max_tokens is not None)
+    inputs = encoding(lambda: [encoded(context, item, options) for item in given])
+    check_inputs(context, inputs, paths)
     return inputs
 
 
-async def rendered(context: PoolingContext, body: InputFields) -> str:
+def rendered(context: PoolingContext, body: InputFields) -> str:
     """The conversation as the model's template writes it, without the start of an answer unless the body asks for that."""
     check_template_fields(context, body)
     if not (body.chat_template or context.chat_template.source):
@@ -111,7 +116,7 @@ async def rendered(context: PoolingContext, body: InputFields) -> str:
     if body.add_generation_prompt is None:
         body.add_generation_prompt = False
     kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.chat_template_kwargs)
-    prompt = await render_conversation(context, body, body.messages or [], [], kwargs)
+    prompt = render_conversation(context, body, body.messages or [], [], kwargs)
     return prompt.text
 
 
@@ -125,7 +130,7 @@ def token_limit(context: PoolingContext, asked: int | None) -> int | None:
     return context.max_model_len
 
 
-async def check_texts(context: PoolingContext, texts: Sequence[tuple[str, str]], *, is_cut: bool) -> None:
+def check_texts(context: PoolingContext, texts: Sequence[tuple[str, str]], *, is_cut: bool) -> None:
     """Texts with their paths: raises `InvalidRequest` for one that is empty, cannot be encoded, or is too long to count its tokens."""
     for text, path in texts:
         if not text:
@@ -133,26 +138,22 @@ async def check_texts(context: PoolingContext, texts: Sequence[tuple[str, str]],
         if not text.isascii() and LONE_SURROGATE.search(text):
             raise InvalidRequest("the text holds a lone surrogate and cannot be encoded as UTF-8", path)
         if not is_cut:
-            await check_text_length(context, text, path)
+            check_text_length(context, text, path)
 
 
-async def run_encoding(context: PoolingContext, call: Callable[[], list[EncodedText]], *, is_long: bool) -> list[EncodedText]:
+def encoding(call: Callable[[], list[EncodedText]]) -> list[EncodedText]:
     """For texts that have been checked: nothing but the limit can be wrong with them."""
     try:
-        return await run(context, call, is_long=is_long)
+        return call()
     except InvalidRequest as error:
         raise InvalidRequest(error.message, error.param or "truncate_prompt_tokens") from None
 
 
-async def check_inputs(context: PoolingContext, inputs: Sequence[EncodedText], paths: Sequence[str]) -> None:
+def check_inputs(context: PoolingContext, inputs: Sequence[EncodedText], paths: Sequence[str]) -> None:
     """Raises `InvalidRequest` for one without tokens, too long for the model, or with ids that it does not know."""
-
-    def check() -> None:
-        for item, path in zip(inputs, paths, strict=True):
-            check_length(context, len(item.tokens.token_ids), path)
-            check_prompt_ids(item.tokens.token_ids, context.vocab_size, path)
-
-    await run(context, check, is_long=usage_of(inputs).total_tokens > LONG_TEXT)
+    for item, path in zip(inputs, paths, strict=True):
+        check_length(context, len(item.tokens.token_ids), path)
+        check_prompt_ids(item.tokens.token_ids, context.vocab_size, path)
 
 
 def check_length(context: PoolingContext, num_tokens: int, path: str) -> None:
@@ -169,11 +170,6 @@ def usage_of(inputs: Sequence[EncodedText]) -> PoolingUsage:
     return PoolingUsage(num_tokens, num_tokens)
 
 
-def is_long(given: Sequence[str | list[int]]) -> bool:
-    """Whether tokenizing these would hold up the event loop."""
-    return len(given) > MANY or sum(len(item) for item in given if isinstance(item, str)) >= LONG_TEXT
-
-
 def encoded(context: PoolingContext, source: str | list[int], options: EncodingOptions) -> EncodedText:
     """A text without special tokens has all that there is to be written in it already, instructions included."""
     if isinstance(source, list):
@@ -183,6 +179,7 @@ def encoded(context: PoolingContext, source: str | list[int], options: EncodingO
     return context.engine.encode(source, max_tokens=options.max_tokens, prompt_name=options.prompt_name)
 
 
+NUMBERS_PER_SCORE = 8  # what a score costs, in the numbers that go over the wire in that time
 MAX_CHARACTERS = 2**24  # as many as a body may have: a text that is in many pairs is tokenized for each of them
 
 
@@ -217,15 +214,21 @@ async def score_pairs(
     """Scores in the order of the second side. Raises `InvalidRequest` with the path of the text that is wrong, before anything runs."""
     check_task(context, "score", "embed")
     check_counts(len(first.texts), len(second.texts), first.param, second.param)
-    for side in (first, second):
-        is_cut = limits.max_tokens is not None or (side is second and limits.max_second is not None)
-        await check_texts(context, list(zip(side.texts, side.paths, strict=True)), is_cut=is_cut)
     scoring = scoring_of(context.engine.model.tasks)
-    takes_long = is_long(first.texts + second.texts) or len(second.texts) * len(first.texts[0]) >= LONG_TEXT
-    inputs = await run_encoding(context, lambda: scoring.inputs(context.engine, first.texts, second.texts, limits), is_long=takes_long)
-    await check_inputs(context, inputs, input_paths(inputs, first, second))
+
+    def plan() -> list[EncodedText]:
+        for side in (first, second):
+            is_cut = limits.max_tokens is not None or (side is second and limits.max_second is not None)
+            check_texts(context, list(zip(side.texts, side.paths, strict=True)), is_cut=is_cut)
+        inputs = encoding(lambda: scoring.inputs(context.engine, first.texts, second.texts, limits))
+        check_inputs(context, inputs, input_paths(inputs, first, second))
+        return inputs
+
+    # A text that is in every pair is tokenized for each of them.
+    size = sum(map(len, second.texts)) + sum(map(len, first.texts)) * (len(second.texts) if len(first.texts) == 1 else 1)
+    inputs = await context.workers.run(lane_of(size), plan)
     outputs = await timer.pool(context.engine, inputs, scoring.params, priority=priority)
-    scores = await run(context, lambda: scoring.scores(outputs, len(first.texts)), is_long=len(outputs) > MANY)
+    scores = await context.workers.run(lane_of(NUMBERS_PER_SCORE * len(outputs)), lambda: scoring.scores(outputs, len(first.texts)))
     return scores, usage_of(inputs)
 
 

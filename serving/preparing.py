@@ -1,22 +1,232 @@
-"""What chat and completions do alike on the way from a body to an engine `Request`."""
+"""From what a caller asks for to requests of the engine: the one way for every endpoint and for the library.
+
+Everything up to the compiling of a constraint is plain code, which runs in a worker where the request is long.
+"""
 
 import functools
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.parsing import Phase, ReasoningParser
+from penstock.engine.request import Request
+from penstock.engine.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.chosen_processors import chosen_processors
-from penstock.serving.constraints.sources import chosen_backend
+from penstock.serving.constraints.answer_check import AnswerCheck
+from penstock.serving.constraints.sources import JsonReading, chosen_backend, in_reading, json_reading
+from penstock.serving.constraints.specs import grammar_spec, grammar_spec_in, open_schema
 from penstock.serving.context import ServerContext
-from penstock.serving.requests import GenerationFields, LogitsProcessorChoice
+from penstock.serving.conversations import encode_prompt, render_prompt
+from penstock.serving.messages import ReasoningView
+from penstock.serving.prompts import check_prompt_ids, check_text_length, path_of, split_prompts
+from penstock.serving.requests import (
+    DEFAULT_MAX_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    LogitsProcessorChoice,
+)
+from penstock.serving.sampling import TokenLimit, beam_search, sampling_params, searched_defaults, token_limit
+from penstock.serving.templates.chat_template import check_template_fields, rendering_lane
+from penstock.serving.templates.messages import template_kwargs
+from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
+from penstock.serving.workers import lane_of
+
+MAX_SEQUENCES = 4096  # over all prompts of a completion
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What answers are held to, and the backend that the request names; None for the first that takes it."""
+
+    spec: GrammarSpec | None
+    backend: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt of a completion. `text` is what `echo` gives back."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class PreparedChat:
+    """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called."""
+
+    request: Request
+    turn: Turn
+    tools: ToolUse
+    view: ReasoningView
+    constraint: Constraint
+
+
+@dataclass(slots=True, kw_only=True)
+class PreparedCompletion:
+    """One engine request for each prompt."""
+
+    prompts: list[Prompt]
+    requests: list[Request]
+    constraint: Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class ParserFacts:
+    """What the parsers of an answer say before it begins, asked once for each request.
+
+    `reasoning` and `tool_format` are None without such a parser, and where calls cannot be promised.
+    """
+
+    reasoning: ReasoningParser | None
+    tool_format: ToolFormat | None
+
+    @classmethod
+    def of(cls, context: ServerContext, turn: Turn) -> "ParserFacts":
+        reasoning = None if context.reasoning_parser is None else context.reasoning_parser(turn)
+        tool_parser = None if context.tool_parser is None or not turn.tools else context.tool_parser(turn)
+        return cls(reasoning, getattr(tool_parser, "tool_format", None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What a caller of the library decides otherwise than an HTTP client.
+
+    With `params` the body says nothing of sampling, and `path` names the conversation in errors. Where a server without a tool parser is
+    not `strict_tools`, the model is told of tools, and its calls stay text.
+    """
+
+    client: str | None = None
+    params: SamplingParams | None = None
+    path: str = "messages"
+    strict_tools: bool = True
+
+
+HTTP = ChatOptions()
+
+
+async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size: int, options: ChatOptions = HTTP) -> PreparedChat:
+    """The engine's request for a conversation of `size` characters. Raises `InvalidRequest` for all that is wrong with it."""
+    lane = rendering_lane(size, body.chat_template)
+    prepared = await context.workers.run(lane, lambda: plan_chat(context, body, options))
+    prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
+    return prepared
+
+
+def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: ChatOptions = HTTP) -> PreparedChat:
+    """All of `prepare_chat` but the compiling."""
+    check_chat(context, body)
+    tools = tool_use(body, has_parser=context.tool_parser is not None or not options.strict_tools)
+    if tools.is_forced and context.tool_parser is None:
+        raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
+    turn, prompt_token_ids = render(context, body, tools)
+    facts = ParserFacts.of(context, turn)
+    params = chat_params(context, body, facts, len(prompt_token_ids), options)
+    processors = logits_processors(context, body.logits_processors)
+    spec = chat_constraint(context, body, tools, facts.tool_format)
+    opening = None if spec is None or facts.tool_format is None else facts.tool_format.opening
+    request = Request(
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        prompt_token_ids=prompt_token_ids,
+        params=params,
+        make_answer=answer_reader(
+            context.tokenizer,
+            prompt_token_ids,
+            params,
+            reasoning=context.reasoning_parser,
+            tools=context.tool_parser if turn.tools else None,
+            turn=replace(turn, is_constrained=spec is not None),
+            call_limits=tools.limits(context.options.max_tool_calls, opening),
+        ),
+        logits_processors=processors,
+        priority=body.priority or 0,
+        cache_salt=cache_salt(context, body, options.client),
+        beam=beam_search(body),
+    )
+    constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
+    return PreparedChat(request=request, turn=turn, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
+
+
+async def prepare_completion(
+    context: ServerContext, body: CompletionRequest, size: int, request_id: str, client: str | None = None
+) -> PreparedCompletion:
+    """One engine request for each prompt. `client` is whom its work is held to. Raises `InvalidRequest` for all that is wrong."""
+    prepared = await context.workers.run(lane_of(size), lambda: plan_completion(context, body, request_id, client))
+    grammar = await compiled(context, prepared.constraint, client)
+    for request in prepared.requests:
+        request.grammar = grammar
+    return prepared
+
+
+def plan_completion(context: ServerContext, body: CompletionRequest, request_id: str, client: str | None = None) -> PreparedCompletion:
+    """All of `prepare_completion` but the compiling."""
+    check_streaming(body)
+    if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
+        raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
+    beam = beam_search(body)
+    sources = split_prompts(body.prompt, "prompt")
+    encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
+    params = completion_params(context, body, encoded)
+    processors = logits_processors(context, body.logits_processors)
+    spec = grammar_spec(body, context.options.additional_properties)
+    requests = [
+        Request(
+            request_id=request_id if len(sources) == 1 else f"{request_id}-{position}",
+            prompt_token_ids=token_ids,
+            params=prompt_params,
+            make_answer=answer_reader(context.tokenizer, token_ids, prompt_params),
+            logits_processors=processors,
+            priority=body.priority or 0,
+            cache_salt=cache_salt(context, body, client),
+            beam=beam,
+        )
+        for position, (token_ids, prompt_params) in enumerate(zip(encoded, params, strict=True))
+    ]
+    constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
+    return PreparedCompletion(prompts=readable_prompts(context, body, sources, encoded), requests=requests, constraint=constraint)
+
+
+async def compiled(context: ServerContext, constraint: Constraint, client: str | None = None) -> CompiledGrammar | None:
+    """The constraint, compiled by the backend that the request names or by the first that takes it. Raises `InvalidRequest`."""
+    if constraint.spec is None:
+        return None
+    return await context.compile_grammar.compile(constraint.spec, constraint.backend, client=client)
+
+
+async def answer_check(
+    context: ServerContext, body: GenerationFields, size: int, grammar: CompiledGrammar | None, tools: ToolUse | None = None
+) -> AnswerCheck:
+    """Where the grammar is lenient: checks the content against its schema, and calls against those of their tools."""
+    if grammar is None or not grammar.warnings:
+        return AnswerCheck(context.conformance)
+
+    def schemas() -> tuple[str | None, dict[str, str]]:
+        callable_tools = () if tools is None else tools.callable
+        arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
+        return open_schema(body, grammar), arguments
+
+    return AnswerCheck(context.conformance, *await context.workers.run(lane_of(size), schemas))
+
+
+def check_chat(context: ServerContext, body: ChatCompletionRequest) -> None:
+    """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
+    check_streaming(body)
+    beam_search(body)
+    check_template_fields(context, body)
+    if body.top_logprobs is not None and body.top_logprobs > 0 and not body.logprobs:
+        raise InvalidRequest("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise InvalidRequest("set `max_completion_tokens` or its older name `max_tokens`, not both", "max_tokens")
 
 
 def check_streaming(body: GenerationFields) -> None:
@@ -27,18 +237,179 @@ def check_streaming(body: GenerationFields) -> None:
         raise InvalidRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
+def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
+    """Where the answer starts, and the prompt's token ids."""
+    kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.chat_template_kwargs)
+    prompt = render_prompt(context, body, body.messages, tools.shown, kwargs)
+    check_text_length(context, prompt.text, "messages")
+    # The template writes the special tokens itself.
+    prompt_token_ids = encode_prompt(context, prompt, add_special_tokens=bool(body.add_special_tokens))
+    check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")
+    turn = Turn(
+        prompt_tail=prompt.tail,
+        added_tokens=added_token_texts(context.tokenizer),
+        tools=tools.shown,
+        tool_choice=tools.choice,
+        chat_template_kwargs=kwargs,
+        response_template=context.tokenizer.response_template,
+        continued=prompt.continued,
+    )
+    return turn, prompt_token_ids
+
+
+def chat_constraint(
+    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, tool_format: ToolFormat | None
+) -> GrammarSpec | None:
+    """What the answer is held to, tool calls included."""
+    if not tools.shown or context.tool_parser is None:
+        return grammar_spec(body, context.options.additional_properties)
+    parser_name = context.plugins.tool_parsers.active
+
+    def spec(reading: JsonReading) -> GrammarSpec | None:
+        return answer_grammar(tools, grammar_spec_in(reading, body), tool_format, parser_name, reading)
+
+    return in_reading(json_reading(body, context.options.additional_properties), spec)
+
+
+def chat_params(
+    context: ServerContext, body: ChatCompletionRequest, facts: ParserFacts, num_prompt_tokens: int, options: ChatOptions
+) -> SamplingParams:
+    """The caller's own parameters, or the body's."""
+    if options.params is not None:
+        room = limit_of(context, options.params, num_prompt_tokens, options.path)
+        return replace(options.params, thinking_token_budget=thinking_budget(context, body, facts.reasoning, room))
+    name, requested = "max_tokens", body.max_tokens
+    if body.max_completion_tokens is not None:
+        name, requested = "max_completion_tokens", body.max_completion_tokens
+    if requested is not None and requested < 1:
+        raise InvalidRequest(f"`{name}` must be at least 1, got {requested}", name)
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"`top_logprobs` must be from 0 to {MAX_LOGPROBS}, got {body.top_logprobs}", "top_logprobs")
+    limit = token_limit(
+        requested,
+        name,
+        prompt_param="messages",
+        default=context.default_sampling.get("max_tokens"),
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=context.max_model_len,
+    )
+    return sampling_params(
+        body,
+        limit=limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        thinking_token_budget=thinking_budget(context, body, facts.reasoning, limit.max_tokens),
+        defaults=searched_defaults(body, context.default_sampling),
+        vocab_size=context.vocab_size,
+    )
+
+
+def limit_of(context: ServerContext, params: SamplingParams, num_prompt_tokens: int, path: str) -> int:
+    """How many tokens the answer may have: what was asked for, as far as the context has room. Raises `InvalidRequest`."""
+    params.check_token_ids(context.vocab_size)
+    return token_limit(
+        None,
+        "max_tokens",
+        prompt_param=path,
+        default=params.max_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=context.max_model_len,
+    ).max_tokens
+
+
+def thinking_budget(context: ServerContext, body: ChatCompletionRequest, parser: ReasoningParser | None, max_tokens: int) -> int | None:
+    """The request's own budget as it is (-1: none); else the server's, but content gets as many tokens at least.
+
+    What the end marker takes is set aside first: even a short answer is to show some content.
+    """
+    if parser is None or body.thinking_token_budget == -1:
+        return None
+    if body.thinking_token_budget is not None or context.default_thinking_budget is None or body.use_beam_search:
+        return body.thinking_token_budget
+    marker = context.tokenizer.encode(parser.end_marker, add_special_tokens=False)
+    return min(context.default_thinking_budget, max(max_tokens - len(marker), 0) // 2)
+
+
+def reasoning_view(body: ChatCompletionRequest, facts: ParserFacts, turn: Turn) -> ReasoningView:
+    opening = closing = ""
+    parser = facts.reasoning
+    if parser is not None and body.separate_reasoning is False:
+        is_opened = parser.phase is Phase.CONTENT or turn.phase(parser.start_marker, parser.end_marker) is Phase.REASONING
+        opening = "" if is_opened else parser.start_marker
+        closing = parser.end_marker
+    return ReasoningView(
+        is_included=body.include_reasoning is not False,
+        is_separate=body.separate_reasoning is not False,
+        is_streamed=body.stream_reasoning is not False,
+        opening=opening,
+        closing=closing,
+    )
+
+
+def encode_prompts(context: ServerContext, sources: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
+    """Raises `ContextLengthExceeded` with the path of a text that cannot fit the context."""
+    for position, source in enumerate(sources):
+        if isinstance(source, str):
+            check_text_length(context, source, path_of("prompt", position, len(sources)))
+    encode = functools.partial(context.tokenizer.encode, add_special_tokens=add_special_tokens)
+    return [encode(source) if isinstance(source, str) else source for source in sources]
+
+
+def completion_params(context: ServerContext, body: CompletionRequest, encoded: Sequence[list[int]]) -> list[SamplingParams]:
+    """Each prompt's: the same object for all that may grow by as many tokens."""
+    by_limit: dict[TokenLimit, SamplingParams] = {}
+    params: list[SamplingParams] = []
+    for position, token_ids in enumerate(encoded):
+        path = path_of("prompt", position, len(encoded))
+        limit = token_limit(
+            body.max_tokens,
+            "max_tokens",
+            prompt_param=path,
+            default=DEFAULT_MAX_TOKENS,
+            num_prompt_tokens=len(token_ids),
+            max_model_len=context.max_model_len,
+        )
+        check_prompt_ids(token_ids, context.vocab_size, path)
+        if limit not in by_limit:
+            by_limit[limit] = _completion_params(context, body, limit)
+        params.append(by_limit[limit])
+    if params[0].n * len(params) > MAX_SEQUENCES:
+        raise InvalidRequest(f"prompts times `n` must be at most {MAX_SEQUENCES}, got {params[0].n * len(params)}", "n")
+    return params
+
+
+def _completion_params(context: ServerContext, body: CompletionRequest, limit: TokenLimit) -> SamplingParams:
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:  # an echoed prompt shows those of its tokens as well
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    return sampling_params(
+        body,
+        limit=limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        defaults=searched_defaults(body, context.default_sampling),
+        vocab_size=context.vocab_size,
+    )
+
+
+def readable_prompts(
+    context: ServerContext, body: CompletionRequest, sources: Sequence[str | list[int]], encoded: Sequence[list[int]]
+) -> list[Prompt]:
+    """The prompts with the text that `echo` gives back: the client's own, or what its token ids stand for."""
+    skip_special_tokens = body.skip_special_tokens is not False
+
+    def text_of(source: str | list[int]) -> str:
+        if not body.echo:
+            return ""
+        return source if isinstance(source, str) else context.tokenizer.decode(source, skip_special_tokens=skip_special_tokens)
+
+    return [Prompt(token_ids=token_ids, text=text_of(source)) for source, token_ids in zip(sources, encoded, strict=True)]
+
+
 def cache_salt(context: ServerContext, body: GenerationFields, client: str | None) -> str:
     """Keeps cached prefixes within one API key where the server has several: a hit would tell one client what another has asked."""
     salt, options = body.cache_salt or "", context.options
     return salt if client is None or len(options.api_keys) < 2 or options.share_prefix_cache else f"{client} {salt}"
-
-
-async def compiled_grammar(
-    context: ServerContext, body: GenerationFields, spec: GrammarSpec | None, client: str | None = None
-) -> CompiledGrammar | None:
-    """The request's constraint, compiled by the backend that it names or by the first that takes it. Raises `InvalidRequest`."""
-    backend = chosen_backend(body, context.plugins.grammar_backends)
-    return None if spec is None else await context.compile_grammar.compile(spec, backend, client=client)
 
 
 def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[Callable[[], Any]]:

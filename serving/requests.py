@@ -224,3 +224,14 @@ class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_field
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """`prompt` is a string, a list of strings, token ids, or a list of lists of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: Int32 | None = None

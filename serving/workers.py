@@ -5,27 +5,37 @@ import enum
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 from penstock.engine.errors import EngineUnavailable
+from penstock.engine.heap import release_heap
 from penstock.engine.overlap.lock_handover import HANDOVER
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
 
-MANY = 500  # messages and tools, or prompts: fewer take less than a few milliseconds
-
 
 class Lane(enum.Enum):
     """Jobs of one size. Each lane has its own threads, and refuses jobs beyond a bound on those that wait."""
 
-    SHORT = "short"  # milliseconds: the template of an ordinary conversation
-    LONG = "long"  # up to seconds: what a large body asks for
-    HUGE = "huge"  # tokenizing more than `HUGE_TEXT` characters: takes 250 bytes of memory for each, so one at a time
+    SHORT = "short"  # milliseconds: an ordinary conversation
+    LONG = "long"  # up to seconds
+    HUGE = "huge"  # tokenizing takes up to 300 bytes of memory for each character, so one at a time
+    SANDBOXED = "sandboxed"  # seconds, in which the thread waits for a child process
 
 
-NUM_THREADS = {Lane.SHORT: 2, Lane.LONG: 3, Lane.HUGE: 1}
-MAX_WAITING = {Lane.SHORT: 2048, Lane.LONG: 128, Lane.HUGE: 16}
+NUM_THREADS = {Lane.SHORT: 2, Lane.LONG: 3, Lane.HUGE: 1, Lane.SANDBOXED: 2}
+MAX_WAITING = {Lane.SHORT: 2048, Lane.LONG: 128, Lane.HUGE: 16, Lane.SANDBOXED: 16}
+SMALL = 2**12  # what is smaller is done at once: a millisecond or two
+LONG = 2**16
+HUGE = 2**19
+
+
+def lane_of(size: int) -> Lane | None:
+    """The lane for work on `size` bytes, characters or numbers; None where the event loop can do it between two steps."""
+    if size < SMALL:
+        return None
+    return Lane.SHORT if size < LONG else Lane.LONG if size < HUGE else Lane.HUGE
 
 
 class Workers(Executor):
@@ -37,13 +47,18 @@ class Workers(Executor):
         self._num_unfinished = dict.fromkeys(Lane, 0)
         self._lock = threading.Lock()
 
-    async def run(self, lane: Lane, call: Callable[[], T]) -> T:
-        """Calls it in one of the lane's threads. Raises `EngineUnavailable` where too many jobs wait in the lane already."""
+    async def run(self, lane: Lane | None, call: Callable[[], T]) -> T:
+        """Calls it in one of the lane's threads, or here without a lane.
+
+        Raises `EngineUnavailable` where too many jobs wait in the lane already.
+        """
+        if lane is None:
+            return call()
         if self._num_unfinished[lane] >= self._max_waiting[lane] + NUM_THREADS[lane]:
             raise EngineUnavailable("the server has too many long requests to prepare: try again later")
         with self._lock:
             self._num_unfinished[lane] += 1
-        future = self._pools[lane].submit(call)
+        future = self._pools[lane].submit(_trimming, call) if lane is Lane.HUGE else self._pools[lane].submit(call)
         future.add_done_callback(lambda _: self._finish(lane))  # not when the caller stops waiting: a thread cannot be stopped
         with HANDOVER:
             return await asyncio.wrap_future(future)
@@ -60,11 +75,9 @@ class Workers(Executor):
             self._num_unfinished[lane] -= 1
 
 
-class HasWorkers(Protocol):
-    @property
-    def workers(self) -> Workers: ...
-
-
-async def run(context: HasWorkers, call: Callable[[], T], *, is_long: bool) -> T:
-    """Calls it here where that is quick, in the lane of long jobs where it would hold up every stream."""
-    return await context.workers.run(Lane.LONG, call) if is_long else call()
+def _trimming(call: Callable[[], T]) -> T:
+    """The allocator would keep what a huge text has taken."""
+    try:
+        return call()
+    finally:
+        release_heap()

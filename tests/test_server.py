@@ -1,6 +1,5 @@
 """The server as a process: what it prints, what it refuses to start with, and how it ends."""
 
-import asyncio
 import json
 import logging
 import re
@@ -26,7 +25,6 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.server import bind, main, stopping_line
 from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.workers import Workers
 
 ROOT = Path(__file__).parent.parent
 
@@ -211,19 +209,19 @@ def test_the_template_of_a_model_that_never_learned_the_markers_begins_the_reaso
     tokenizer = tokenizer_that_knows(template=template)
     unlearned = unlearned_parser(deepseek_r1, tokenizer)
 
-    async def render(chat_template: ChatTemplate, **kwargs: Any) -> tuple[str, str]:
+    def render(chat_template: ChatTemplate, **kwargs: Any) -> tuple[str, str]:
         messages = [{"role": "user", "content": "Hi"}]
-        prompt = await chat_template.render(messages, **kwargs)
+        prompt = chat_template.render(messages, **kwargs)
         return prompt.text, prompt.tail
 
-    with Workers() as workers, caplog.at_level(logging.INFO):
-        chat_template = build_chat_template(None, tokenizer, workers, unlearned)
+    with caplog.at_level(logging.INFO):
+        chat_template = build_chat_template(None, tokenizer, unlearned)
         thinking_budget(None, unlearned, chat_template.source)
         assert [record.levelname for record in caplog.records] == ["INFO"]
-        assert asyncio.run(render(chat_template)) == ("Hi answer: <think>\n", "answer: <think>\n")
-        closed = asyncio.run(render(chat_template, template_kwargs={"enable_thinking": False}))
+        assert render(chat_template) == ("Hi answer: <think>\n", "answer: <think>\n")
+        closed = render(chat_template, template_kwargs={"enable_thinking": False})
         assert closed == ("Hi answer: <think>\n\n</think>\n\n", "answer: <think>\n\n</think>\n\n")
-        assert asyncio.run(render(chat_template, add_generation_prompt=False))[0] == "Hi "
+        assert render(chat_template, add_generation_prompt=False)[0] == "Hi "
 
 
 def test_an_operators_template_teaches_the_model_nothing() -> None:
@@ -236,8 +234,7 @@ def test_a_marker_that_is_made_of_tokens_is_known() -> None:
 
 def test_the_models_own_templates_are_used_unless_the_operator_brings_one() -> None:
     tokenizer: Any = tokenizer_that_knows()
-    workers: Any = None
-    own = build_chat_template(None, tokenizer, workers)
+    own = build_chat_template(None, tokenizer)
     assert (own.source, own.tool_source, own.special_tokens) == ("{{ messages }}", "tools", {"bos_token": "a"})
-    given = build_chat_template("mine", tokenizer, workers)
+    given = build_chat_template("mine", tokenizer)
     assert (given.source, given.tool_source) == ("mine", None)

@@ -14,10 +14,9 @@ from penstock.engine.sampling.sampling_params import SamplingParams
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
 from penstock.plugins.chosen_processors import chosen_processors
-from penstock.serving.constraints.sources import LONG
 from penstock.serving.context import ServerContext
 from penstock.serving.preparing import answer_reader
-from penstock.serving.workers import run
+from penstock.serving.workers import lane_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +127,8 @@ async def prepare(
     if request.guided_decoding_params is not None:
         guide = request.guided_decoding_params
         async with turns:
-            spec = await run(context, lambda: guide.spec(context.options.additional_properties), is_long=len(guide.guide or "") > LONG)
+            lane = lane_of(len(guide.guide or ""))
+            spec = await context.workers.run(lane, lambda: guide.spec(context.options.additional_properties))
             grammar = await context.compile_grammar.compile(spec)
     prompt = list(request.input_token_ids)
     return EngineRequest(

@@ -176,15 +176,8 @@ def _parsed(text: str, param: str) -> NamedBackend:
     return NamedBackend(name.strip(), options, param)
 
 
-FIELDS = ("structured_outputs", "response_format", "guided_json", "guided_choice", "json_schema", "structural_tag")
-LONG = 2**14  # characters; looking at as many takes a millisecond at most
 _PARTS_BETWEEN_PAUSES = 10_000
 _PAUSE_SECONDS = 0.0005
-
-
-def is_large(body: GenerationFields) -> bool:
-    """Whether to read the constraint takes longer than the event loop can wait."""
-    return exceeds([getattr(body, field) for field in FIELDS], LONG)
 
 
 def check_text(value: Any, param: str) -> None:

@@ -1,8 +1,7 @@
 """From a conversation to the prompt's text, and to the part of it that tells a parser where the answer starts."""
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -19,14 +18,13 @@ from penstock.serving.templates.bounds import ADDRESS
 from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 from penstock.serving.templates.messages import Message, prepare_messages, template_messages
 from penstock.serving.templates.tool_prompt import ToolPrompt, with_instructions, with_results
-from penstock.serving.workers import MANY, Lane, Workers, run
+from penstock.serving.workers import Lane, lane_of
 
 SHIPPED = Path(__file__).parent
 TIME_LIMIT_SECONDS = 5.0
 SANDBOX_LIMITS = Limits(cpu_seconds=TIME_LIMIT_SECONDS, memory_bytes=2**28)
 NUM_SANDBOX_PROCESSES = 2
 MAX_MESSAGE = 1000
-LONG_CONVERSATION = 2**18  # characters; a template writes fewer in some milliseconds
 MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
 PROBE = "penstock_probe"  # in JSON as it is, whatever a template escapes there
 
@@ -59,15 +57,14 @@ class ChatTemplate:
 
     `source` is None where the model has none: then every chat request is refused. `tool_source` is used instead where tools are given.
     `special_tokens` are the template's variables `bos_token`, `eos_token`, ... `tool_prompt` tells of tools, calls and results where the
-    template does not. The model's templates run on `workers`, each for at most `time_limit` seconds, not counting the wait for a thread;
-    those that come in requests run in `sandbox`.
+    template does not. The model's templates run in the thread that renders, each for at most `time_limit` seconds; those that come in
+    requests run in `sandbox`.
     """
 
     source: str | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     tool_source: str | None = None
     tool_prompt: ToolPrompt = field(default_factory=ToolPrompt)
-    workers: Workers = field(default_factory=Workers)
     time_limit: float = TIME_LIMIT_SECONDS
     sandbox: Sandbox = field(default_factory=template_sandbox)
 
@@ -79,7 +76,7 @@ class ChatTemplate:
                 except jinja2.TemplateError as error:
                     raise ConfigurationError(f"the chat template is not valid Jinja: {describe(error)}") from error
 
-    async def render(
+    def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -101,8 +98,7 @@ class ChatTemplate:
         finish = partial(render_prompt, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
         try:
             if template:
-                return await self._render_in_sandbox(template, messages, list(tools or ()), template_kwargs or {}, finish)
-            call = Interruptible()
+                return self._render_in_sandbox(template, messages, list(tools or ()), template_kwargs or {}, finish)
 
             def render() -> RenderedPrompt:
                 prepared, described = prepare_messages(messages), list(tools or ())
@@ -110,14 +106,13 @@ class ChatTemplate:
                     prepared, described = self._with_tools(source, prepared, described, shown_by(source, self._special_tokens))
                 return finish(source, prepared, self._variables(described, template_kwargs or {}))
 
-            is_short = len(messages) <= MANY and sum(map(_num_characters, messages)) <= LONG_CONVERSATION
-            return await self.workers.run(Lane.SHORT if is_short else Lane.LONG, self._timed(call, render))
+            return Interruptible().run(render, self.time_limit)
         except TemplateTimeout:
             raise InvalidRequest(f"the chat template did not finish within {self.time_limit:g} seconds", "messages") from None
         except RecursionError:
             raise InvalidRequest("the messages are nested too deeply", "messages") from None
 
-    async def _render_in_sandbox(
+    def _render_in_sandbox(
         self,
         template: str,
         messages: Sequence[Message],
@@ -125,12 +120,12 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any],
         finish: "partial[RenderedPrompt]",
     ) -> RenderedPrompt:
-        prepared = await self.workers.run(Lane.LONG, lambda: prepare_messages(messages))
+        prepared = prepare_messages(messages)
         try:
             if has_tools(prepared, tools):
-                shown = await self.sandbox.run(shown_by, template, self._special_tokens)
-                prepared, tools = await self.workers.run(Lane.LONG, lambda: self._with_tools(template, prepared, tools, shown))
-            return await self.sandbox.run(finish, template, prepared, self._variables(tools, template_kwargs), param="chat_template")
+                shown = self.sandbox.run_blocking(shown_by, template, self._special_tokens)
+                prepared, tools = self._with_tools(template, prepared, tools, shown)
+            return self.sandbox.run_blocking(finish, template, prepared, self._variables(tools, template_kwargs), param="chat_template")
         except JobLimitExceeded as limit:
             raise InvalidRequest(limit.message, "chat_template") from None
 
@@ -147,20 +142,6 @@ class ChatTemplate:
 
     def _variables(self, tools: list[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {"tools": tools or None, "documents": None, **self.special_tokens, **template_kwargs}
-
-    def _timed(self, call: Interruptible, render: Callable[[], RenderedPrompt]) -> Callable[[], RenderedPrompt]:
-        """For a worker: renders, and has the event loop interrupt it when its time is over."""
-        loop = asyncio.get_running_loop()
-        timers: list[asyncio.TimerHandle] = []
-
-        def run() -> RenderedPrompt:
-            loop.call_soon_threadsafe(lambda: timers.append(loop.call_later(self.time_limit, call.interrupt)))
-            try:
-                return call.run(render)
-            finally:
-                loop.call_soon_threadsafe(lambda: timers[0].cancel())
-
-        return run
 
     def _with_tools(
         self, source: str, messages: list[dict[str, Any]], tools: list[Mapping[str, Any]], shown: "Shown"
@@ -347,12 +328,6 @@ def has_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     return bool(tools) or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
-def _num_characters(message: Message) -> int:
-    """Of its content; a part of one counts as text where it has some."""
-    content = message.get("content") or ""
-    return len(content) if isinstance(content, str) else sum(len(part.get("text") or "") for part in content if isinstance(part, Mapping))
-
-
 def common_prefix(left: str, right: str) -> int:
     """How many characters the two start with in common."""
     if left.startswith(right):
@@ -390,16 +365,22 @@ def check_template_fields(context: SharedContext, body: TemplateFields) -> None:
         raise InvalidRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
 
 
-async def render_conversation(
+def rendering_lane(size: int, template: str | None) -> Lane:
+    """Where a conversation of `size` is rendered and tokenized: never on the event loop, whatever its template does."""
+    lane = lane_of(size) or Lane.SHORT
+    return lane if template is None or lane is Lane.HUGE else Lane.SANDBOXED
+
+
+def render_conversation(
     context: SharedContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
 ) -> RenderedPrompt:
     """The prompt, by the body's own template where it brings one. Raises `InvalidRequest` for what the template cannot take."""
     template = context.chat_template
     source = body.chat_template or template.source_for(tools) or ""
     knows_developer = "developer" in source
-    plain = await run(context, lambda: template_messages(messages, knows_developer=knows_developer), is_long=len(messages) > MANY)
+    plain = template_messages(messages, knows_developer=knows_developer)
     continues = bool(body.continue_final_message)
-    return await template.render(
+    return template.render(
         plain,
         tools or None,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,

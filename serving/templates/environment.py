@@ -139,16 +139,22 @@ class Interruptible:
         self._thread_id: int | None = None
         self._is_interrupted = False
 
-    def run(self, function: Callable[[], Result]) -> Result:
-        """Raises `TemplateTimeout` where `interrupt` came before the end, also where it came before the start."""
+    def run(self, function: Callable[[], Result], seconds: float | None = None) -> Result:
+        """Raises `TemplateTimeout` after so many seconds, and where `interrupt` came before the end or even the start."""
         with self._lock:
             if self._is_interrupted:
                 raise TemplateTimeout
             self._thread_id = threading.get_ident()
+        timer = None if seconds is None else threading.Timer(seconds, self.interrupt)
         try:
+            if timer is not None:
+                timer.daemon = True
+                timer.start()
             return function()
         finally:
             self._end()
+            if timer is not None:
+                timer.cancel()
 
     def interrupt(self) -> None:
         with self._lock:

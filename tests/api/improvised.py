@@ -116,7 +116,7 @@ def improvise(
             context = replace(
                 scripted_context(cast(Any, scripted.ScriptedEngine(tokenizer)), scripted.RecordingCompiler(), workers),
                 engine=engine,
-                chat_template=ChatTemplate(template, workers=workers),
+                chat_template=ChatTemplate(template),
                 max_model_len=MAX_MODEL_LEN,
                 stop_token_ids=ending,
                 plugins=loaded,

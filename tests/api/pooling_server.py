@@ -65,7 +65,7 @@ def serve_pooling(
             context = PoolingContext(
                 engine=engine,
                 tokenizer=engine.tokenizer,
-                chat_template=ChatTemplate(TEMPLATE, workers=workers),
+                chat_template=ChatTemplate(TEMPLATE),
                 model_names=(MODEL, "alias"),
                 max_model_len=engine.model.max_model_len,
                 vocab_size=engine.model.vocab_size,

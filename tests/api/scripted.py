@@ -218,7 +218,7 @@ def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, worker
     plugins.register_logits_processors({"double": double, "add": add, "scale": Scale}, "tests")
     plugins.grammar_backends.add("recording", "tests", cast(Any, None))
     defaults: dict[str, Any] = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}}
-    settings = defaults | {"chat_template": ChatTemplate(CHATML, workers=workers), "max_model_len": MAX_MODEL_LEN} | settings
+    settings = defaults | {"chat_template": ChatTemplate(CHATML), "max_model_len": MAX_MODEL_LEN} | settings
     return ServerContext(
         engine=cast(Any, engine),
         tokenizer=engine.tokenizer,

@@ -4,9 +4,8 @@ from typing import Any
 import pytest
 
 from penstock.api.bodies import REFUSED, decode
-from penstock.api.protocol import CompletionRequest
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.requests import ChatCompletionRequest, FieldsWithoutEffect
+from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 

@@ -7,9 +7,8 @@ from msgspec import Struct
 from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
 from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest
-from penstock.api.protocol import CompletionRequest
 from penstock.api.scoring import RerankRequest, ScoreRequest
-from penstock.serving.requests import ChatCompletionRequest, FieldsWithoutEffect, StreamOptions
+from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, StreamOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "requests.md").read_text(encoding="utf-8")

@@ -5,15 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.api import chat, completions
 from penstock.api.bodies import decode
 from penstock.api.errors import body_of
-from penstock.api.protocol import CompletionRequest
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning import deepseek_r1
 from penstock.plugins.tools import hermes
 from penstock.serving.context import ServerContext
-from penstock.serving.requests import ChatCompletionRequest
+from penstock.serving.preparing import prepare_chat, prepare_completion
+from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 from penstock.serving.workers import Workers
 from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, mutated_bodies
 from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
@@ -23,12 +22,12 @@ Take = Callable[[ServerContext, bytes, bool], Coroutine[Any, Any, object]]
 
 async def take_chat(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
     body, _ = decode(data, ChatCompletionRequest, allow_unknown_fields=allow_unknown_fields)
-    return await chat.prepare(context, body)
+    return await prepare_chat(context, body, len(data))
 
 
 async def take_completion(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
     body, _ = decode(data, CompletionRequest, allow_unknown_fields=allow_unknown_fields)
-    return await completions.prepare(context, body, "id")
+    return await prepare_completion(context, body, len(data), "id")
 
 
 @pytest.mark.parametrize(("take", "whole"), [(take_chat, CHAT), (take_completion, COMPLETION), (take_completion, CONSTRAINED)])

@@ -1,13 +1,14 @@
 import asyncio
+import functools
 import threading
 
 import pytest
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.tokenizer import Tokenizer
-from penstock.serving import prompts
-from penstock.serving.prompts import check_prompt_ids, check_text_length, encode_text
-from penstock.serving.workers import Workers
+from penstock.serving.prompts import check_prompt_ids, check_text_length
+from penstock.serving.templates.chat_template import rendering_lane
+from penstock.serving.workers import HUGE, LONG, SMALL, Lane, Workers, lane_of
 from tests.api.scripted import MAX_MODEL_LEN, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 
@@ -19,29 +20,32 @@ def test_a_text_that_can_never_fit_is_refused_after_tokenizing_little_of_it(monk
         lengths.append(len(text))
         return encode(self, text, add_special_tokens=add_special_tokens)
 
-    async def run() -> None:
-        with Workers() as workers:
-            context = scripted_context(ScriptedEngine(byte_tokenizer()), RecordingCompiler(), workers)
-            await check_text_length(context, "x" * 5_000, "prompt")
-            with pytest.raises(ContextLengthExceeded, match=f"length is {MAX_MODEL_LEN} tokens.*of your prompt's 10000000 char") as caught:
-                await check_text_length(context, "x" * 10_000_000, "prompt[3]")
-            assert caught.value.param == "prompt[3]"
-
     monkeypatch.setattr(Tokenizer, "encode", counted)
-    asyncio.run(run())
+    with Workers() as workers:
+        context = scripted_context(ScriptedEngine(byte_tokenizer()), RecordingCompiler(), workers)
+        check_text_length(context, "x" * 5_000, "prompt")
+        with pytest.raises(ContextLengthExceeded, match=f"length is {MAX_MODEL_LEN} tokens.*of your prompt's 10000000 char") as caught:
+            check_text_length(context, "x" * 10_000_000, "prompt[3]")
+        assert caught.value.param == "prompt[3]"
     assert max(lengths) < 32 * MAX_MODEL_LEN
 
 
-@pytest.mark.parametrize("length", [10, 100_000])
-def test_short_and_long_texts_become_the_same_ids(length: int) -> None:
-    async def run() -> None:
-        with Workers() as workers:
-            context = scripted_context(ScriptedEngine(byte_tokenizer()), RecordingCompiler(), workers)
-            text = "é\n" * (length // 2)
-            expected = context.tokenizer.encode(text, add_special_tokens=True)
-            assert await encode_text(context, text, add_special_tokens=True) == expected
-
-    asyncio.run(run())
+@pytest.mark.parametrize(
+    ("size", "lane"),
+    [
+        (0, None),
+        (SMALL - 1, None),
+        (SMALL, Lane.SHORT),
+        (LONG - 1, Lane.SHORT),
+        (LONG, Lane.LONG),
+        (HUGE - 1, Lane.LONG),
+        (HUGE, Lane.HUGE),
+    ],
+)
+def test_the_size_of_a_request_decides_where_it_is_prepared(size: int, lane: Lane | None) -> None:
+    assert lane_of(size) is lane
+    assert rendering_lane(size, None) is (lane or Lane.SHORT)
+    assert rendering_lane(size, "{{ messages }}") is (Lane.HUGE if lane is Lane.HUGE else Lane.SANDBOXED)
 
 
 def test_huge_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +65,9 @@ def test_huge_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> None:
         with Workers() as workers:
-            context = scripted_context(ScriptedEngine(byte_tokenizer()), RecordingCompiler(), workers)
-            await asyncio.gather(*(encode_text(context, "x" * prompts.HUGE_TEXT, add_special_tokens=True) for _ in range(4)))
+            tokenizer = byte_tokenizer()
+            call = functools.partial(tokenizer.encode, "x" * HUGE, add_special_tokens=True)
+            await asyncio.gather(*(workers.run(lane_of(HUGE), call) for _ in range(4)))
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
     asyncio.run(run())

@@ -36,7 +36,7 @@ def context_over(core: EngineCore, processors: Mapping[str, Any] | None = None) 
     return ServerContext(
         engine=Engine(core),
         tokenizer=core.tokenizer,
-        chat_template=ChatTemplate(None, {}, workers=workers),
+        chat_template=ChatTemplate(None, {}),
         model_names=("fake",),
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,

@@ -1,6 +1,5 @@
 """Real chat templates and real tokenizers: where an answer starts, and what its tokens are read as."""
 
-import asyncio
 import functools
 import json
 import zipfile
@@ -82,10 +81,9 @@ def config(model: str) -> dict[str, Any]:
 def tail(model: str, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], *, is_continued: bool = False) -> tuple[str, str]:
     """The prompt and its tail, as the server's own template renderer has them."""
     special_tokens = {name: token for name, token in config(model).items() if name.endswith("_token") and isinstance(token, str)}
-    render = ChatTemplate(template(model), special_tokens).render(
+    prompt = ChatTemplate(template(model), special_tokens).render(
         messages, template_kwargs=kwargs, continue_final_message=is_continued, add_generation_prompt=not is_continued
     )
-    prompt = asyncio.run(render)
     return prompt.text, prompt.tail
 
 

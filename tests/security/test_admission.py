@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
-from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.chat_template import ChatTemplate, rendering_lane
 from penstock.serving.workers import NUM_THREADS, Lane, Workers
 from tests.api.running_server import CHAT, Running, serve
 
@@ -34,7 +34,8 @@ def test_a_short_conversation_is_rendered_while_all_long_jobs_wait() -> None:
         with Workers() as workers:
             held = [asyncio.create_task(workers.run(Lane.LONG, release.wait)) for _ in range(2 * NUM_THREADS[Lane.LONG])]
             await asyncio.sleep(0)
-            prompt = await ChatTemplate("{{ messages[0].content }}", workers=workers).render([USER])
+            template = ChatTemplate("{{ messages[0].content }}")
+            prompt = await workers.run(rendering_lane(100, None), lambda: template.render([USER]))
             assert prompt.text == "Hello"
             assert not any(task.done() for task in held)
             release.set()
@@ -49,7 +50,8 @@ def test_waiting_for_a_thread_does_not_count_as_rendering() -> None:
         with Workers() as workers:
             held = [asyncio.create_task(workers.run(Lane.SHORT, release.wait)) for _ in range(NUM_THREADS[Lane.SHORT])]
             await asyncio.sleep(0)
-            rendering = asyncio.create_task(ChatTemplate("fine", workers=workers, time_limit=0.05).render([USER]))
+            template = ChatTemplate("fine", time_limit=0.05)
+            rendering = asyncio.create_task(workers.run(Lane.SHORT, lambda: template.render([USER])))
             await asyncio.sleep(0.15)
             release.set()
             assert (await rendering).text == "fine"

@@ -65,38 +65,29 @@ def test_each_operation_is_bounded_in_the_servers_process_too(name: str) -> None
 
 @pytest.mark.parametrize("source", [HOSTILE[name] for name in sorted(KEPT)])
 def test_what_a_template_keeps_is_bounded_by_its_process(source: str) -> None:
-    async def scenario() -> None:
-        template = ChatTemplate("the model's own", sandbox=template_sandbox(replace(SANDBOX_LIMITS, memory_bytes=2**26)))
-        with pytest.raises(InvalidRequest, match=r"^rendering the chat template took more than 64 MiB of memory$") as refusal:
-            await template.render([USER], template=source)
-        assert refusal.value.param == "chat_template"
-        template.close()
-
-    asyncio.run(scenario())
+    template = ChatTemplate("the model's own", sandbox=template_sandbox(replace(SANDBOX_LIMITS, memory_bytes=2**26)))
+    with pytest.raises(InvalidRequest, match=r"^rendering the chat template took more than 64 MiB of memory$") as refusal:
+        template.render([USER], template=source)
+    assert refusal.value.param == "chat_template"
+    template.close()
 
 
 def test_an_endless_template_is_bounded_by_cpu_time() -> None:
-    async def scenario() -> None:
-        template = ChatTemplate("the model's own", sandbox=template_sandbox(Limits(cpu_seconds=0.3)))
-        with pytest.raises(InvalidRequest, match=r"^rendering the chat template took more than 0\.3 s of CPU time$") as refusal:
-            await template.render([USER], template=ENDLESS)
-        assert refusal.value.param == "chat_template"
-        assert (await template.render([USER], template="fine")).text == "fine"
-        template.close()
-
-    asyncio.run(scenario())
+    template = ChatTemplate("the model's own", sandbox=template_sandbox(Limits(cpu_seconds=0.3)))
+    with pytest.raises(InvalidRequest, match=r"^rendering the chat template took more than 0\.3 s of CPU time$") as refusal:
+        template.render([USER], template=ENDLESS)
+    assert refusal.value.param == "chat_template"
+    assert (template.render([USER], template="fine")).text == "fine"
+    template.close()
 
 
 def test_the_processes_of_templates_have_a_limit_on_their_memory() -> None:
-    async def scenario() -> None:
-        template = ChatTemplate("the model's own")
-        await template.render([USER], template="fine")
-        (process,) = map(psutil.Process, template.sandbox.pids)
-        at_most = process.memory_info().vms + SANDBOX_LIMITS.memory_bytes
-        assert process.rlimit(psutil.RLIMIT_AS)[0] <= at_most
-        template.close()
-
-    asyncio.run(scenario())
+    template = ChatTemplate("the model's own")
+    template.render([USER], template="fine")
+    (process,) = map(psutil.Process, template.sandbox.pids)
+    at_most = process.memory_info().vms + SANDBOX_LIMITS.memory_bytes
+    assert process.rlimit(psutil.RLIMIT_AS)[0] <= at_most
+    template.close()
 
 
 def test_a_template_of_a_request_is_never_compiled_in_the_servers_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.api.bodies import MAX_BRACKETS, decode
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammars.grammar_limits import MAX_TEXT
-from penstock.serving.constraints.sources import LONG, check_text, exceeds, is_large
+from penstock.serving.constraints.sources import check_text, exceeds
 from penstock.serving.requests import ChatCompletionRequest
 
 documents = st.recursive(
@@ -26,26 +26,6 @@ def test_what_exceeds_a_limit_is_no_shorter_as_json(document: Any, limit: int) -
         assert len(text) + 3 > limit
     else:
         assert len(text) <= 12 * limit
-
-
-def body(**fields: Any) -> ChatCompletionRequest:
-    return decode(json.dumps({"messages": []} | fields).encode(), ChatCompletionRequest)[0]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda schema: {"guided_json": schema},
-        lambda schema: {"guided_json": json.dumps(schema)},
-        lambda schema: {"structured_outputs": {"json": schema}},
-        lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
-        lambda schema: {"structural_tag": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}},
-    ],
-)
-def test_large_constraints_are_told_from_small_ones_wherever_they_stand(wrap: Any) -> None:
-    assert not is_large(body(**wrap({"enum": ["a"] * 100})))
-    assert is_large(body(**wrap({"enum": ["a" * 100] * (LONG // 100)})))
-    assert not is_large(body(messages=[{"role": "user", "content": "a" * 2 * LONG}]))
 
 
 def test_what_is_too_long_for_a_constraint_is_refused_unwritten() -> None:

@@ -12,7 +12,7 @@ from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
 from penstock.serving.templates.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
-from penstock.serving.workers import Workers
+from penstock.serving.workers import Lane, Workers
 from tests.api.templates.test_template_environment import ENDLESS
 
 USER = {"role": "user", "content": "Hello"}
@@ -21,7 +21,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 
 def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any) -> RenderedPrompt:
-    return asyncio.run(ChatTemplate(source).render(messages, tools, **options))
+    return ChatTemplate(source).render(messages, tools, **options)
 
 
 def shipped(name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any) -> RenderedPrompt:
@@ -198,12 +198,12 @@ def test_a_template_that_fails_is_the_clients_to_know_about(template: str, messa
     assert refusal.value.param == "messages"
 
 
-def test_an_endless_template_is_stopped_and_the_pool_serves_the_next_request() -> None:
+def test_an_endless_template_is_stopped_and_its_thread_serves_the_next_request() -> None:
     async def scenario() -> str:
         with Workers() as workers:
             with pytest.raises(InvalidRequest, match="did not finish"):
-                await ChatTemplate(ENDLESS, workers=workers, time_limit=0.05).render([USER])
-            return (await ChatTemplate("fine", workers=workers).render([USER])).text
+                await workers.run(Lane.SHORT, lambda: ChatTemplate(ENDLESS, time_limit=0.05).render([USER]))
+            return (await workers.run(Lane.SHORT, lambda: ChatTemplate("fine").render([USER]))).text
 
     assert asyncio.run(scenario()) == "fine"
 
@@ -216,18 +216,18 @@ def test_a_requests_own_template_is_used_and_its_syntax_errors_are_400() -> None
 
 def test_template_variables_come_from_the_tokenizer_and_the_request() -> None:
     template = ChatTemplate("{{ bos_token }}{{ style }}", {"bos_token": "<s>"})
-    assert asyncio.run(template.render([USER], template_kwargs={"style": "terse"})).text == "<s>terse"
+    assert template.render([USER], template_kwargs={"style": "terse"}).text == "<s>terse"
 
 
 def test_tools_choose_their_own_template_where_there_is_one() -> None:
     template = ChatTemplate("plain", tool_source="with tools")
-    assert asyncio.run(template.render([USER])).text == "plain"
-    assert asyncio.run(template.render([USER], [WEATHER])).text == "with tools"
+    assert template.render([USER]).text == "plain"
+    assert template.render([USER], [WEATHER]).text == "with tools"
 
 
 def test_a_model_without_a_template_refuses_chats() -> None:
     with pytest.raises(InvalidRequest, match="--chat-template"):
-        asyncio.run(ChatTemplate(None).render([USER]))
+        ChatTemplate(None).render([USER])
 
 
 def test_a_server_template_that_is_not_jinja_stops_the_start() -> None:

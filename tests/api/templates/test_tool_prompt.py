@@ -1,6 +1,5 @@
 """Tools, calls and results in conversations whose template has no place for them."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -37,7 +36,7 @@ KNOWING = (
 
 
 def prompt(source: str, *messages: dict[str, Any], tools: list[dict[str, Any]] | None = None, told: ToolPrompt | None = None) -> str:
-    return asyncio.run(ChatTemplate(source, tool_prompt=told or ToolPrompt()).render(messages, tools)).text
+    return ChatTemplate(source, tool_prompt=told or ToolPrompt()).render(messages, tools).text
 
 
 def test_tools_are_told_in_the_system_message() -> None:
