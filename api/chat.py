@@ -25,8 +25,8 @@ from penstock.api.protocol import (
     Usage,
     usage_of,
 )
+from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.outputs import SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.serving.constraints.answer_check import warning_header
 from penstock.serving.constraints.conformance import Conformance

@@ -15,10 +15,10 @@ from penstock.api.context import CONTEXT
 from penstock.api.logprobs import CompletionLogprobsWriter, TokenWriter
 from penstock.api.metrics import begin_timer
 from penstock.api.protocol import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage, usage_of
+from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.events import Text
-from penstock.engine.outputs import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.constraints.answer_check import warning_header
 from penstock.serving.constraints.conformance import Conformance
 from penstock.serving.messages import TokenCounts, check_delta

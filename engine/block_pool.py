@@ -7,7 +7,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from penstock.engine.retention import DEFAULT_RETENTION, RetentionRule
+from penstock.engine.block_pool import DEFAULT_RETENTION, RetentionRule
 
 
 def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 # Noncharacters: Unicode keeps them free for use inside of programs, and no text that is exchanged holds them.
 MARK = "\ufdd0"

@@ -9,15 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch
-from penstock.engine.engine_core import DeltasByRequest, EngineCore
-from penstock.engine.engine_life import EngineLife, done
+from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammars.mask_filler import PATIENCE
-from penstock.engine.model_runner import StepHandle
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.loop import EngineLife, done
+from penstock.engine.mask_filler import PATIENCE
 from penstock.engine.request import Request
+from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Step
-from penstock.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

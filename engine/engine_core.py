@@ -4,23 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, build_batch
-from penstock.engine.beam_search.beam_check import check_beam_request
-from penstock.engine.beam_search.beam_processor import BeamProcessor
+from penstock.engine.beams.processor import BeamProcessor
+from penstock.engine.beams.search import check_beam_request
+from penstock.engine.core import EngineStats, StepObserver, can_look_ahead
 from penstock.engine.deadlines import Deadlines
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.grammars.mask_filler import MaskFiller
-from penstock.engine.model_runner import ModelRunner, StepOutput
-from penstock.engine.output_processor import OutputProcessor
-from penstock.engine.outputs import SequenceDelta
-from penstock.engine.overlap.lookahead import can_look_ahead
+from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.output import OutputProcessor
 from penstock.engine.request import Request
+from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory
-from penstock.engine.stats import EngineStats
-from penstock.engine.step_observer import StepObserver
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
 

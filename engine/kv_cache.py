@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.attention.kv_layout import LayerKV
 from penstock.engine.config import KVCacheDtype
+from penstock.engine.device import sent
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.overlap.transfer import sent
+from penstock.engine.kv_cache import LayerKV
 
 FP8_CAPABILITY = (8, 9)
 

@@ -4,20 +4,19 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.grammars.mask_fill import MaskFill
-from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_state import SamplingState
-from penstock.engine.sequence_outputs import SequenceOutputs
-from penstock.engine.speculation.ngram_proposer import NgramProposer
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.stop_sequences import StopSequences
-from penstock.engine.text.thinking_budget import ThinkingBudget
+from penstock.engine.sampling.state import SamplingState
+from penstock.engine.sequence import SequenceOutputs
+from penstock.engine.speculation import NgramProposer
+from penstock.engine.text.answer import Answer, ThinkingBudget
+from penstock.engine.text.stops import StopSequences
 
 if TYPE_CHECKING:
-    from penstock.engine.beam_search.beam_search import BeamSearch
+    from penstock.engine.beams.search import BeamSearch
 
 
 class Status(enum.Enum):

@@ -4,21 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.beam_search.beam_check import end_token_ids, num_candidates
-from penstock.engine.beam_search.beam_group import BeamGroup
-from penstock.engine.beam_search.beam_params import BeamSearchParams
-from penstock.engine.beam_search.beam_reader import BeamReader, must_go_on
-from penstock.engine.beam_search.beam_search import BeamSearch
+from penstock.engine.beams.group import BeamGroup
+from penstock.engine.beams.search import BeamReader, BeamSearch, end_token_ids, must_go_on, num_candidates
 from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_state import SamplingState
-from penstock.engine.sequence import Sequence
-from penstock.engine.sequence_outputs import SequenceOutputs
-from penstock.engine.speculation.ngram_proposer import NgramProposer
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.stop_sequences import StopSequences
-from penstock.engine.text.thinking_budget import ThinkingBudget
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sampling.state import SamplingState
+from penstock.engine.sequence import Sequence, SequenceOutputs
+from penstock.engine.speculation import NgramProposer
+from penstock.engine.text.answer import Answer, ThinkingBudget
+from penstock.engine.text.stops import StopSequences
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

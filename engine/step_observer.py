@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from penstock.engine.outputs import SequenceDelta
+    from penstock.engine.deltas import SequenceDelta
     from penstock.engine.scheduler import Step
 
 

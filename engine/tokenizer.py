@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.grammar import Vocabulary
-from penstock.engine.text.token_table import DecoderKind, TokenTable
+from penstock.engine.text.tokenizer import DecoderKind, TokenTable
 
 REPLACEMENT = "\ufffd"
 CHARS_PER_TOKEN = 16  # more than prose has, so that the first beginning usually suffices

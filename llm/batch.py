@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine import outputs as engine
+from penstock.engine import deltas as engine
 from penstock.engine.errors import GenerationFailed, InvalidRequest
 from penstock.engine.events import Reasoning, Text
-from penstock.engine.pooling.pooling_engine import PoolingOutput
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.pooling.engine import PoolingOutput
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.model import LocalModel
 from penstock.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from penstock.llm.preparing import Prepared, located

@@ -10,10 +10,10 @@ from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving

@@ -11,13 +11,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.engine.core import EngineStats
+from penstock.engine.deltas import PromptInfo, SequenceDelta
 from penstock.engine.grammars.grammar_stats import BOUNDS, CompileSeconds, GrammarStats
-from penstock.engine.outputs import PromptInfo, SequenceDelta
-from penstock.engine.pooling.pooling_batch import pool_all
-from penstock.engine.pooling.pooling_engine import PoolingEngine, PoolingOutput, PoolingStats
-from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.engine.pooling.pooling_text import EncodedText
-from penstock.engine.stats import EngineStats
+from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput, PoolingStats, pool_all
+from penstock.engine.pooling.params import PoolingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.parsing import Phase, ReasoningParser
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
+from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.chosen_processors import chosen_processors

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from penstock.engine.errors import EngineUnavailable
 from penstock.engine.heap import release_heap
-from penstock.engine.overlap.lock_handover import HANDOVER
+from penstock.engine.threads import HANDOVER
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")

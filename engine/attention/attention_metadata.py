@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.engine.overlap.transfer import sent
+from penstock.engine.device import sent
 
 NUM_HEADER_FIELDS = 6
 

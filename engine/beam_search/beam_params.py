@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 
 EarlyStopping = bool | Literal["never"]
 

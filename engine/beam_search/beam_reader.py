@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from penstock.engine.beam_search.beam_group import Ending, Hypothesis
+from penstock.engine.beams.group import Ending, Hypothesis
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import Event
 from penstock.engine.grammars.grammar_gate import UNFIT_START, GrammarGate
-from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 class ForbiddenToken(Exception):

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.engine.beam_search.beam_group import BeamGroup, Candidate, Continuation, Ending, Hypothesis
-from penstock.engine.beam_search.beam_reader import BeamReader
-from penstock.engine.outputs import PromptInfo
+from penstock.engine.beams.group import BeamGroup, Candidate, Continuation, Ending, Hypothesis
+from penstock.engine.beams.search import BeamReader
+from penstock.engine.deltas import PromptInfo
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
 

@@ -21,11 +21,11 @@ import transformers
 from torch import Tensor, nn
 
 from penstock import __version__
-from penstock.engine.decoder.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors
-from penstock.engine.loading.cache_directory import cache_directory, check_private, make_private
+from penstock.engine.cache_directory import cache_directory, check_private, make_private
+from penstock.engine.decoder.layers import call_tensors, decoder_layers, layer_kind, layer_tensors
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.native.library import find_compiler, processor_features
-from penstock.engine.quantization.quantization import quantized_layers
+from penstock.engine.quantization import quantized_layers
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.header import check_gguf_header
-from penstock.engine.loading.cache_directory import cache_directory
 from penstock.engine.loading.model_cache import build_once
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
     from penstock.engine.gguf.matrices import take_quantized_matrices
-    from penstock.engine.quantization.quantized_file import write_quantized
+    from penstock.engine.quantization import write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
     try:

@@ -13,7 +13,7 @@ def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None
     The bitmask is int32 [R, ceil(V / 32)]: bit t % 32 of word t // 32 is set where token t may come next; tokens beyond its last word are
     forbidden. `rows_R` (int32 or int64, no row twice) and the bitmask are on the device of the logits. Never waits for the device.
     """
-    from penstock.engine.kernels.bitmask_apply_kernel import bitmask_apply_kernel
+    from penstock.engine.kernels.sampling_triton import bitmask_apply_kernel
 
     assert logits_BV.stride(-1) == bitmask_RW.stride(-1) == 1
     vocab_size = logits_BV.shape[1]

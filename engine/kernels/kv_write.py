@@ -16,7 +16,7 @@ def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache:
     Slot s (int64) is token s % block_size of block s // block_size; tokens with a negative slot are padding and are skipped. No two tokens
     may share a slot. Head dimensions are contiguous everywhere. Never waits for the device.
     """
-    from penstock.engine.kernels.kv_write_kernel import kv_write_kernel
+    from penstock.engine.kernels.attention_triton import kv_write_kernel
 
     assert key_THD.stride(-1) == value_THD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == slot_mapping_T.stride(0) == 1
     num_tokens, num_kv_heads, key_size = key_THD.shape

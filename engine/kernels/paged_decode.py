@@ -28,7 +28,7 @@ def paged_decode(
     keys without values. Never waits for the device.
     Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile.
     """
-    from penstock.engine.kernels.paged_decode_kernel import merge_splits_kernel, paged_decode_kernel
+    from penstock.engine.kernels.attention_triton import merge_splits_kernel, paged_decode_kernel
 
     num_sequences, num_heads, key_size = query_BHD.shape
     _, block_size, num_kv_heads, value_size = value_cache.shape

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from penstock.engine.kernels.attend_kernel import attend, first_state
+from penstock.engine.kernels.attention_triton import attend, first_state
 
 
 # Tables and lengths are views of one packed tensor and begin anywhere in it: compiling for their alignment would only compile more often.

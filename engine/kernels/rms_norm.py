@@ -14,7 +14,7 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Rows may lie apart, as the heads of a fused projection do. Never waits for the device.
     Source: Zhang and Sennrich 2019.
     """
-    from penstock.engine.kernels.rms_norm_kernel import rms_norm_kernel
+    from penstock.engine.kernels.layers_triton import rms_norm_kernel
 
     size = states.shape[-1]
     assert weight.shape == (size,)

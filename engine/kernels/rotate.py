@@ -13,7 +13,7 @@ def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD:
 
     Rounds once, at the end. Never waits for the device. Source: RoFormer (Su et al. 2021), in the halves of GPT-NeoX.
     """
-    from penstock.engine.kernels.rotate_kernel import rotate_kernel
+    from penstock.engine.kernels.layers_triton import rotate_kernel
 
     _, num_heads, num_tokens, size = query_1HTD.shape
     num_kv_heads = key_1HTD.shape[1]

@@ -26,7 +26,7 @@ def sample(
     away. Parameters are float32, on the device of the logits. The same `seeds_B` (int64) give the same tokens.
     Draws by rejection as `draw.draw` does: exact, one draw for most rows. Never waits for the device.
     """
-    from penstock.engine.kernels.sample_kernel import sample_kernel
+    from penstock.engine.kernels.sampling_triton import sample_kernel
 
     assert logits_BV.stride(-1) == 1
     num_rows, vocab_size = logits_BV.shape

@@ -29,7 +29,7 @@ def varlen_prefill(
     they are in `out`, and undefined without one. The rest is as in `paged_decode`. Never waits for the device.
     Source: FlashAttention-2 (Dao 2023), all query heads of a KV head in one tile.
     """
-    from penstock.engine.kernels.varlen_prefill_kernel import varlen_prefill_kernel
+    from penstock.engine.kernels.attention_triton import varlen_prefill_kernel
 
     num_tokens, num_heads, key_size = query_THD.shape
     _, block_size, num_kv_heads, value_size = value_cache.shape

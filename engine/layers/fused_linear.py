@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.packed_linear import reads_weight
-from penstock.engine.quantization.quantized_linear import QuantizedLinear, can_join
+from penstock.engine.layers.linear import reads_weight
+from penstock.engine.layers.quantized import QuantizedLinear, can_join
 
 # What architectures call projections of one and the same input.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

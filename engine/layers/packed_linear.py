@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.panel_linear import can_panel, panel_linear, panels
+from penstock.engine.layers.linear import can_panel, panel_linear, panels
 
 # A packed weight is nothing that a compiler can look into, so the graph gets a one-element tensor holding its number here.
 # An entry goes with the layer that it was made for.

@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from penstock.engine.cache_directory import WRITABLE_BY_OTHERS, check_private, make_private
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading.cache_directory import WRITABLE_BY_OTHERS, check_private, make_private
 
 MANIFEST = "manifest.json"
 

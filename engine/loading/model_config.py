@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 # By the names of most architectures and by those of GPT-2 and its relatives. Each is 1 or more where a config gives it.
 NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")

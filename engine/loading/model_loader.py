@@ -9,17 +9,23 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.attention import attention
-from penstock.engine.attention.kv_layout import LayerKV, kv_layout
+from penstock.engine.attention import interface as attention
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache import LayerKV, kv_layout
 from penstock.engine.loading.context_length import max_model_len
 from penstock.engine.loading.model_config import eos_token_ids, read_config
 from penstock.engine.loading.pretrained import DTYPES, load_pretrained
 from penstock.engine.loading.servable import check_servable
-from penstock.engine.quantization.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
-from penstock.engine.quantization.quantized_file import quantized_names
-from penstock.engine.quantization.stored_weights import StoredWeightsConfig, forget_config
+from penstock.engine.quantization import (
+    StoredWeightsConfig,
+    forget_config,
+    put_in_stored,
+    quantize_plain,
+    quantized_layers,
+    quantized_names,
+    resolve_quantization,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from penstock.engine.pooling.encoder_batch import LengthGroup
+from penstock.engine.pooling.encoder import LengthGroup
 
 IMPLEMENTATION = "penstock_flat"
 

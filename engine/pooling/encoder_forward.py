@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.engine.pooling.encoder_batch import EncoderBatch, LengthGroup
+from penstock.engine.pooling.encoder import EncoderBatch, LengthGroup
 
 MAX_PADDING = 0.1  # of the tokens that are computed together
 

@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.pooling import encoder_attention
-from penstock.engine.pooling.encoder_batch import EncoderInput, build_encoder_batch
-from penstock.engine.pooling.encoder_forward import FlatForward, Forward, PaddedForward
+from penstock.engine.pooling import encoder as encoder_attention
+from penstock.engine.pooling.encoder import EncoderInput, FlatForward, Forward, PaddedForward, build_encoder_batch
 
 logger = logging.getLogger(__name__)
 

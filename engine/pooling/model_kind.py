@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.pooling.pooling_files import has_sentence_files
+from penstock.engine.pooling.files import has_sentence_files
 
 ModelKind = Literal["generate", "pooling"]
 

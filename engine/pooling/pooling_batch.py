@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.engine.errors import QueueFull
-from penstock.engine.pooling.pooling_engine import PoolingEngine, PoolingOutput
-from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.engine.pooling.pooling_text import EncodedText
+from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput
+from penstock.engine.pooling.params import PoolingParams
 
 MAX_OPEN = 256  # enough for any batch; all of a long list at once would overflow the engine's queue, or shut others out of it
 

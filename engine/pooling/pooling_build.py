@@ -6,13 +6,13 @@ import torch
 
 from penstock.engine.build import NUM_THREADS
 from penstock.engine.config import EngineConfig
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.memory import settle_memory
 from penstock.engine.native.library import choose_kernels
-from penstock.engine.pooling.pooling_engine import PoolingEngine
-from penstock.engine.pooling.pooling_loader import load_pooling_model
-from penstock.engine.pooling.pooling_queue import PoolingQueue
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.pooling.engine import PoolingEngine
+from penstock.engine.pooling.loader import load_pooling_model
+from penstock.engine.pooling.queue import PoolingQueue
+from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_NUM_BATCHED_TOKENS_CPU = 1024  # larger matrices are no faster, and a batch is what a short text waits behind
 MAX_NUM_BATCHED_TOKENS_CUDA = 16384

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.engine import ENGINE_FAILED
-from penstock.engine.engine_life import EngineLife, done
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
-from penstock.engine.pooling.encoder_batch import EncoderInput
-from penstock.engine.pooling.pooling_model import PoolingInput, PoolingModel
-from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.engine.pooling.pooling_queue import PoolingQueue, WaitingInput
-from penstock.engine.pooling.pooling_text import EncodedText, encode_text
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.loop import ENGINE_FAILED, EngineLife, done
+from penstock.engine.pooling.encoder import EncoderInput
+from penstock.engine.pooling.engine import EncodedText, encode_text
+from penstock.engine.pooling.model import PoolingInput, PoolingModel
+from penstock.engine.pooling.params import PoolingParams
+from penstock.engine.pooling.queue import PoolingQueue, WaitingInput
+from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

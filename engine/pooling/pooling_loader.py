@@ -15,15 +15,10 @@ from penstock.engine.loading.context_length import max_model_len
 from penstock.engine.loading.model_config import listed_architectures, read_config
 from penstock.engine.loading.model_loader import resolve_device
 from penstock.engine.loading.pretrained import DTYPES, load_pretrained
-from penstock.engine.pooling.encoder_batch import build_encoder_batch
-from penstock.engine.pooling.encoder_forward import FlatForward, Forward, PaddedForward
-from penstock.engine.pooling.encoder_trial import choose_forward, is_close, trial_inputs
-from penstock.engine.pooling.model_kind import is_sequence_classifier, is_token_classifier
-from penstock.engine.pooling.pooling_files import PoolingMode, SentenceFiles, read_sentence_files
-from penstock.engine.pooling.pooling_head import Head
-from penstock.engine.pooling.pooling_model import Classifier, PoolingModel, pooled
-from penstock.engine.pooling.pooling_params import PoolingTask
-from penstock.engine.pooling.pooling_stages import Stage, load_stage, make_activation, normalize
+from penstock.engine.pooling.encoder import FlatForward, Forward, PaddedForward, build_encoder_batch, choose_forward, is_close, trial_inputs
+from penstock.engine.pooling.files import PoolingMode, SentenceFiles, is_sequence_classifier, is_token_classifier, read_sentence_files
+from penstock.engine.pooling.model import Classifier, Head, PoolingModel, Stage, load_stage, make_activation, normalize, pooled
+from penstock.engine.pooling.params import PoolingTask
 
 logger = logging.getLogger(__name__)
 

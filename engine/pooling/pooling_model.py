@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.encoder_batch import EncoderBatch, EncoderInput, build_encoder_batch
-from penstock.engine.pooling.encoder_forward import Forward
-from penstock.engine.pooling.pooling_files import PoolingMode, SentenceFiles
-from penstock.engine.pooling.pooling_head import Head
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
-from penstock.engine.pooling.pooling_stages import Stage, normalize, pool_rows
+from penstock.engine.pooling.encoder import EncoderBatch, EncoderInput, Forward, build_encoder_batch
+from penstock.engine.pooling.files import PoolingMode, SentenceFiles
+from penstock.engine.pooling.model import Head, Stage, normalize, pool_rows
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.engine.errors import QueueFull
-from penstock.engine.pooling.pooling_model import PoolingInput
+from penstock.engine.pooling.model import PoolingInput
 
 
 @dataclass(slots=True, eq=False)

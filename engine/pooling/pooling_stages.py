@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.pooling.pooling_files import PoolingMode, StageFiles
+from penstock.engine.pooling.files import PoolingMode, StageFiles
 
 Stage = Callable[[Tensor], Tensor]
 

@@ -16,11 +16,8 @@ from transformers import PreTrainedModel
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.quantization.quantized_embedding import QuantizedEmbedding
-from penstock.engine.quantization.quantized_file import read_quantized
-from penstock.engine.quantization.quantized_linear import QuantizedLinear, can_quantize, quantize_linears
-from penstock.engine.quantization.quantized_weight import QuantizedWeight, quantized
-from penstock.engine.quantization.stored_weights import Places, can_replace, put_in
+from penstock.engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, can_quantize, quantize_linears, quantized
+from penstock.engine.quantization import Places, can_replace, put_in, read_quantized
 
 # Which token comes next, and which expert computes it, suffers most from rounding: with a vocabulary of 4 bits the default model's
 # perplexity is 24.4 where it is 22.6 (`benchmarks/quality.py`).

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.layers.quantized import GROUP_SIZE, STEP, TILE, QuantizedWeight, num_bits
 from penstock.engine.native.library import native_library
-from penstock.engine.quantization.quantized_linear import STEP, TILE, num_bits
-from penstock.engine.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
 
 
 class QuantizedEmbedding(nn.Module):

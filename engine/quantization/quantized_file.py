@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
+from penstock.engine.layers.quantized import GROUP_SIZE, QuantizedWeight
 
 FILE_NAME = "quantized.safetensors"
 _CODES = ".codes"

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.packed_linear import replace_linears
+from penstock.engine.layers.linear import replace_linears
+from penstock.engine.layers.quantized import GROUP_SIZE, QuantizedWeight, quantized
 from penstock.engine.native.library import native_library
-from penstock.engine.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, quantized
 
 # Rows of a weight that lie side by side, one in each lane of a vector.
 TILE = 16

@@ -14,10 +14,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.layers.packed_linear import reads_weight
-from penstock.engine.quantization.quantized_embedding import QuantizedEmbedding
-from penstock.engine.quantization.quantized_linear import QuantizedLinear, pack
-from penstock.engine.quantization.quantized_weight import QuantizedWeight
+from penstock.engine.layers.linear import reads_weight
+from penstock.engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, pack
 
 METHOD = "penstock"
 # What is made of a stored weight: it or another, or None where it is to be inflated. The second argument: whether it is of the vocabulary.

@@ -6,9 +6,9 @@ from random import Random
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.sample import sample
-from penstock.engine.overlap.transfer import sent
-from penstock.engine.sampling.sampling_state import SamplingState
+from penstock.engine.device import sent
+from penstock.engine.kernels.sampling import sample
+from penstock.engine.sampling.state import SamplingState
 
 SEEDS = 2**53  # as many as `random()` tells apart
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.sampler_output import SamplerOutput
+from penstock.engine.sampling.sampler import SamplerOutput
 
 
 @dataclass(frozen=True, slots=True)

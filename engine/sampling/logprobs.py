@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.deltas import TokenLogprobs
 
 CHUNK_ELEMENTS = 2**22  # 16 MB of float32 at a time, however long the prompt
 

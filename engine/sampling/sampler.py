@@ -8,18 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from penstock.engine.deltas import TokenLogprobs
+from penstock.engine.device import sent
 from penstock.engine.grammars.bitmask import apply_bitmask
 from penstock.engine.native.library import native_library
-from penstock.engine.outputs import TokenLogprobs
-from penstock.engine.overlap.transfer import sent
-from penstock.engine.sampling.draw import draw, most_probable, most_probable_k, padded_width
-from penstock.engine.sampling.greedy import greedy_tokens
-from penstock.engine.sampling.launched_samples import LaunchedSamples
-from penstock.engine.sampling.logprobs import token_logprobs, top_pairs
+from penstock.engine.sampling.choice import draw, greedy_tokens, most_probable, most_probable_k, padded_width
 from penstock.engine.sampling.penalties import apply_penalties
-from penstock.engine.sampling.processor_pass import ProcessorPass
-from penstock.engine.sampling.sampler_output import NO_TOKEN_LEFT, SamplerOutput
-from penstock.engine.sampling.sampling_state import SamplingState
+from penstock.engine.sampling.processors import ProcessorPass
+from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, LaunchedSamples, SamplerOutput, token_logprobs, top_pairs
+from penstock.engine.sampling.state import SamplingState
 
 # On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
 CPU_PASS_ELEMENTS = 2**19
@@ -143,7 +140,7 @@ class Sampler:
     def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[Tensor, Tensor]:
         """A token for each row, and whether the row had any to give: int64 [B] both."""
         if work_BV.is_cuda:
-            from penstock.engine.sampling.device_choice import choose_on_device  # needs triton
+            from penstock.engine.sampling.choice import choose_on_device  # needs triton
 
             return choose_on_device(work_BV, states, self._shared_generator)
         token_ids = most_probable(work_BV)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.engine.outputs import ClientFault, TokenLogprobs
+from penstock.engine.deltas import ClientFault, TokenLogprobs
 
 NO_TOKEN_LEFT = ClientFault("no token is left to choose from: together the constraints of this request allow none here")
 

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.device import sent
 from penstock.engine.hooks import LogitsRow
-from penstock.engine.overlap.transfer import sent
-from penstock.engine.sampling.bad_words import BadWords
-from penstock.engine.sampling.penalties import Penalties, TokenCounts
-from penstock.engine.sampling.sampling_params import SamplingParams
-from penstock.engine.sampling.seeded_numbers import SeededNumbers
-from penstock.engine.sampling.sequence_processor import SequenceProcessor
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.penalties import BadWords, Penalties, TokenCounts
+from penstock.engine.sampling.processors import SequenceProcessor
+from penstock.engine.sampling.state import SeededNumbers
 
 MAX_LOGIT_BIAS = 100.0
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.hooks import LogitsRow
-from penstock.engine.sampling.logits_processors import BatchMember, Form, made_form
+from penstock.engine.sampling.processors import BatchMember, Form, made_form
 
 
 @dataclass(frozen=True, slots=True)

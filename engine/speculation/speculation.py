@@ -3,7 +3,7 @@
 import heapq
 from dataclasses import dataclass, field
 
-from penstock.engine.speculation.ngram_proposer import NgramProposer
+from penstock.engine.speculation import NgramProposer
 
 MAX_DRAFT = 16  # tokens
 MIN_ACCURACY = 0.3  # of so few guesses as are remembered, less may be luck

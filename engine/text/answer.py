@@ -8,12 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from penstock.engine.events import Event, Text
 from penstock.engine.parsing import Parser, Phase, ReasoningParser
-from penstock.engine.text.blank_text import BlankText
+from penstock.engine.text.answer import BlankText, ParserChain, visible_events
 from penstock.engine.text.call_limits import NO_LIMITS, CallLimits, LimitedCalls
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.text.parser_chain import ParserChain
-from penstock.engine.text.stop_strings import StopStrings
-from penstock.engine.text.visible_events import visible_events
+from penstock.engine.text.stops import StopStrings
 
 
 class _Tap:

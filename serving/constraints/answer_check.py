@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.serving.constraints.conformance import Conformance, ConformanceChecker
 
 WARNING_HEADER = "x-structured-output-warning"

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
 from penstock.api.connections import Listener
-from penstock.engine.stats import EngineStats
+from penstock.engine.core import EngineStats
 from penstock.serving.context import ServerContext, ServerOptions
 from penstock.serving.workers import Workers
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context

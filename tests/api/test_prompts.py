@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.prompts import check_prompt_ids, check_text_length
 from penstock.serving.templates.chat_template import rendering_lane
 from penstock.serving.workers import HUGE, LONG, SMALL, Lane, Workers, lane_of

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.content_tokenizer import MARK, OWN, ContentTokenizer
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.conversations import looked_for
 from penstock.serving.templates.chat_template import ChatTemplate
 from tests.api.scripted import byte_tokenizer, scripted_server

@@ -10,13 +10,13 @@ from penstock.api.answering import AT_ONCE, MAX_OPEN, merge
 from penstock.arguments import parse_arguments
 from penstock.assembly import min_priority
 from penstock.engine.config import EngineConfig
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import QueueFull
-from penstock.engine.outputs import SequenceDelta
-from penstock.engine.pooling.encoder_batch import EncoderInput
-from penstock.engine.pooling.pooling_model import PoolingInput
-from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.engine.pooling.pooling_queue import PoolingQueue, WaitingInput
+from penstock.engine.pooling.encoder import EncoderInput
+from penstock.engine.pooling.model import PoolingInput
+from penstock.engine.pooling.params import PoolingParams
+from penstock.engine.pooling.queue import PoolingQueue, WaitingInput
 from penstock.llm.arguments import engine_arguments
 from penstock.serving.context import ServerOptions
 from tests.api.running_server import CHAT, Running, serve

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from penstock.api.answering import MAX_OPEN, FirstDelta, merge
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import GenerationFailed
-from penstock.engine.outputs import SequenceDelta
 
 
 class Source:

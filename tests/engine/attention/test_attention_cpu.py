@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.attention import attention_cpu
-from penstock.engine.attention.attention_cpu import QUERY_BLOCK, paged_attention_cpu, write_kv
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.attention import cpu as attention_cpu
+from penstock.engine.attention.cpu import QUERY_BLOCK, paged_attention_cpu, write_kv
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import slots_of
 from penstock.engine.native.library import native_library
 

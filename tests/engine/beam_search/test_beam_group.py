@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from penstock.engine.beam_search.beam_group import BeamGroup, Candidate, Ending
-from penstock.engine.outputs import FinishReason
+from penstock.engine.beams.group import BeamGroup, Candidate, Ending
+from penstock.engine.deltas import FinishReason
 
 VOCAB = range(4)
 EOS = 3

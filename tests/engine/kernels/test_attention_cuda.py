@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.attention_cuda import paged_attention_cuda
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.attention.cuda import paged_attention_cuda
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import Batch
 from penstock.engine.decoder.cuda_graphs import DecodeInputs
 from penstock.engine.kernels import references

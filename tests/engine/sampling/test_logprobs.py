@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.sampling import logprobs
-from penstock.engine.sampling.logprobs import prompt_logprobs, token_logprobs
+from penstock.engine.sampling import sampler as logprobs
+from penstock.engine.sampling.sampler import prompt_logprobs, token_logprobs
 
 
 def tied_logits(rows: int, vocab_size: int, seed: int) -> torch.Tensor:

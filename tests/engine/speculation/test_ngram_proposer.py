@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.speculation import ngram_proposer
-from penstock.engine.speculation.ngram_proposer import MATCH_LENGTH, NgramProposer
+from penstock.engine import speculation as ngram_proposer
+from penstock.engine.speculation import MATCH_LENGTH, NgramProposer
 
 LETTERS = st.integers(0, 3)
 
