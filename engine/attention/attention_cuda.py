@@ -7,10 +7,8 @@ from torch import Tensor
 
 from penstock.engine.attention.attention_metadata import AttentionMetadata
 from penstock.engine.attention.attention_options import AttentionOptions
-from penstock.engine.kernels.kv_write import kv_write
-from penstock.engine.kernels.paged_decode import paged_decode
+from penstock.engine.kernels.attention import kv_write, paged_decode, varlen_prefill
 from penstock.engine.kernels.tuning import choose_num_splits
-from penstock.engine.kernels.varlen_prefill import varlen_prefill
 
 
 def paged_attention_cuda(

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.kernels.rms_norm import rms_norm
+from penstock.engine.kernels.layers import rms_norm
 
 MAX_ROUNDINGS = 4  # that a result may differ by: some models round once, others twice
 

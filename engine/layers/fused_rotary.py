@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.kernels.rotate import rotate
+from penstock.engine.kernels.layers import rotate
 
 NAME = "apply_rotary_pos_emb"  # what transformers calls the function, in every module of a model that has one
 TOLERANCE = 1e-5

@@ -6,7 +6,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.sample import sample
+from penstock.engine.kernels.sampling import sample
 from penstock.engine.overlap.transfer import sent
 from penstock.engine.sampling.sampling_state import SamplingState
 
