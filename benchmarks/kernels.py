@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.attention_cuda import num_multiprocessors
+from penstock.engine.attention.cuda import num_multiprocessors
 from penstock.engine.kernels import references
 from penstock.engine.kernels.attention import kv_write, paged_decode, varlen_prefill
 from penstock.engine.kernels.layers import rms_norm, rotate

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.device import sent
 from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.grammars.step_masks import StepMasks
 from penstock.engine.overlap.pending_tokens import placeholder
-from penstock.engine.overlap.transfer import sent
 from penstock.engine.sampling.sampler_row import SamplerRow, sampler_rows
 from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import Sequence

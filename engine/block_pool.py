@@ -1,4 +1,4 @@
-"""Who holds which block of the KV cache, and which blocks can be used again by what is in them."""
+"""Which sequences hold which blocks of the KV cache, which free blocks can be found by their contents, and which are evicted first."""
 
 import hashlib
 import heapq
@@ -6,8 +6,37 @@ import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from penstock.engine.retention import DEFAULT_RETENTION, RetentionRule
+DEFAULT_RETENTION = 35
+MAX_RETENTION = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRule:
+    """Blocks of a lower priority, from 0 to 100, are evicted first. After `seconds`, if any, the priority is the default one again."""
+
+    priority: int = DEFAULT_RETENTION
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Rules for ranges (first token, end or None, rule) of the prompt, the first that touches a block, and one for the blocks after it.
+
+    Blocks that no rule is for keep the priority that they have: requests without any do not take it from those that share their blocks.
+    """
+
+    ranges: tuple[tuple[int, int | None, RetentionRule], ...] = ()
+    output: RetentionRule | None = None
+
+    def rule_of(self, block: int, block_size: int, num_prompt_tokens: int) -> RetentionRule | None:
+        """The rule for the sequence's block of that number."""
+        first, end = block * block_size, (block + 1) * block_size
+        if first >= num_prompt_tokens:
+            return self.output
+        touching = (rule for start, stop, rule in self.ranges if start < end and (stop is None or stop > first))
+        return next(touching, None)
 
 
 def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.attention import attention
+from penstock.engine.attention import interface
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.config import EngineConfig
 from penstock.engine.decoder.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.decoder.cuda_graphs import CudaRecorder, DecodeGraphs
 from penstock.engine.decoder.decoder_trial import install_native_decoder
 from penstock.engine.decoder.forward import compute_logits
+from penstock.engine.device import CudaHostCopies
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype
@@ -26,7 +27,6 @@ from penstock.engine.loading.model_config import answer_tokens
 from penstock.engine.loading.model_loader import LoadedModel, load_model, resolve_device
 from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native.library import native_library
-from penstock.engine.overlap.host_copies import CudaHostCopies
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
-    attention.register()
+    interface.register()
     # Two OpenMP pools on the same cores put each other's threads to sleep: a step takes twice as long. Only the model's thread has one.
     torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:

@@ -14,12 +14,11 @@ from penstock.engine.decoder.compiled_layers import LayerCompilation
 from penstock.engine.decoder.cuda_graphs import DecodeGraphs
 from penstock.engine.decoder.forward import compute_logits
 from penstock.engine.decoder.model_outputs import Capture, ModelOutputs, owned_rows
+from penstock.engine.device import HostCopies, sent
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.outputs import TokenLogprobs
-from penstock.engine.overlap.host_copies import HostCopies
 from penstock.engine.overlap.pending_tokens import PendingTokens
-from penstock.engine.overlap.transfer import sent
 from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.sampler_output import SamplerOutput

@@ -14,20 +14,18 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from penstock.engine.attention.kv_layout import LayerKV
 from penstock.engine.batch import Batch, OutputRows
 from penstock.engine.beam_search.beam_params import BeamSearchParams
-from penstock.engine.block_pool import BlockPool
+from penstock.engine.block_pool import BlockPool, Retention
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.events import Reasoning, Text
 from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.hooks import ReasoningParserFactory
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_cache import KVCache, LayerKV
 from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.overlap.pending_tokens import PendingTokens
 from penstock.engine.request import Request
-from penstock.engine.retention import Retention
 from penstock.engine.sampling.logprobs import prompt_logprobs
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.attention.metadata import AttentionMetadata
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.decoder.decoder_form import UnsuitableModel
 from penstock.engine.decoder.native_decoder import NativeDecoder
 from penstock.engine.kv_cache import KVCache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.decoder.decoder_form import LayerForm, LinearForm, UnsuitableModel, read_form
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loading.model_loader import LoadedModel

@@ -25,7 +25,7 @@ def fuse_norms(model: nn.Module) -> int:
         fused = functools.partial(rms_norm, weight=weight, epsilon=float(epsilon))
         kind = (type(module), len(weight))
         if kind not in is_alike:
-            is_alike[kind] = _agree(module, fused, weight)
+            is_alike[kind] = _norms_agree(module, fused, weight)
         if is_alike[kind]:
             module.forward = fused
             num_fused += 1
@@ -33,7 +33,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def _agree(module: nn.Module, fused: "functools.partial[Tensor]", weight: Tensor) -> bool:
+def _norms_agree(module: nn.Module, fused: "functools.partial[Tensor]", weight: Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(2, 3, len(weight), generator=generator).to(weight.device, weight.dtype) * 3
     expected, got = module(states), fused(states)

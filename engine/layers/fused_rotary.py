@@ -30,7 +30,7 @@ def fuse_rotary(model: nn.Module) -> int:
             continue
         own = forward.__globals__[NAME]
         if (own, size) not in is_alike:
-            is_alike[own, size] = _agree(own, size, next(module.parameters()).device)
+            is_alike[own, size] = _rotations_agree(own, size, next(module.parameters()).device)
         if is_alike[own, size]:
             namespace = {**forward.__globals__, NAME: _rotation(own)}
             copied = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -54,7 +54,7 @@ def _rotation(own: Rotation) -> Rotation:
 
 
 @torch.inference_mode()
-def _agree(own: Rotation, size: int, device: torch.device) -> bool:
+def _rotations_agree(own: Rotation, size: int, device: torch.device) -> bool:
     """In float32, where nothing hides behind rounding."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 3, size, generator=generator).to(device) for heads in (4, 2))

@@ -6,8 +6,8 @@ from random import Random
 import torch
 from torch import Tensor
 
+from penstock.engine.device import sent
 from penstock.engine.kernels.sampling import sample
-from penstock.engine.overlap.transfer import sent
 from penstock.engine.sampling.sampling_state import SamplingState
 
 SEEDS = 2**53  # as many as `random()` tells apart

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.overlap.transfer import sent
+from penstock.engine.device import sent
 
 FIRST_CAPACITY = 64
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.overlap.transfer import sent
+from penstock.engine.device import sent
 from penstock.engine.sampling.logits_processors import Form
 from penstock.engine.sampling.sequence_processor import SequenceProcessor, take_changed
 

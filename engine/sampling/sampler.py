@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from penstock.engine.device import sent
 from penstock.engine.grammars.bitmask import apply_bitmask
 from penstock.engine.native.library import native_library
 from penstock.engine.outputs import TokenLogprobs
-from penstock.engine.overlap.transfer import sent
 from penstock.engine.sampling.draw import draw, most_probable, most_probable_k, padded_width
 from penstock.engine.sampling.greedy import greedy_tokens
 from penstock.engine.sampling.launched_samples import LaunchedSamples

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.device import sent
 from penstock.engine.hooks import LogitsRow
-from penstock.engine.overlap.transfer import sent
 from penstock.engine.sampling.bad_words import BadWords
 from penstock.engine.sampling.penalties import Penalties, TokenCounts
 from penstock.engine.sampling.sampling_params import SamplingParams

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from penstock.engine.retention import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
+from penstock.engine.block_pool import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
 from penstock.llm.executor_api.checks import check_integers, check_type
 
 

@@ -243,7 +243,7 @@ def test_tokens_tried_ahead_are_those_of_the_model_or_are_dropped(
 def test_the_torch_path_says_what_the_native_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("llama", "gpt_oss", "gemma2"):
         model = subject(name)
-        monkeypatch.setattr("penstock.engine.attention.attention_cpu.native_library", lambda: None)
+        monkeypatch.setattr("penstock.engine.attention.cpu.native_library", lambda: None)
         with engine(model.loaded) as core:
             assert_same(run_all(core, model.prompts), model.references)
 

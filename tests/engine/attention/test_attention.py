@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface
 
-from penstock.engine.attention import attention
-from penstock.engine.attention.attention import paged_attention
-from penstock.engine.attention.attention_cpu import paged_attention_cpu
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.attention_options import AttentionOptions
-from penstock.engine.attention.kv_layout import LayerKV
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.attention import interface
+from penstock.engine.attention.cpu import paged_attention_cpu
+from penstock.engine.attention.interface import paged_attention
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.kv_cache import KVCache, LayerKV
 
 KEY_SIZE, VALUE_SIZE, NUM_HEADS, NUM_KV_HEADS = 8, 6, 4, 2
 
@@ -105,6 +103,6 @@ def test_the_model_must_be_called_by_the_engine() -> None:
 
 
 def test_transformers_finds_it_by_name() -> None:
-    attention.register()
+    interface.register()
     known: Any = AttentionInterface
-    assert known()[attention.IMPLEMENTATION] is paged_attention
+    assert known()[interface.IMPLEMENTATION] is paged_attention

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.attention import attention_cpu
-from penstock.engine.attention.attention_cpu import QUERY_BLOCK, paged_attention_cpu, write_kv
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.attention import cpu
+from penstock.engine.attention.cpu import QUERY_BLOCK, paged_attention_cpu, write_kv
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import slots_of
 from penstock.engine.native.library import native_library
 
@@ -31,7 +30,7 @@ class Shape:
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to decode and to write. Where there is no compiler, both are the torch one."""
     if request.param == "torch":
-        monkeypatch.setattr(attention_cpu, "native_library", lambda: None)
+        monkeypatch.setattr(cpu, "native_library", lambda: None)
     return str(request.param)
 
 
@@ -287,7 +286,7 @@ def test_a_cache_of_another_type_is_never_written() -> None:
 def test_native_and_torch_decodes_agree_closer_than_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = Shape(8, 2, 64, 64), AttentionOptions(0.125)
     native = Paged([1, 1], [70, 33], shape, torch.float32, 0).run(options)
-    monkeypatch.setattr(attention_cpu, "native_library", lambda: None)
+    monkeypatch.setattr(cpu, "native_library", lambda: None)
     plain = Paged([1, 1], [70, 33], shape, torch.float32, 0).run(options)
     torch.testing.assert_close(native, plain, rtol=1e-5, atol=1e-6)
 

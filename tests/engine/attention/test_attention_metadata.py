@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.attention.metadata import AttentionMetadata
 
 CPU = torch.device("cpu")
 

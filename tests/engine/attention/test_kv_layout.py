@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from penstock.engine.attention.kv_layout import LayerKV, kv_layout
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache import LayerKV, kv_layout
 from tests.tiny_models import ARCHITECTURES, WINDOW, tiny_config, tiny_model
 
 

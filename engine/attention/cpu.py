@@ -6,8 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.native.library import native_library
 
 QUERY_BLOCK = 64

@@ -1,4 +1,4 @@
-"""How soon a thread gives the interpreter's lock to one that waits for it."""
+"""The interpreter's lock among threads: how soon one that holds it hands it over."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""What attention needs to know of a flat batch, in one tensor."""
+"""What attention needs to know of a flat batch, in one tensor, and what differs from layer to layer."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.engine.overlap.transfer import sent
+from penstock.engine.device import sent
 
 NUM_HEADER_FIELDS = 6
 
@@ -76,3 +76,13 @@ class AttentionMetadata:
         sizes = [num_tokens, num_sequences + 1, num_sequences, num_sequences * width]
         slots, starts, lens, table = torch.split(packed[NUM_HEADER_FIELDS:], sizes)
         return cls(packed, slots, starts, lens, table.view(num_sequences, width), num_decodes, max_query_len, max_context_len)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What varies from layer to layer. `sinks_H` are logits that take part in the softmax's denominator only (gpt-oss)."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None

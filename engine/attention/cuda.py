@@ -5,8 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.kernels.attention import kv_write, paged_decode, varlen_prefill
 from penstock.engine.kernels.tuning import choose_num_splits
 

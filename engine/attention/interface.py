@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from penstock.engine.attention.attention_cpu import paged_attention_cpu, write_kv
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 
 IMPLEMENTATION = "penstock_paged"
 
@@ -101,7 +100,7 @@ def paged_attention(
             s_aux,
         )
     else:
-        from penstock.engine.attention.attention_cuda import paged_attention_cuda  # needs triton
+        from penstock.engine.attention.cuda import paged_attention_cuda  # needs triton
 
         out_THD = paged_attention_cuda(
             query_THD,
