@@ -9,7 +9,7 @@ from penstock.api.errors import ContextLengthExceeded
 from penstock.api.workers import Lane, run
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.heap import release_heap
-from penstock.engine.tokenizer import CHARS_PER_TOKEN
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 
 T = TypeVar("T")
 

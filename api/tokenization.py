@@ -14,7 +14,7 @@ from penstock.api.prompts import LONG_TEXT, encode_text
 from penstock.api.templates.rendering import check_template_fields, render_conversation
 from penstock.api.workers import run
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.tokenizer import CHARS_PER_TOKEN
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 
 MAX_TEXT = 2**21  # characters; where the context holds more, what fits it
 MAX_IDS = 2**16  # likewise, twice the context

@@ -25,7 +25,7 @@ from penstock.engine.sampling.sampling_params import SamplingParams
 from penstock.engine.scheduler import Step
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_LEN = 4096
 NUM_BYTES = 256

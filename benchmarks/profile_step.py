@@ -43,7 +43,7 @@ from penstock.engine.request import Request
 from penstock.engine.sampling.sampling_params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 ALONE_ROUNDS = 20  # of linear layers and attention by themselves
 

@@ -13,7 +13,7 @@ from penstock.api.constraints.closed_schema import closed
 from penstock.engine.errors import ConfigurationError, PenstockError, UnsupportedGrammar
 from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 # What nobody asks for, since it would come from the cache, and what makes backends load whatever they load when first needed.
 WARM_UP_SCHEMA = """

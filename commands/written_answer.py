@@ -10,9 +10,7 @@ from penstock.api.chat_protocol import AssistantMessage
 from penstock.engine.events import SpecialText
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.outputs import FinishReason, SequenceDelta
-from penstock.engine.text.blank_text import BlankText
-from penstock.engine.text.parser_chain import ParserChain
-from penstock.engine.text.visible_events import visible_events
+from penstock.engine.text.answer import BlankText, ParserChain, visible_events
 from penstock.engine.turn import Turn
 from penstock.plugins.automaton import split_symbols
 from penstock.plugins.markers import join_pieces

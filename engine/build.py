@@ -29,7 +29,7 @@ from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native.library import native_library
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

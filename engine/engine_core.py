@@ -18,7 +18,7 @@ from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory
 from penstock.engine.stats import EngineStats
 from penstock.engine.step_observer import StepObserver
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
 

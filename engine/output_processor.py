@@ -17,7 +17,7 @@ from penstock.engine.parsing import Phase
 from penstock.engine.sampling.sampler_output import SamplerOutput
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

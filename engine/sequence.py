@@ -13,9 +13,8 @@ from penstock.engine.request import Request
 from penstock.engine.sampling.sampling_state import SamplingState
 from penstock.engine.sequence_outputs import SequenceOutputs
 from penstock.engine.speculation.ngram_proposer import NgramProposer
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.stop_sequences import StopSequences
-from penstock.engine.text.thinking_budget import ThinkingBudget
+from penstock.engine.text.answer import Answer, ThinkingBudget
+from penstock.engine.text.stops import StopSequences
 
 if TYPE_CHECKING:
     from penstock.engine.beam_search.beam_search import BeamSearch

@@ -15,10 +15,9 @@ from penstock.engine.sampling.sampling_state import SamplingState
 from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import SequenceOutputs
 from penstock.engine.speculation.ngram_proposer import NgramProposer
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.stop_sequences import StopSequences
-from penstock.engine.text.thinking_budget import ThinkingBudget
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.answer import Answer, ThinkingBudget
+from penstock.engine.text.stops import StopSequences
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from penstock.api.context import ServerContext
 from penstock.api.preparing import answer_reader
 from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.request import Request
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.preparing import Prepared, check_params, token_ids_of
 from penstock.llm.prompts import PromptSource
 from penstock.llm.request_output import BeamSearchOutput, BeamSearchSequence, RequestOutput

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar, overload
 from penstock.api.context import ServerContext
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.executor_api.checks import check_type, wrong
 from penstock.llm.executor_api.config import (
     BatchingType,

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.api.answers.folds import ChoiceFold, MessageFold
 from penstock.api.chat_protocol import ChatChunkChoice
 from penstock.engine import outputs as engine
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.preparing import Prepared
 from penstock.llm.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 

@@ -19,7 +19,7 @@ from penstock.engine.loading.model_loader import LoadedModel, in_memory
 from penstock.engine.outputs import SequenceDelta, TokenLogprobs
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer, drive, make_request, tokens
 
 

@@ -34,7 +34,7 @@ from penstock.engine.sequence_outputs import LOGITS
 from penstock.engine.speculation.speculation import Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 
 NextToken = Callable[[Sequence[int]], int | Tensor]

@@ -12,7 +12,7 @@ from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOpti
 from penstock.api.completion_protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from penstock.engine.events import Text
 from penstock.engine.outputs import PromptInfo, SequenceDelta, TokenLogprobs
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

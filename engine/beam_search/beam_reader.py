@@ -10,7 +10,7 @@ from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 class ForbiddenToken(Exception):

@@ -11,7 +11,7 @@ from penstock.engine.loading.memory import settle_memory
 from penstock.engine.pooling.pooling_engine import PoolingEngine
 from penstock.engine.pooling.pooling_loader import load_pooling_model
 from penstock.engine.pooling.pooling_queue import PoolingQueue
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_NUM_BATCHED_TOKENS_CPU = 1024  # larger matrices are no faster, and a batch is what a short text waits behind
 MAX_NUM_BATCHED_TOKENS_CUDA = 16384

@@ -17,7 +17,7 @@ from penstock.engine.pooling.pooling_model import PoolingInput, PoolingModel
 from penstock.engine.pooling.pooling_params import PoolingParams
 from penstock.engine.pooling.pooling_queue import PoolingQueue, WaitingInput
 from penstock.engine.pooling.pooling_text import EncodedText, encode_text
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.encoder_batch import EncoderInput
 from penstock.engine.pooling.pooling_files import SentenceFiles
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

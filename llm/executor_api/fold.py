@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.engine.outputs import BeamCandidate, PromptInfo, SequenceDelta
 from penstock.engine.outputs import FinishReason as EngineReason
-from penstock.engine.text.stop_sequences import StopSequences
+from penstock.engine.text.stops import StopSequences
 from penstock.llm.executor_api.metrics import KvCacheMetrics, RequestPerfMetrics, TimingMetrics
 from penstock.llm.executor_api.request import Request
 from penstock.llm.executor_api.response import AdditionalOutput, FinishReason, Response, Result

@@ -17,7 +17,7 @@ from penstock.api.templates.chat_template import ChatTemplate
 from penstock.api.workers import Workers
 from penstock.engine.engine import Engine
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from tests import fakes
 from tests.api import scripted

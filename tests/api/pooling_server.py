@@ -19,7 +19,7 @@ from penstock.api.workers import Workers
 from penstock.engine.config import EngineConfig
 from penstock.engine.pooling.pooling_build import build_pooling_engine
 from penstock.engine.pooling.pooling_engine import PoolingEngine
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"

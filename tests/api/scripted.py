@@ -22,7 +22,7 @@ from penstock.engine.grammars.grammar_choice import is_lenient
 from penstock.engine.grammars.grammar_stats import CompileOutcome, CompileSeconds, GrammarStats
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning import deepseek_r1
 

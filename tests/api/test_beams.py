@@ -16,7 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.request import Request
 from penstock.engine.stats import EngineStats
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import MODEL, CancellingServer, RecordingCompiler, client_of, scripted_context
 from tests.fakes import LETTERS, TOKENIZER, beam_request, content, generate, make_core, undecided
 

@@ -8,7 +8,7 @@ from penstock.api.errors import ContextLengthExceeded
 from penstock.api.prompts import check_prompt_ids, check_text_length, encode_text
 from penstock.api.workers import Workers
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import MAX_MODEL_LEN, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 

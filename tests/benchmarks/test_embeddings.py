@@ -8,7 +8,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.pooling.encoder_batch import EncoderInput
 from penstock.engine.pooling.pooling_loader import load_pooling_model
 from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 class FakeWorker:

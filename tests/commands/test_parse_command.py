@@ -21,7 +21,7 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.qwen3 import qwen3

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.loading.model_loader import LoadedModel, load_model
 from penstock.engine.speculation.ngram_proposer import NgramProposer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run
 from tests.fakes import VOCAB_SIZE, byte_tokenizer, drive, make_request, tokens
 from tests.tiny_models import ARCHITECTURES, WINDOW, tiny_model

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.tokenizer import AddedTokenInfo, Tokenizer
+from penstock.engine.text.tokenizer import AddedTokenInfo, Tokenizer
 
 TEXT = "To be, or not to be: that is the question. Größe 你好 🎉\n\nWhether 'tis nobler in the mind to suffer"
 
@@ -249,9 +249,9 @@ def test_cutting_a_text_before_it_is_tokenized_changes_nothing(text: str, max_to
     tokenizer = byte_level_tokenizer()
     pair = text[::-1] if is_pair else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.engine.tokenizer.CHARS_PER_TOKEN", 10**9)
+        patch.setattr("penstock.engine.text.tokenizer.CHARS_PER_TOKEN", 10**9)
         expected = tokenizer.encode_pair(text, pair, max_tokens=max_tokens)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.engine.tokenizer.CHARS_PER_TOKEN", 1)
-        patch.setattr("penstock.engine.tokenizer._CUT_MARGIN", 4)
+        patch.setattr("penstock.engine.text.tokenizer.CHARS_PER_TOKEN", 1)
+        patch.setattr("penstock.engine.text.tokenizer._CUT_MARGIN", 4)
         assert tokenizer.encode_pair(text, pair, max_tokens=max_tokens) == expected

@@ -20,7 +20,7 @@ from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.parsing import Phase
 from penstock.engine.sampling.sampling_params import SamplingParams
 from penstock.engine.text.answer import Answer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 

@@ -2,7 +2,7 @@ import pytest
 
 from penstock.api.answers.logprobs import CompletionLogprobsWriter, TokenWriter
 from penstock.engine.outputs import TokenLogprobs
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import byte_tokenizer
 
 

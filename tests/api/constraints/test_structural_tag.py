@@ -12,7 +12,7 @@ from penstock.api.constraints.structural_tag import TagReader
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from tests.api.scripted import byte_tokenizer
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from penstock.api.app import GENERATION, POOLED
 from penstock.api.context import ServerOptions
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.mutations import mutated_bodies
 from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling
 from tests.api.running_server import CHAT, Running, serve

@@ -21,7 +21,7 @@ from penstock.engine.pooling.pooling_loader import load_pooling_model
 from penstock.engine.pooling.pooling_model import PoolingModel
 from penstock.engine.pooling.pooling_params import PoolingParams
 from penstock.engine.pooling.pooling_queue import PoolingQueue
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer
 from tests.tiny_encoders import save_encoder, tiny_encoder
 

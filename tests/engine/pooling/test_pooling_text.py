@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.pooling_files import SentenceFiles
 from penstock.engine.pooling.pooling_text import encode_text
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 LONG = "the cat sat on the mat and it was very, very pleased with itself"
 SHORT = "Paris is a city"
