@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.beam_search.beam_params import BeamSearchParams
     from penstock.engine.errors import ConfigurationError, EngineUnavailable, GenerationFailed, InvalidRequest, PenstockError, QueueFull
     from penstock.engine.hooks import hookimpl
     from penstock.engine.pooling.pooling_params import PoolingParams
+    from penstock.engine.sampling.params import BeamSearchParams
     from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.executor import Executor
     from penstock.llm.executor_api.output import OutputConfig
@@ -42,7 +42,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AsyncLLM": "penstock.llm.async_llm",
     "BeamSearchOutput": "penstock.llm.request_output",
-    "BeamSearchParams": "penstock.engine.beam_search.beam_params",
+    "BeamSearchParams": "penstock.engine.sampling.params",
     "BeamSearchSequence": "penstock.llm.request_output",
     "ClassificationOutput": "penstock.llm.pooling_output",
     "ClassificationRequestOutput": "penstock.llm.pooling_output",

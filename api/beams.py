@@ -6,9 +6,9 @@ from contextlib import aclosing
 from typing import Any
 
 from penstock.api.common_protocol import GenerationFields
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.outputs import SequenceDelta
+from penstock.engine.sampling.params import BeamSearchParams
 
 # What each has to be where there is no beam search.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (None, 1), "early_stopping": (None, False), "length_penalty": (None, 0, 1)}

@@ -37,7 +37,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
+from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 

@@ -29,7 +29,7 @@ from penstock.api.sampling import TokenLimit, sampling_params, token_limit
 from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 
 MAX_SEQUENCES = 4096  # over all prompts
 

@@ -14,7 +14,7 @@ from penstock.api.context import CONTEXT, ServerContext
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer

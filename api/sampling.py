@@ -6,7 +6,7 @@ from typing import Any
 from penstock.api.common_protocol import GenerationFields
 from penstock.api.errors import ContextLengthExceeded
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 
 DEFAULT_LIMIT = "default_max_tokens"  # what `stop_reason` says where a default bound ended the answer
 TAKEN_AS_THEY_ARE = (

@@ -21,7 +21,7 @@ from penstock.engine.engine_core import DeltasByRequest, EngineCore
 from penstock.engine.loading.model_loader import in_memory
 from penstock.engine.model_runner import StepHandle
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduler import Step
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

@@ -40,7 +40,7 @@ from penstock.engine.loading.model_store import resolve_model
 from penstock.engine.model_runner import StepOutput, sample_rows
 from penstock.engine.native.library import native_library
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

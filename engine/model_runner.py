@@ -19,9 +19,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.overlap.pending_tokens import PendingTokens
-from penstock.engine.sampling.logprobs import prompt_logprobs
-from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.sampler_output import SamplerOutput
+from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
 from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import LOGITS
 

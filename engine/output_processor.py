@@ -14,7 +14,7 @@ from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.model_runner import StepOutput
 from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.parsing import Phase
-from penstock.engine.sampling.sampler_output import SamplerOutput
+from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.text.tokenizer import Tokenizer

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.block_pool import Retention
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.text.answer import Answer
 
 

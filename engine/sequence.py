@@ -10,7 +10,7 @@ from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_state import SamplingState
+from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence_outputs import SequenceOutputs
 from penstock.engine.speculation.ngram_proposer import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget

@@ -6,12 +6,12 @@ import torch
 
 from penstock.engine.beam_search.beam_check import end_token_ids, num_candidates
 from penstock.engine.beam_search.beam_group import BeamGroup
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.beam_search.beam_reader import BeamReader, must_go_on
 from penstock.engine.beam_search.beam_search import BeamSearch
 from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_state import SamplingState
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import Sequence
 from penstock.engine.sequence_outputs import SequenceOutputs
 from penstock.engine.speculation.ngram_proposer import NgramProposer

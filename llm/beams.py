@@ -5,8 +5,8 @@ import uuid
 
 from penstock.api.context import ServerContext
 from penstock.api.preparing import answer_reader
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.request import Request
+from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.preparing import Prepared, check_params, token_ids_of
 from penstock.llm.prompts import PromptSource

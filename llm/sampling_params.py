@@ -11,7 +11,7 @@ import msgspec
 from penstock.api.common_protocol import GenerationFields, LogitsProcessorChoice, StructuredOutputs
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties
-from penstock.engine.sampling.sampling_params import SamplingParams as EngineParams
+from penstock.engine.sampling.params import SamplingParams as EngineParams
 
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

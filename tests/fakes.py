@@ -15,7 +15,6 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from penstock.engine.batch import Batch, OutputRows
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.block_pool import BlockPool, Retention
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.events import Reasoning, Text
@@ -26,9 +25,8 @@ from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput, sa
 from penstock.engine.outputs import SequenceDelta
 from penstock.engine.overlap.pending_tokens import PendingTokens
 from penstock.engine.request import Request
-from penstock.engine.sampling.logprobs import prompt_logprobs
-from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence_outputs import LOGITS
 from penstock.engine.speculation.speculation import Speculation

@@ -2,7 +2,7 @@
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduler import Scheduler
 
 MAX_CANDIDATES = 4096  # that one beam may bring to a step

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from penstock.engine.beam_search.beam_params import EarlyStopping
 from penstock.engine.outputs import BeamCandidate, FinishReason
+from penstock.engine.sampling.params import EarlyStopping
 
 Candidate = tuple[int | None, float]
 """A token and its log probability after one beam; None where the beam ends as it is."""

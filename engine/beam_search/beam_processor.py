@@ -8,7 +8,7 @@ from penstock.engine.beam_search.beam_search import BeamSearch
 from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.outputs import FinishReason, SequenceDelta
-from penstock.engine.sampling.sampler_output import NO_TOKEN_LEFT, SamplerOutput
+from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, SamplerOutput
 from penstock.engine.sequence import Sequence, Status
 
 logger = logging.getLogger(__name__)

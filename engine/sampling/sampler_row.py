@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.engine.sampling.sampling_state import SamplingState
+from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import Sequence
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.hooks import LogitsRow, RegisteredLogitsProcessor
-from penstock.engine.sampling.logits_processors import as_registered
+from penstock.engine.sampling.processors import as_registered
 
 BATCHED = "batched"  # the name by which a request asks for the batched callback
 NUM_PARAMETERS = 5

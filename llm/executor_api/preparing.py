@@ -8,12 +8,11 @@ from penstock.api.constraints.constraint_size import LONG
 from penstock.api.context import ServerContext
 from penstock.api.preparing import answer_reader
 from penstock.api.workers import run
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.request import Request as EngineRequest
-from penstock.engine.sampling.logits_processors import bind
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.processors import bind
 from penstock.llm.executor_api.fold import FoldSettings
 from penstock.llm.executor_api.post_processors import row_processor
 from penstock.llm.executor_api.refusals import check_supported

@@ -8,7 +8,7 @@ from penstock.api.decoding import decode
 from penstock.api.errors import ContextLengthExceeded
 from penstock.api.sampling import TAKEN_AS_THEY_ARE, TokenLimit, sampling_params, token_limit
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 
 
 def params_of(defaults: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:

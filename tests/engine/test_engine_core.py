@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Event, Text
 from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from tests.fakes import (

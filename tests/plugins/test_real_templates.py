@@ -18,7 +18,7 @@ from penstock.api.templates.chat_template import ChatTemplate
 from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.parsing import Phase
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn

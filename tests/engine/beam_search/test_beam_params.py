@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.sampling.params import BeamSearchParams
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.outputs import ClientFault, FinishReason, SequenceDelta
+from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.qwen3 import qwen3

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams, EarlyStopping
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.outputs import SequenceDelta
+from penstock.engine.sampling.params import BeamSearchParams, EarlyStopping
 from tests.engines import core_over, loaded_model
 from tests.fakes import EOS, LETTERS, TOKENIZER, VOCAB_SIZE, beam_request, content, drive, make_request
 from tests.matchers import Grammar, Matcher

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.sampler_output import NO_TOKEN_LEFT
-from penstock.engine.sampling.sampling_params import SamplingParams
-from penstock.engine.sampling.sampling_state import SamplingState
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, Sampler
+from penstock.engine.sampling.state import SamplingState
 from tests.engine.sampling.test_sampler import STOP_IDS, VOCAB, make_state, pack, some_logits
 
 Pairs = list[tuple[int, float]]

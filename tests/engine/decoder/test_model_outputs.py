@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.batch import Batch
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.decoder.compiled_layers import CompiledLayer
 from penstock.engine.decoder.decoder_layers import decoder_layers
 from penstock.engine.decoder.model_outputs import Capture
@@ -21,6 +20,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.request import Request
+from penstock.engine.sampling.params import BeamSearchParams
 from penstock.plugins.reasoning.seed_oss import seed_oss
 from tests.engine.decoder.test_native_decoder import needs_kernels
 from tests.engine.test_deadlines import Clock

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.sampling import sampler as sampler_module
-from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.sampler_output import SamplerOutput
-from penstock.engine.sampling.sampling_params import SamplingParams
-from penstock.engine.sampling.sampling_state import SamplingState
-from penstock.engine.sampling.seeded_numbers import SeededNumbers
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.sampler import Sampler, SamplerOutput
+from penstock.engine.sampling.state import SamplingState, SeededNumbers
 
 VOCAB = 40
 STOP_IDS = frozenset({3, 7})

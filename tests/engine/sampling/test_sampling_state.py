@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.penalties import Penalties
-from penstock.engine.sampling.sampling_params import SamplingParams
-from penstock.engine.sampling.sampling_state import MAX_LOGIT_BIAS, SamplingState
+from penstock.engine.sampling.state import MAX_LOGIT_BIAS, SamplingState
 
 VOCAB = 50
 

@@ -3,7 +3,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.sampling.seeded_numbers import SeededNumbers
+from penstock.engine.sampling.state import SeededNumbers
 
 
 def numbers(seed: int, place: int, count: int = 3) -> list[float]:

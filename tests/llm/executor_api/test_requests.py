@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 from penstock.llm.executor_api.guide import GuidedDecodingParams, GuideType
 from penstock.llm.executor_api.output import AdditionalModelOutput, OutputConfig
 from penstock.llm.executor_api.preparing import beam_params, sampling_params

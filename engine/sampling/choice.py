@@ -1,13 +1,15 @@
-"""Choosing one token per row: the most probable one, or one at random, without ever sorting a vocabulary.
-
-Rows are seen as blocks of `BLOCK` columns. A token is found by its block first, so that one pass over the row, which vectorizes, is
-followed by work on a few hundred numbers. All sums are per row and per block: what a row gives does not depend on its neighbours.
-"""
+"""Choosing one token per row: the most probable one, or one at random, without ever sorting a vocabulary."""
 
 from collections.abc import Callable, Sequence
+from random import Random
 
 import torch
 from torch import Tensor
+
+from penstock.engine.device import sent
+from penstock.engine.kernels.sampling import sample
+from penstock.engine.native.library import native_library
+from penstock.engine.sampling.state import SamplingState
 
 BLOCK = 256
 SPANS_PER_BLOCK = 4
@@ -110,3 +112,57 @@ def _invert(weights_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     share = weights_BN.gather(1, index).double()
     within = 1 - (cumulative.gather(1, index) - target) / share
     return index[:, 0], within[:, 0].clamp(0, 1)
+
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def greedy_tokens(logits_BV: Tensor, vocab_size: int, bitmask_BW: Tensor | None = None) -> list[int] | None:
+    """The first index of each row's maximum among those of its first `vocab_size` logits whose bits are set; without a mask, among all.
+
+    None where the kernel does not apply, or a row's maximum is not finite.
+    """
+    library = native_library()
+    if library is None or logits_BV.device.type != "cpu" or logits_BV.dtype not in NATIVE_DTYPES or logits_BV.stride(1) != 1:
+        return None
+    if bitmask_BW is not None and (bitmask_BW.device.type != "cpu" or bitmask_BW.stride(1) != 1):
+        return None
+    token_ids = torch.empty(len(logits_BV), dtype=torch.int64)
+    words = (None, 0, 0) if bitmask_BW is None else (bitmask_BW.data_ptr(), bitmask_BW.shape[1], bitmask_BW.stride(0))
+    library.penstock_most_probable(
+        token_ids.data_ptr(),
+        logits_BV.data_ptr(),
+        len(logits_BV),
+        vocab_size,
+        logits_BV.stride(0),
+        logits_BV.dtype == torch.bfloat16,
+        *words,
+    )
+    ids: list[int] = token_ids.tolist()
+    return ids if min(ids, default=0) >= 0 else None
+
+
+SEEDS = 2**53  # as many as `random()` tells apart
+
+
+def choose_on_device(work_BV: Tensor, states: Sequence[SamplingState], shared_generator: Random) -> tuple[Tensor, Tensor]:
+    """A token for each row of float32 logits, and whether the row had any to give: int64 [B] both, on the device.
+
+    Seeds give other tokens than on a CPU; there as here, a row's token depends on that row and its seed alone.
+    """
+    params = [state.params for state in states]
+    vocab_size = work_BV.shape[1]
+    reals = [
+        [0.0 if state.takes_first else state.params.temperature for state in states],
+        [row.top_p for row in params],
+        [row.min_p for row in params],
+    ]
+    top_ks = [state.top_k or vocab_size for state in states]
+    seeds = [0 if state.takes_first else int((state.numbers or shared_generator).random() * SEEDS) for state in states]
+    temperatures_B, top_ps_B, min_ps_B = sent(torch.tensor(reals, dtype=torch.float32), work_BV.device)
+    top_ks_B, seeds_B = sent(torch.tensor([top_ks, seeds], dtype=torch.int64), work_BV.device)
+    max_top_k = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)
+    token_ids_B, is_possible_B = sample(
+        work_BV, temperatures_B, top_ps_B, min_ps_B, seeds_B, top_ks_B=top_ks_B if max_top_k else None, max_top_k=max_top_k
+    )
+    return token_ids_B, is_possible_B.long()
