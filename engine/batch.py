@@ -10,10 +10,8 @@ from penstock.engine.device import sent
 from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.grammars.step_masks import StepMasks
 from penstock.engine.overlap.pending_tokens import placeholder
-from penstock.engine.sampling.sampler_row import SamplerRow, sampler_rows
 from penstock.engine.scheduler import SHORT_CHUNK, Step
-from penstock.engine.sequence import Sequence
-from penstock.engine.sequence_outputs import LOGITS
+from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
 
 _NONE = range(0)
 

@@ -28,7 +28,7 @@ from penstock.engine.loading.model_loader import LoadedModel, load_model, resolv
 from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native.library import native_library
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
+from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

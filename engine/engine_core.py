@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from penstock.engine.batch import Batch, build_batch
-from penstock.engine.beam_search.beam_check import check_beam_request
-from penstock.engine.beam_search.beam_processor import BeamProcessor
+from penstock.engine.beams.processor import BeamProcessor
+from penstock.engine.beams.search import beam_search_of, check_beam_request
 from penstock.engine.deadlines import Deadlines
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammars.mask_filler import MaskFiller
@@ -89,7 +89,7 @@ class EngineCore:
         deltas: DeltasByRequest = {}
         for request_id in self.deadlines.take_overdue():
             unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
-            search = unfinished[0].search
+            search = beam_search_of(unfinished[0])
             timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
             deltas[request_id] = list(timed_out)
         return deltas
@@ -205,8 +205,9 @@ class EngineCore:
 
     def _fail_request(self, request_id: str, reason: str) -> list[SequenceDelta]:
         unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
-        if unfinished[0].search is not None:
-            return self._beams.fail(unfinished[0].search, reason)
+        search = beam_search_of(unfinished[0])
+        if search is not None:
+            return self._beams.fail(search, reason)
         deltas = [SequenceDelta(sequence.index) for sequence in unfinished]
         for sequence, delta in zip(unfinished, deltas, strict=True):
             self._outputs.fail(sequence, delta, reason)

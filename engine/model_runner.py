@@ -20,8 +20,7 @@ from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.outputs import TokenLogprobs
 from penstock.engine.overlap.pending_tokens import PendingTokens
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
-from penstock.engine.sequence import Sequence
-from penstock.engine.sequence_outputs import LOGITS
+from penstock.engine.sequence import LOGITS, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from penstock.engine.block_pool import BlockPool, chain_hashes
 from penstock.engine.errors import QueueFull
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
+from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 
 SHORT_CHUNK = 8  # tokens that are computed as if each were a sequence's only one: a prompt's way costs more for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor

@@ -4,17 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.beam_search.beam_check import end_token_ids, num_candidates
-from penstock.engine.beam_search.beam_group import BeamGroup
-from penstock.engine.beam_search.beam_reader import BeamReader, must_go_on
-from penstock.engine.beam_search.beam_search import BeamSearch
+from penstock.engine.beams.group import BeamGroup
+from penstock.engine.beams.search import BeamReader, BeamSearch, end_token_ids, must_go_on, num_candidates
 from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sampling.state import SamplingState
-from penstock.engine.sequence import Sequence
-from penstock.engine.sequence_outputs import SequenceOutputs
-from penstock.engine.speculation.ngram_proposer import NgramProposer
+from penstock.engine.sequence import Sequence, SequenceOutputs
+from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
@@ -60,10 +57,10 @@ class SequenceFactory:
             early_stopping=beam.early_stopping,
         )
         reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_gate(request, answer))
-        first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
+        search = first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
         first.sampling.num_candidates = group.num_candidates
         first.sampling.block_stop = must_go_on(first, first.answer.phase)
-        return first.search
+        return search
 
     def _make_one(self, request: Request, index: int, arrival: int, bad_words_ids: list[list[int]]) -> Sequence:
         params = request.params

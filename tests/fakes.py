@@ -28,8 +28,8 @@ from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.sequence_outputs import LOGITS
-from penstock.engine.speculation.speculation import Speculation
+from penstock.engine.sequence import LOGITS
+from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from penstock.engine.decoder.compiled_layers import CompiledLayer
 from penstock.engine.decoder.decoder_layers import decoder_layers
 from penstock.engine.decoder.native_decoder import NativeDecoder
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sequence_outputs import LOGITS
+from penstock.engine.sequence import LOGITS
 
 ATTENTION_PARTS = ("self_attn", "attn", "attention")
 MLP_PARTS = ("mlp", "feed_forward", "block_sparse_moe")

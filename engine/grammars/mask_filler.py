@@ -11,8 +11,7 @@ from penstock.engine.grammars.bitmask import allocate_bitmask, num_words
 from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.grammars.mask_worker import MaskTask, MaskWorker
 from penstock.engine.grammars.step_masks import StepMasks
-from penstock.engine.sampling.sampler_row import SamplerRow
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import SamplerRow, Sequence
 
 GRACE = 0.01  # seconds beyond the forward pass
 SLOW = 0.005  # seconds

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from penstock.engine.beam_search.beam_group import BeamGroup, Candidate, Ending
+from penstock.engine.beams.group import BeamGroup, Candidate, Ending
 from penstock.engine.outputs import FinishReason
 
 VOCAB = range(4)

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.speculation import ngram_proposer
-from penstock.engine.speculation.ngram_proposer import MATCH_LENGTH, NgramProposer
+from penstock.engine import speculation
+from penstock.engine.speculation import MATCH_LENGTH, NgramProposer
 
 LETTERS = st.integers(0, 3)
 
@@ -18,7 +18,7 @@ def last_source(ids: list[int]) -> int | None:
 def test_what_is_proposed_stood_after_the_same_tokens(prompt: list[int], answer: list[int], max_read: int) -> None:
     ids = list(prompt)
     proposer = NgramProposer(ids, len(ids))
-    before, ngram_proposer.MAX_READ = ngram_proposer.MAX_READ, max_read
+    before, speculation.MAX_READ = speculation.MAX_READ, max_read
     try:
         for token_id in answer:
             ids.append(token_id)
@@ -32,7 +32,7 @@ def test_what_is_proposed_stood_after_the_same_tokens(prompt: list[int], answer:
                 places = range(MATCH_LENGTH, len(ids))
                 assert any(whole[p - MATCH_LENGTH : p] == ids[-MATCH_LENGTH:] and whole[p : p + 5] == draft for p in places)
     finally:
-        ngram_proposer.MAX_READ = before
+        speculation.MAX_READ = before
 
 
 def proposer_after(ids: list[int], num_prompt_tokens: int = 1) -> NgramProposer:

@@ -21,8 +21,7 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.grammars import mask_fill
 from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.speculation.ngram_proposer import NgramProposer
-from penstock.engine.speculation.speculation import MAX_DRAFT, Speculation
+from penstock.engine.speculation import MAX_DRAFT, NgramProposer, Speculation
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from tests.fakes import (

@@ -3,8 +3,8 @@
 import logging
 from dataclasses import dataclass, field
 
-from penstock.engine.beam_search.beam_group import Continuation, Ending, Hypothesis
-from penstock.engine.beam_search.beam_search import BeamSearch
+from penstock.engine.beams.group import Continuation, Ending, Hypothesis
+from penstock.engine.beams.search import BeamSearch, beam_search_of
 from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.outputs import FinishReason, SequenceDelta
@@ -64,10 +64,11 @@ class BeamProcessor:
         return self._finish_or_fail(search, missing=FinishReason.TIMED_OUT)
 
     def _search_of(self, sequence: Sequence) -> BeamSearch:
-        assert sequence.search is not None
+        search = beam_search_of(sequence)
+        assert search is not None
         sequence.mask = None
-        self._touched[sequence.search] = None
-        return sequence.search
+        self._touched[search] = None
+        return search
 
     def _advance_or_fail(self, search: BeamSearch) -> list[SequenceDelta]:
         try:

@@ -1,16 +1,66 @@
-"""What beams would say, read as far as that ends an answer."""
+"""The beams of one request: whether they can be served, how they are read, and the sequences that they are."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from penstock.engine.beam_search.beam_group import Ending, Hypothesis
+from torch import Tensor
+
+from penstock.engine.beams.group import BeamGroup, Candidate, Continuation, Ending, Hypothesis
+from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Event
 from penstock.engine.grammars.grammar_gate import UNFIT_START, GrammarGate
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sequence import Sequence
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Sequence, SequenceGroup
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
+
+MAX_CANDIDATES = 4096  # that one beam may bring to a step
+
+_NEUTRAL = SamplingParams()
+# What is about drawing a token, or about a text that is certain as it comes.
+_WITHOUT_MEANING = ("top_p", "min_p", "logprobs", "thinking_token_budget")
+
+
+def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: frozenset[int], max_model_len: int) -> None:
+    """Raises `InvalidRequest` with the name of the field that stands in the way. Does nothing where the request asks for no beams."""
+    if request.beam is None:
+        return
+    params, width = request.params, request.beam.beam_width
+    if width > scheduler.max_num_seqs:
+        limit = f"at most {scheduler.max_num_seqs}, the number of sequences that run at once"
+        raise InvalidRequest(f"`beam_width` must be {limit}, got {width}", "beam_width")
+    if params.n > width:
+        raise InvalidRequest(f"`n` must be at most `beam_width`, {width}, got {params.n}", "n")
+    if params.max_tokens == 0:
+        raise InvalidRequest("`max_tokens` must be at least 1 with beam search", "max_tokens")
+    for name in _WITHOUT_MEANING:
+        if getattr(params, name) != getattr(_NEUTRAL, name):
+            raise InvalidRequest(f"`{name}` has no meaning in beam search", name)
+    if params.top_k > 0:
+        raise InvalidRequest("`top_k` has no meaning in beam search", "top_k")
+    if num_candidates(width, len(end_token_ids(request, stop_token_ids))) > MAX_CANDIDATES:
+        raise InvalidRequest(f"`stop_token_ids` are too many for a `beam_width` of {width}", "stop_token_ids")
+    num_prompt = len(request.prompt_token_ids)
+    num_tokens = max_model_len if params.max_tokens is None else min(max_model_len, num_prompt + params.max_tokens)
+    num_blocks = scheduler.num_blocks_for(num_prompt, num_tokens, width)
+    if num_blocks > scheduler.pool.num_blocks:
+        sizes = f"{num_blocks * scheduler.block_size} tokens, and the KV cache holds {scheduler.pool.num_blocks * scheduler.block_size}"
+        raise InvalidRequest(f"{width} beams of {num_tokens - num_prompt} tokens after this prompt may need {sizes}", "beam_width")
+
+
+def end_token_ids(request: Request, stop_token_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end its answers, where `stop_token_ids` are the model's. Where a grammar says when it is over, these always do."""
+    ignores = request.params.ignore_eos and request.grammar is None
+    return frozenset(request.params.stop_token_ids) | (frozenset() if ignores else stop_token_ids)
+
+
+def num_candidates(width: int, num_end_tokens: int) -> int:
+    """How many continuations a step looks at: enough for `width` beams to go on though every other one ends in each of these ways."""
+    return max(2, 1 + num_end_tokens) * width
 
 
 class ForbiddenToken(Exception):
@@ -160,3 +210,90 @@ def _is_over(phase: Phase, answer: Answer) -> bool:
 def _pass(gate: GrammarGate, answer: Answer, token_id: int) -> None:
     if not gate.advance(answer, token_id):
         raise ForbiddenToken("the grammar does not allow the token that was chosen")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class BeamSearch(SequenceGroup):
+    """`sequences` are those of `group.beams`, in the same order: they run in the same batches as everybody else's, wherever they fit.
+
+    `candidates` are the continuations of those that have been computed; once they are all there the beams are chosen anew. A beam that
+    goes on twice shares its blocks with the other. All are preempted together: those that have been computed hold blocks that the last
+    one may need. They come back as they first came in, the best before the others, which begin where what they share with it ends.
+    `outputs` are those of the answers that are kept, by their tokens.
+    """
+
+    request: Request
+    group: BeamGroup
+    reader: BeamReader
+    sequences: list[Sequence] = field(default_factory=list)
+    candidates: dict[Sequence, list[Candidate]] = field(default_factory=dict)
+    prompt: PromptInfo | None = None
+    failure: str | None = None
+    num_made: int = 1
+    outputs: dict[tuple[int, ...], dict[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """How many sequences it may come to run, and so has places for."""
+        return self.group.width
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every beam has been computed."""
+        return len(self.candidates) == len(self.sequences)
+
+    @property
+    def best(self) -> list[Hypothesis]:
+        """The answers to be given, best first; they may be fewer than were asked for."""
+        return self.group.hypotheses[: self.request.params.n]
+
+    def choose(self) -> list[Continuation]:
+        """Has the beams chosen anew. Raises what a plug-in raises that reads them."""
+        candidates = [self.candidates[sequence] for sequence in self.sequences]
+        self.candidates.clear()
+        continuations = self.group.advance(candidates, lambda parent, token_id: self.reader.ending_of(self.sequences[parent], token_id))
+        self._keep_outputs()
+        return continuations
+
+    def give_up(self, ending: Ending) -> None:
+        """Takes the beams for answers as they are."""
+        self.group.give_up(ending)
+        self._keep_outputs()
+
+    def outputs_of(self, hypothesis: Hypothesis) -> dict[str, Tensor]:
+        """The named outputs that were asked for, of all its tokens."""
+        return self.outputs.get(tuple(hypothesis.token_ids), {})
+
+    def _keep_outputs(self) -> None:
+        """Of the answers that are kept. They end where one of the beams is, or one token after it."""
+        if not self.request.outputs:
+            return
+        beams = {tuple(sequence.token_ids[sequence.num_prompt_tokens :]): sequence.outputs for sequence in self.sequences}
+        kept = {}
+        for hypothesis in self.group.hypotheses:
+            said = tuple(hypothesis.token_ids)
+            beam = beams.get(said) or beams.get(said[:-1])
+            if said in self.outputs:
+                kept[said] = self.outputs[said]
+            elif beam is not None:
+                kept[said] = beam.generated.first(len(said))
+        self.outputs = kept
+
+    def branch(self, parent: Sequence) -> Sequence:
+        """Another sequence where the parent is. It holds no blocks yet."""
+        sequence = parent.branch(self.num_made, self.reader.gate_beside(parent))
+        self.num_made += 1
+        return sequence
+
+    def gather(self) -> Sequence:
+        """Has the others wait on the best beam, without anything that was computed. Gives that one."""
+        self.candidates.clear()
+        best, *others = self.sequences
+        best.forks = others
+        return best
+
+
+def beam_search_of(sequence: Sequence) -> BeamSearch | None:
+    """The beam search that the sequence is a beam of, if any."""
+    assert sequence.search is None or isinstance(sequence.search, BeamSearch)
+    return sequence.search
