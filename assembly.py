@@ -17,8 +17,7 @@ from penstock.api.workers import Workers
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
-from penstock.engine.engine import Engine
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
@@ -27,6 +26,7 @@ from penstock.engine.loading.generation_defaults import sampling_defaults
 from penstock.engine.loading.model_config import read_config, read_generation_config
 from penstock.engine.loading.model_store import model_name, resolve_model
 from penstock.engine.loading.packaged_model import PACKAGED_MODELS
+from penstock.engine.loop import Engine
 from penstock.engine.parsing import ReasoningParser
 from penstock.engine.pooling.model_kind import model_kind
 from penstock.engine.pooling.pooling_build import build_pooling_engine

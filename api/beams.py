@@ -6,8 +6,8 @@ from contextlib import aclosing
 from typing import Any
 
 from penstock.api.common_protocol import GenerationFields
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.outputs import SequenceDelta
 from penstock.engine.sampling.params import BeamSearchParams
 
 # What each has to be where there is no beam search.

@@ -13,9 +13,9 @@ from penstock.engine.grammar import AdditionalProperties
 
 if TYPE_CHECKING:
     from penstock.api.templates.chat_template import ChatTemplate
-    from penstock.engine.engine import Engine
     from penstock.engine.grammars.grammar_cache import GrammarCompiler
     from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
+    from penstock.engine.loop import Engine
     from penstock.engine.pooling.pooling_engine import PoolingEngine
     from penstock.engine.text.tokenizer import Tokenizer
     from penstock.plugins.manager import Plugins

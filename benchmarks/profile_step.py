@@ -33,13 +33,13 @@ from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
+from penstock.engine.core import EngineCore
 from penstock.engine.decoder.decoder_form import LinearForm, read_linear
 from penstock.engine.decoder.native_decoder import NativeDecoder
-from penstock.engine.engine_core import EngineCore
 from penstock.engine.loading.model_store import resolve_model
-from penstock.engine.model_runner import StepOutput, sample_rows
 from penstock.engine.native.library import native_library
 from penstock.engine.request import Request
+from penstock.engine.runner import StepOutput, sample_rows
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

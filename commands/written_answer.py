@@ -7,9 +7,9 @@ from typing import Any
 
 from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView
 from penstock.api.chat_protocol import AssistantMessage
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import SpecialText
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.text.answer import BlankText, ParserChain, visible_events
 from penstock.engine.turn import Turn
 from penstock.plugins.automaton import split_symbols

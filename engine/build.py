@@ -10,12 +10,12 @@ import torch
 from penstock.engine.attention import interface
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.config import EngineConfig
+from penstock.engine.core import EngineCore
 from penstock.engine.decoder.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.decoder.cuda_graphs import CudaRecorder, DecodeGraphs
 from penstock.engine.decoder.decoder_trial import install_native_decoder
 from penstock.engine.decoder.forward import compute_logits
 from penstock.engine.device import CudaHostCopies
-from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype
 from penstock.engine.layers.fused_linear import fuse_linears
@@ -25,8 +25,8 @@ from penstock.engine.layers.packed_linear import pack_linears
 from penstock.engine.loading.memory import num_cache_blocks, settle_memory
 from penstock.engine.loading.model_config import answer_tokens
 from penstock.engine.loading.model_loader import LoadedModel, load_model, resolve_device
-from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native.library import native_library
+from penstock.engine.runner import ModelRunner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.text.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ from penstock.api.metrics.metrics import Metrics, RequestMetrics
 from penstock.api.metrics.pooling_metrics import PoolingCollector
 from penstock.api.model_abilities import GENERATES, description, wrong_model
 from penstock.assembly import Assembled, assemble
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.loading.model_store import model_name, resolve_model
-from penstock.engine.outputs import SequenceDelta
 from penstock.engine.request import Request
 from penstock.llm.calls import GENERATION_CALLS, pooling_calls
 from penstock.llm.engine_arguments import engine_arguments

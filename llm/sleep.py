@@ -13,14 +13,13 @@ import torch
 from penstock.api.context import ServerContext
 from penstock.engine.build import build_core, load, release
 from penstock.engine.config import EngineConfig
-from penstock.engine.engine import Engine
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore, EngineStats
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.heap import release_heap
 from penstock.engine.loading.model_loader import LoadedModel
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.loop import Engine
 from penstock.engine.request import Request
-from penstock.engine.stats import EngineStats
 
 T = TypeVar("T")
 

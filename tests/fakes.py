@@ -14,17 +14,16 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from penstock.engine.batch import Batch, OutputRows
+from penstock.engine.batch import Batch, OutputRows, PendingTokens
 from penstock.engine.block_pool import BlockPool, Retention
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.events import Reasoning, Text
-from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import KVCache, LayerKV
-from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput, sample_rows
-from penstock.engine.outputs import SequenceDelta
-from penstock.engine.overlap.pending_tokens import PendingTokens
+from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.request import Request
+from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
 from penstock.engine.scheduler import Scheduler

@@ -12,7 +12,7 @@ from penstock.api.answers.streams import FirstDelta, bundled
 from penstock.api.context import SHARED
 from penstock.api.errors import json_response
 from penstock.api.workers import run
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.deltas import SequenceDelta
 
 
 class AnswerFold(Protocol):

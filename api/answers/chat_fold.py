@@ -18,7 +18,7 @@ from penstock.api.chat_protocol import (
 )
 from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOptions, Usage
 from penstock.api.context import ServerContext
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.request import Request
 
 

@@ -10,8 +10,8 @@ from penstock.api.answers.folds import UsageFold, check_delta
 from penstock.api.answers.logprobs import CompletionLogprobsWriter, TokenWriter
 from penstock.api.common_protocol import Conformance, PromptLogprobs, StreamOptions, Usage
 from penstock.api.completion_protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.events import Text
-from penstock.engine.outputs import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.text.tokenizer import Tokenizer
 
 

@@ -19,9 +19,9 @@ from penstock.api.chat_protocol import (
     ToolCallDelta,
 )
 from penstock.api.common_protocol import CompletionTokensDetails, Conformance, PromptTokensDetails, Usage
+from penstock.engine.deltas import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest
 from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.outputs import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 
 
 def check_delta(delta: SequenceDelta) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 from penstock.api.chat_protocol import TokenLogprob, TopLogprob
 from penstock.api.common_protocol import PromptLogprob, PromptLogprobs
 from penstock.api.completion_protocol import CompletionLogprobs
-from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.deltas import TokenLogprobs
 
 LOWEST = -9999.0  # JSON has no -inf
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.deltas import SequenceDelta
 
 AT_ONCE = 32
 MAX_OPEN = 256  # enough for any batch; all of a long list at once would overflow the engine's queue, or shut others out of it

@@ -8,9 +8,9 @@ from msgspec import UNSET
 
 from penstock.api.common_protocol import Conformance
 from penstock.api.constraints.conformance_checker import ConformanceChecker
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.outputs import FinishReason, SequenceDelta
 
 WARNING_HEADER = "x-structured-output-warning"
 MAX_HEADER = 1000

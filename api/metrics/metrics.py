@@ -13,8 +13,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from penstock.api.metrics.metric_families import MetricFamilies
-from penstock.engine.outputs import PromptInfo, SequenceDelta
-from penstock.engine.stats import EngineStats
+from penstock.engine.core import EngineStats
+from penstock.engine.deltas import PromptInfo, SequenceDelta
 
 PREFIX = "penstock:"
 TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)

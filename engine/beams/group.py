@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from penstock.engine.outputs import BeamCandidate, FinishReason
+from penstock.engine.deltas import BeamCandidate, FinishReason
 from penstock.engine.sampling.params import EarlyStopping
 
 Candidate = tuple[int | None, float]

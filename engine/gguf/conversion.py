@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from penstock.engine.config import cache_directory
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.header import check_gguf_header
-from penstock.engine.loading.cache_directory import cache_directory
 
 if TYPE_CHECKING:
     import gguf

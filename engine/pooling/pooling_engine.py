@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.engine import ENGINE_FAILED
-from penstock.engine.engine_life import EngineLife, done
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
+from penstock.engine.loop import ENGINE_FAILED, EngineLife, done
 from penstock.engine.pooling.encoder_batch import EncoderInput
 from penstock.engine.pooling.pooling_model import PoolingInput, PoolingModel
 from penstock.engine.pooling.pooling_params import PoolingParams

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from penstock.engine.deltas import ClientFault, TokenLogprobs
 from penstock.engine.device import sent
 from penstock.engine.grammars.bitmask import apply_bitmask
 from penstock.engine.native.library import native_library
-from penstock.engine.outputs import ClientFault, TokenLogprobs
 from penstock.engine.sampling.choice import choose_on_device, draw, greedy_tokens, most_probable, most_probable_k, padded_width
 from penstock.engine.sampling.penalties import apply_penalties
 from penstock.engine.sampling.processors import ProcessorPass

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.outputs import BeamCandidate, PromptInfo, SequenceDelta
-from penstock.engine.outputs import FinishReason as EngineReason
+from penstock.engine.deltas import BeamCandidate, PromptInfo, SequenceDelta
+from penstock.engine.deltas import FinishReason as EngineReason
 from penstock.engine.text.stops import StopSequences
 from penstock.llm.executor_api.metrics import KvCacheMetrics, RequestPerfMetrics, TimingMetrics
 from penstock.llm.executor_api.request import Request

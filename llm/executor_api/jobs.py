@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from penstock.api.context import ServerContext
+from penstock.engine.deltas import FinishReason
 from penstock.engine.errors import PenstockError
-from penstock.engine.outputs import FinishReason
 from penstock.llm.executor_api.fold import ResponseFold
 from penstock.llm.executor_api.mailbox import Mailbox
 from penstock.llm.executor_api.preparing import fold_settings, prepare

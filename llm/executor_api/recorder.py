@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
 from penstock.llm.executor_api.stats import (

@@ -15,8 +15,8 @@ from penstock.api.app import build_app
 from penstock.api.context import ServerContext
 from penstock.api.templates.chat_template import ChatTemplate
 from penstock.api.workers import Workers
-from penstock.engine.engine import Engine
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
+from penstock.engine.loop import Engine
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from tests import fakes

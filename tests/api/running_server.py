@@ -11,7 +11,7 @@ from aiohttp import web
 from penstock.api.app import build_app, build_runner
 from penstock.api.context import ServerContext, ServerOptions
 from penstock.api.workers import Workers
-from penstock.engine.stats import EngineStats
+from penstock.engine.core import EngineStats
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -16,11 +16,11 @@ from penstock.api.app import build_app, build_runner
 from penstock.api.context import ServerContext, ServerOptions
 from penstock.api.templates.chat_template import ChatTemplate
 from penstock.api.workers import Workers
+from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
 from penstock.engine.grammars.grammar_choice import is_lenient
 from penstock.engine.grammars.grammar_stats import CompileOutcome, CompileSeconds, GrammarStats
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins

@@ -11,11 +11,11 @@ from openai import AsyncOpenAI
 
 from penstock.api.app import build_app
 from penstock.api.workers import Workers
-from penstock.engine.engine import Engine
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.core import EngineStats
+from penstock.engine.deltas import SequenceDelta
+from penstock.engine.loop import Engine
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.stats import EngineStats
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import MODEL, CancellingServer, RecordingCompiler, client_of, scripted_context
 from tests.fakes import LETTERS, TOKENIZER, beam_request, content, generate, make_core, undecided

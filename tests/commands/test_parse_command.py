@@ -16,9 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView
 from penstock.commands.parse_lines import Flags, LineParser, as_json
 from penstock.commands.written_answer import WrittenAnswer
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import SpecialText
 from penstock.engine.format_info import FormatInfo
-from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -11,14 +11,13 @@ import pytest
 from torch import Tensor
 
 from penstock.engine.batch import Batch
-from penstock.engine.engine import ENGINE_FAILED, STEP_FAILED, Engine
-from penstock.engine.engine_core import EngineCore
-from penstock.engine.engine_life import MAX_FAILED_STEPS
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from penstock.engine.hooks import LogitsProcessor
-from penstock.engine.model_runner import StepHandle
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.loop import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
 from penstock.engine.request import Request
+from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Scheduler
 from tests.fakes import EOS, LETTERS, content, make_core, make_request, runner_of, saying, tokens
 from tests.fakes import generate as generate_alone

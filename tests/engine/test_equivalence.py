@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from penstock.engine.loading.model_loader import LoadedModel, load_model
 from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.tokenizer import Tokenizer

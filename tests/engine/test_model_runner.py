@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.core import EngineCore
 from penstock.engine.decoder.cuda_graphs import DecodeGraphs
 from penstock.engine.decoder.forward import compute_logits
-from penstock.engine.engine import STEP_FAILED, Engine
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.loading.model_loader import LoadedModel
-from penstock.engine.model_runner import ModelRunner
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.loop import STEP_FAILED, Engine
 from penstock.engine.request import Request
+from penstock.engine.runner import ModelRunner
 from tests.engines import core_over, loaded_model
 from tests.fakes import make_request, tokens
 from tests.held_copies import HeldCopies

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.outputs import FinishReason
+from penstock.engine.deltas import FinishReason
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sequence import RowBuffer, SequenceOutputs
 from tests.engine.overlap.test_lookahead import MAX_MODEL_LEN, Plan, letter_or_end, plans, run

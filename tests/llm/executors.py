@@ -8,9 +8,9 @@ from typing import Any
 from penstock.api.context import ServerContext
 from penstock.api.templates.chat_template import ChatTemplate
 from penstock.api.workers import Workers
-from penstock.engine.engine import Engine
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
+from penstock.engine.loop import Engine
 from penstock.llm.executor import Executor
 from penstock.llm.executor_api.output import OutputConfig
 from penstock.llm.executor_api.request import Request

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from penstock.api.answers.folds import check_delta
+from penstock.engine.deltas import ClientFault, FinishReason
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
-from penstock.engine.outputs import ClientFault, FinishReason
 from tests.fakes import generate, make_core, make_request
 from tests.matchers import Grammar, Walk
 

@@ -6,9 +6,9 @@ from msgspec import UNSET
 
 from penstock.api.answers.folds import ChoiceFold, MessageFold, ReasoningView, UsageFold
 from penstock.api.chat_protocol import ChatChoice, ChatChunkChoice, TokenLogprob
+from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 
 EVENTS: list[Event] = [
     Reasoning("Let "),

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.api.answers.logprobs import CompletionLogprobsWriter, TokenWriter
-from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import byte_tokenizer
 

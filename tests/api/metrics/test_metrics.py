@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.api.metrics.metrics import Metrics
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta
+from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from tests.api.running_server import CHAT, STATS, Running, serve
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from penstock.engine.beams.group import BeamGroup, Candidate, Ending
-from penstock.engine.outputs import FinishReason
+from penstock.engine.deltas import FinishReason
 
 VOCAB = range(4)
 EOS = 3

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.output_processor import OutputProcessor
-from penstock.engine.outputs import ClientFault, FinishReason, SequenceDelta
+from penstock.engine.output import OutputProcessor
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from penstock.engine.engine_core import EngineCore
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.sampling.params import BeamSearchParams, EarlyStopping
 from tests.engines import core_over, loaded_model
 from tests.fakes import EOS, LETTERS, TOKENIZER, VOCAB_SIZE, beam_request, content, drive, make_request

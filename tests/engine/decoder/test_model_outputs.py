@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.batch import Batch
+from penstock.engine.core import EngineCore
 from penstock.engine.decoder.compiled_layers import CompiledLayer
 from penstock.engine.decoder.decoder_layers import decoder_layers
 from penstock.engine.decoder.model_outputs import Capture
 from penstock.engine.decoder.native_decoder import NativeDecoder
-from penstock.engine.engine import Engine
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.loop import Engine
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.plugins.reasoning.seed_oss import seed_oss

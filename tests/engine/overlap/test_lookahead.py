@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.batch import Batch
-from penstock.engine.engine_core import EngineCore
-from penstock.engine.model_runner import StepHandle
-from penstock.engine.outputs import FinishReason, SequenceDelta
-from penstock.engine.overlap.pending_tokens import placeholder
+from penstock.engine.batch import Batch, placeholder
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.request import Request
+from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Step
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from tests.fakes import (

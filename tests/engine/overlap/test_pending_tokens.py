@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.overlap.pending_tokens import PendingTokens, placeholder
+from penstock.engine.batch import PendingTokens, placeholder
 
 VOCAB_SIZE = 50
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.deltas import FinishReason
 from penstock.engine.hooks import LogitsRow
-from penstock.engine.outputs import FinishReason
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.processors import Form, as_registered, bind, registered_form
 from tests.engine.sampling.test_sampler import make_state

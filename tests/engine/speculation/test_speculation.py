@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.grammars import mask_fill
-from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculation import MAX_DRAFT, NgramProposer, Speculation
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend

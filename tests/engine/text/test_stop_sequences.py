@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.outputs import FinishReason
+from penstock.engine.deltas import FinishReason
 from penstock.engine.text.stops import StopSequences
 from tests.fakes import generate, ids, letter_like_before, make_core, make_request, saying, tokens
 

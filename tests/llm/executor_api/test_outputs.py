@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from penstock.llm.executor import Executor
 from penstock.llm.executor_api.output import AdditionalModelOutput, OutputConfig
 from penstock.llm.executor_api.request import Request

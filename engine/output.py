@@ -7,13 +7,13 @@ from functools import partial
 
 from torch import Tensor
 
+from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
 from penstock.engine.grammars.mask_fill import MaskFill, failure_of
-from penstock.engine.grammars.mask_filler import MaskFiller
-from penstock.engine.model_runner import StepOutput
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.parsing import Phase
+from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, Status

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.batch import Batch, OutputRows, PromptRows
+from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.decoder.compiled_layers import LayerCompilation
 from penstock.engine.decoder.cuda_graphs import DecodeGraphs
 from penstock.engine.decoder.forward import compute_logits
 from penstock.engine.decoder.model_outputs import Capture, ModelOutputs, owned_rows
+from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.device import HostCopies, sent
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loading.model_loader import LoadedModel
-from penstock.engine.outputs import TokenLogprobs
-from penstock.engine.overlap.pending_tokens import PendingTokens
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
 from penstock.engine.sequence import LOGITS, Sequence
 

@@ -1,24 +1,94 @@
 """The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from penstock.engine.batch import Batch, build_batch
 from penstock.engine.beams.processor import BeamProcessor
 from penstock.engine.beams.search import beam_search_of, check_beam_request
 from penstock.engine.deadlines import Deadlines
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammars.mask_filler import MaskFiller
-from penstock.engine.model_runner import ModelRunner, StepOutput
-from penstock.engine.output_processor import OutputProcessor
-from penstock.engine.outputs import SequenceDelta
-from penstock.engine.overlap.lookahead import can_look_ahead
+from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.output import OutputProcessor
 from penstock.engine.request import Request
+from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory
-from penstock.engine.stats import EngineStats
-from penstock.engine.step_observer import StepObserver
 from penstock.engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The first three are of this moment, the others have counted since the start. Tokens are tokens, `kv_cache_usage` is from 0 to 1.
+
+    `accepted_lengths` counts drafts by how many of their tokens were right, none of them first.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    num_forced_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_draft_tokens: int = 0
+    accepted_lengths: tuple[int, ...] = ()
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self.accepted_lengths)
+
+    @property
+    def accepted_by_place(self) -> list[int]:
+        """In how many drafts the first token was right, the first two, and so on."""
+        return [sum(self.accepted_lengths[place:]) for place in range(1, len(self.accepted_lengths))]
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_by_place)
+
+
+class StepObserver(Protocol):
+    """Called on the engine's loop, twice for each step: must be quick and not raise. A step may begin before the last one has ended."""
+
+    def begin(self, step: Step) -> None:
+        """The step has been scheduled, and nothing of it computed."""
+
+    def end(self, step: Step, deltas: dict[str, list[SequenceDelta]]) -> None:
+        """What it computed has been taken in. `deltas` are its news by request, empty where it was put off."""
+
+
+def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
+    """Whether the step after `step`, which is under way, would be the same whatever tokens this one samples.
+
+    All of those that run go ahead or none does: in two halves, each waiting for its own results, they would read the weights twice.
+    Where somebody's next step depends on the token before it, or is worth a draft, it is better known first. A sequence with a grammar is
+    let in between two steps, or it and all behind it would wait until nobody goes ahead any more.
+    """
+    if batch.masks is not None or batch.has_unmasked or step.drafts:
+        return False
+    sampling = {sampler.sequence for sampler in batch.samplers}
+    going_on = [sequence for sequence in scheduler.running if not (sequence in sampling and sequence.ends_with_next_token)]
+    if any(sequence.gate is not None or sequence.search is not None for sequence in going_on):
+        return False
+    num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
+    if any(sequence.gate is not None for sequence in scheduler.waiting[:num_places]):
+        return False  # it is let in when no step is under way
+    if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
+        return False
+    newcomer = scheduler.next_to_admit
+    if newcomer is not None and newcomer.gate is not None:
+        return False
+    if scheduler.speculation is None:
+        return True
+    proposers = [sequence.proposer for sequence in going_on if sequence in sampling and sequence.proposer is not None]
+    return not scheduler.speculation.is_worthwhile(proposers, num_rows=len(going_on))
+
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
 
