@@ -31,7 +31,7 @@ from penstock.engine.parsing import ReasoningParser
 from penstock.engine.pooling.model_kind import model_kind
 from penstock.engine.pooling.pooling_build import build_pooling_engine
 from penstock.engine.pooling.pooling_engine import PoolingEngine
-from penstock.engine.quantization.quantization import quantized_layers
+from penstock.engine.quantization import quantized_layers
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins

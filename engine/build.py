@@ -18,10 +18,8 @@ from penstock.engine.decoder.forward import compute_logits
 from penstock.engine.device import CudaHostCopies
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype
-from penstock.engine.layers.fused_linear import fuse_linears
-from penstock.engine.layers.fused_norm import fuse_norms
-from penstock.engine.layers.fused_rotary import fuse_rotary
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.fused import fuse_linears, fuse_norms, fuse_rotary
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.memory import num_cache_blocks, settle_memory
 from penstock.engine.loading.model_config import answer_tokens
 from penstock.engine.loading.model_loader import LoadedModel, load_model, resolve_device

@@ -15,7 +15,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.kv_cache import block_bytes
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.model_loader import LoadedModel, in_memory
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

@@ -25,7 +25,7 @@ from penstock.engine.config import cache_directory
 from penstock.engine.decoder.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.native.library import find_compiler, processor_features
-from penstock.engine.quantization.quantization import quantized_layers
+from penstock.engine.quantization import quantized_layers
 
 logger = logging.getLogger(__name__)
 

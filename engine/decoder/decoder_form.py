@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.decoder.decoder_layers import decoder_layers
-from penstock.engine.layers.fused_linear import FusedPart
-from penstock.engine.layers.packed_linear import PackedLinear, packed_weight
-from penstock.engine.quantization.quantized_linear import QuantizedLinear
+from penstock.engine.layers.fused import FusedPart
+from penstock.engine.layers.linear import PackedLinear, packed_weight
+from penstock.engine.layers.quantized import QuantizedLinear
 
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}

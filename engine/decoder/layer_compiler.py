@@ -20,13 +20,11 @@ from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetad
 from penstock.engine.config import QuantizationMode
 from penstock.engine.decoder.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.fused_linear import fuse_linears
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.fused import fuse_linears
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.model_config import read_config
 from penstock.engine.loading.servable import check_servable
-from penstock.engine.quantization.quantization import put_in_stored, quantize_plain
-from penstock.engine.quantization.quantized_file import quantized_names
-from penstock.engine.quantization.stored_weights import leave_out
+from penstock.engine.quantization import leave_out, put_in_stored, quantize_plain, quantized_names
 
 # An example length that no model has among its sizes, so that the dimensions which vary with it can be told.
 NUM_EXAMPLE_TOKENS = 37

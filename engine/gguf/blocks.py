@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.engine.quantization.quantized_weight import QuantizedWeight, quantized
+from penstock.engine.layers.quantized import QuantizedWeight, quantized
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

@@ -124,7 +124,7 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
     from penstock.engine.gguf.matrices import take_quantized_matrices
-    from penstock.engine.quantization.quantized_file import write_quantized
+    from penstock.engine.quantization import write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
     try:

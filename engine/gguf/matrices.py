@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from penstock.engine.gguf.blocks import dequantized, is_quantized, read_blocks
 from penstock.engine.gguf.row_matching import RowIndex
-from penstock.engine.quantization.quantized_weight import QuantizedWeight
-from penstock.engine.quantization.stored_weights import leave_out
+from penstock.engine.layers.quantized import QuantizedWeight
+from penstock.engine.quantization import leave_out
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

@@ -17,9 +17,15 @@ from penstock.engine.loading.context_length import max_model_len
 from penstock.engine.loading.model_config import eos_token_ids, read_config
 from penstock.engine.loading.pretrained import DTYPES, load_pretrained
 from penstock.engine.loading.servable import check_servable
-from penstock.engine.quantization.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
-from penstock.engine.quantization.quantized_file import quantized_names
-from penstock.engine.quantization.stored_weights import StoredWeightsConfig, forget_config
+from penstock.engine.quantization import (
+    StoredWeightsConfig,
+    forget_config,
+    put_in_stored,
+    quantize_plain,
+    quantized_layers,
+    quantized_names,
+    resolve_quantization,
+)
 
 logger = logging.getLogger(__name__)
 

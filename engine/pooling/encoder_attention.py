@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from penstock.engine.pooling.encoder_batch import LengthGroup
 
-IMPLEMENTATION = "penstock_flat"
+FLAT_ATTENTION = "penstock_flat"
 
 
 def flat_attention(
@@ -66,6 +66,6 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     return scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
-def register() -> None:
+def register_flat_attention() -> None:
     """Makes `penstock_flat` known to transformers. No mask function goes with it, so no model builds a dense mask."""
-    AttentionInterface.register(IMPLEMENTATION, flat_attention)
+    AttentionInterface.register(FLAT_ATTENTION, flat_attention)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.pooling import encoder_attention
+from penstock.engine.pooling.encoder_attention import FLAT_ATTENTION, register_flat_attention
 from penstock.engine.pooling.encoder_batch import EncoderInput, build_encoder_batch
 from penstock.engine.pooling.encoder_forward import FlatForward, Forward, PaddedForward
 
@@ -30,8 +30,8 @@ def choose_forward(model: PreTrainedModel) -> Forward:
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise ConfigurationError(f"{type(model).__name__} cannot be served: it takes no plain text ({error})") from error
     if model._supports_attention_backend:
-        encoder_attention.register()
-        model.set_attn_implementation(encoder_attention.IMPLEMENTATION)
+        register_flat_attention()
+        model.set_attn_implementation(FLAT_ATTENTION)
         flat = FlatForward.of(model)
         if _agrees(flat, model, inputs, expected):
             return flat

@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.build import NUM_THREADS
 from penstock.engine.config import EngineConfig
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.memory import settle_memory
 from penstock.engine.pooling.pooling_engine import PoolingEngine
 from penstock.engine.pooling.pooling_loader import load_pooling_model

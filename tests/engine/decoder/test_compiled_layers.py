@@ -11,7 +11,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.decoder.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.decoder.decoder_layers import decoder_layers
 from penstock.engine.native.library import find_compiler
-from penstock.engine.quantization.quantization import quantize_plain
+from penstock.engine.quantization import quantize_plain
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import tiny_model
 

@@ -13,10 +13,10 @@ from penstock.engine.decoder import decoder_trial
 from penstock.engine.decoder.decoder_trial import install_native_decoder
 from penstock.engine.decoder.native_decoder import NativeDecoder
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.fused_linear import fuse_linears
+from penstock.engine.layers.fused import fuse_linears
+from penstock.engine.layers.quantized import quantize_linears
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.native.library import native_library
-from penstock.engine.quantization.quantized_linear import quantize_linears
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import ARCHITECTURES, tiny_model
 

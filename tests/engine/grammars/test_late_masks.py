@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import loop
-from penstock.engine import mask_filler
+from penstock.engine import loop, mask_filler
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.grammars import mask_fill

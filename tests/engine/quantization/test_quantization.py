@@ -12,14 +12,11 @@ from penstock.engine.config import QuantizationMode
 from penstock.engine.decoder.decoder_layers import decoder_layers, layer_kind
 from penstock.engine.decoder.layer_compiler import build_skeleton
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.layers.fused_linear import fuse_linears
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.fused import fuse_linears
+from penstock.engine.layers.linear import pack_linears
+from penstock.engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, quantized, unpack
 from penstock.engine.loading.model_loader import LoadedModel, load_model
-from penstock.engine.quantization.quantization import quantize_plain, quantized_layers, resolve_quantization
-from penstock.engine.quantization.quantized_embedding import QuantizedEmbedding
-from penstock.engine.quantization.quantized_file import read_quantized, write_quantized
-from penstock.engine.quantization.quantized_linear import QuantizedLinear, unpack
-from penstock.engine.quantization.quantized_weight import QuantizedWeight, quantized
+from penstock.engine.quantization import quantize_plain, quantized_layers, read_quantized, resolve_quantization, write_quantized
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
@@ -226,7 +223,7 @@ def test_a_gpu_refuses_few_bits_by_name_and_inflates_by_default() -> None:
 
 
 def test_without_kernels_few_bits_are_for_those_who_ask(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("penstock.engine.quantization.quantization.can_quantize", lambda: False)
+    monkeypatch.setattr("penstock.engine.quantization.can_quantize", lambda: False)
     assert resolve_quantization("auto", torch.device("cpu")) == "none"
     assert caplog.records == []
     assert resolve_quantization("int8", torch.device("cpu")) == "int8"

@@ -1,9 +1,7 @@
 import pytest
 import torch
 
-from penstock.engine.quantization.quantized_embedding import QuantizedEmbedding, unpacked_rows
-from penstock.engine.quantization.quantized_linear import QuantizedLinear, pack, unpack
-from penstock.engine.quantization.quantized_weight import quantized
+from penstock.engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, pack, quantized, unpack, unpacked_rows
 
 
 @pytest.mark.parametrize("bits", [4, 8])

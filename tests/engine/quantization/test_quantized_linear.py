@@ -8,10 +8,19 @@ from torch import Tensor, nn
 
 from penstock.engine.decoder.decoder_form import read_linear
 from penstock.engine.decoder.decoder_layers import decoder_layers, layer_kind
-from penstock.engine.layers.fused_linear import FusedPart, fuse_linears
+from penstock.engine.layers.fused import FusedPart, fuse_linears
+from penstock.engine.layers.quantized import (
+    GROUP_SIZE,
+    QuantizedLinear,
+    QuantizedWeight,
+    can_quantize,
+    pack,
+    quantize_linears,
+    quantized,
+    torch_linear,
+    unpack,
+)
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, processor_features
-from penstock.engine.quantization.quantized_linear import QuantizedLinear, can_quantize, pack, quantize_linears, torch_linear, unpack
-from penstock.engine.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, quantized
 from tests.tiny_models import tiny_model
 
 ENTRY = """
@@ -103,7 +112,7 @@ def test_a_bias_is_added_and_types_and_shapes_are_kept(bits: int, dtype: torch.d
 
 @needs_kernel
 def test_half_precision_takes_the_kernel_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("penstock.engine.quantization.quantized_linear.torch_linear")
+    monkeypatch.delattr("penstock.engine.layers.quantized.torch_linear")
     layer = QuantizedLinear(random_weight(50, 64, 4), None)
     x = torch.randn(7, 64).half()
     assert torch.equal(layer(x), layer(x.float()).half())

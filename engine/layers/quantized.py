@@ -1,17 +1,63 @@
-"""Linear layers over weights of 4 or 8 bits, computed on the CPU from one copy of the codes.
-
-The input is quantized too, each row by itself and every 32 values with a scale of their own, so that products are sums of integers. A row's
-result is the same, bit for bit, whichever other rows it comes with.
-"""
+"""Weights of 4 or 8 bits: the matrix as codes, and the linear layers and embeddings that compute with it."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.packed_linear import replace_linears
+from penstock.engine.layers.linear import replace_linears
 from penstock.engine.native.library import native_library
-from penstock.engine.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, quantized
+
+GROUP_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """O rows of I weights, I a multiple of 32: weight[o, i] = scales[o, i // 32] * codes[o, i] + minimums[o, i // 32].
+
+    `codes_OI` is uint8, one code below 2**bits in each byte; `bits` is 4 or 8. `scales_OG` and `minimums_OG` are float16 [O, I / 32].
+    GGUF's Q4_0, Q4_1, Q5_0 and Q8_0 are exactly of this form. Minimums of 8 bits are always -128 scales.
+    """
+
+    bits: int
+    codes_OI: Tensor
+    scales_OG: Tensor
+    minimums_OG: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Float32 [O, I]."""
+        codes_OGS: Tensor = self.codes_OI.unflatten(1, (-1, GROUP_SIZE)).float()  # type: ignore[no-untyped-call]
+        return (codes_OGS * self.scales_OG.float()[..., None] + self.minimums_OG.float()[..., None]).flatten(1)
+
+
+def quantized(weight_OI: Tensor, bits: int) -> QuantizedWeight:
+    """Rounds each group between its extremes: to 16 levels for 4 bits, and to 255 levels around zero for 8, as GGUF's Q4_1 and Q8_0 do."""
+    groups_OGS: Tensor = weight_OI.float().unflatten(1, (-1, GROUP_SIZE))  # type: ignore[no-untyped-call]
+    if bits == 4:
+        low_OG, high_OG = groups_OGS.aminmax(dim=-1)
+        scales_OG = ((high_OG - low_OG) / 15).half()
+        minimums_OG = low_OG.half()
+    else:
+        assert bits == 8
+        scales_OG = (groups_OGS.abs().amax(-1) / 127).half()
+        minimums_OG = -128 * scales_OG
+    # Codes go by the scale and minimum as they were rounded; a group of equal weights has none to speak of.
+    steps_OG = torch.where(scales_OG > 0, scales_OG.float(), 1.0)
+    codes_OGS = ((groups_OGS - minimums_OG.float()[..., None]) / steps_OG[..., None]).round().clamp(0, 2**bits - 1)
+    return QuantizedWeight(bits, codes_OGS.to(torch.uint8).flatten(1), scales_OG, minimums_OG)
+
+
+def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One below the other: the weight of a layer that computes all of theirs. They agree on bits and inputs."""
+    (bits,) = {weight.bits for weight in weights}
+    return QuantizedWeight(
+        bits,
+        torch.cat([weight.codes_OI for weight in weights]),
+        torch.cat([weight.scales_OG for weight in weights]),
+        torch.cat([weight.minimums_OG for weight in weights]),
+    )
+
 
 # Rows of a weight that lie side by side, one in each lane of a vector.
 TILE = 16
@@ -169,3 +215,41 @@ def quantize_linears(model: nn.Module, bits: int, *, skip: Collection[str] = ())
         return QuantizedLinear(quantized(linear.weight.detach(), bits), linear.bias)
 
     return replace_linears(model, quantize, skip=skip)
+
+
+class QuantizedEmbedding(nn.Module):
+    """Token ids of any shape [...] to rows of `dtype` [..., columns]. `blocks` are those of a `QuantizedLinear` or made by `pack`."""
+
+    blocks: Tensor
+
+    def __init__(self, blocks_TGB: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("blocks", blocks_TGB, persistent=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        ids_N = token_ids.flatten().long().contiguous()
+        library = native_library() if token_ids.device.type == "cpu" else None
+        if library is None:
+            rows_NI = unpacked_rows(self.blocks, ids_N).dequantized()
+        else:
+            num_groups = self.blocks.shape[1]
+            rows_NI = torch.empty(len(ids_N), num_groups * GROUP_SIZE)
+            library.penstock_quantized_rows(
+                rows_NI.data_ptr(), self.blocks.data_ptr(), ids_N.data_ptr(), len(ids_N), num_groups, num_bits(self.blocks)
+            )
+        return rows_NI.to(self.dtype).view(*token_ids.shape, rows_NI.shape[1])
+
+
+def unpacked_rows(blocks_TGB: Tensor, rows_N: Tensor) -> QuantizedWeight:
+    """These rows of the weight that `pack` made the blocks from; every row has its own lane in its tile."""
+    tiles_N, lanes_N = rows_N // TILE, rows_N % TILE
+    bits = num_bits(blocks_TGB)
+    num_code_bytes = TILE * GROUP_SIZE * bits // 8
+    codes_TGCLS = blocks_TGB[..., :num_code_bytes].unflatten(-1, (-1, TILE, STEP))  # type: ignore[no-untyped-call]
+    codes_NGCS = codes_TGCLS[tiles_N, :, :, lanes_N]
+    if bits == 4:
+        codes_NGCS = torch.cat([codes_NGCS & 15, codes_NGCS >> 4], dim=2)
+    numbers_TGKLB = blocks_TGB[..., num_code_bytes:].unflatten(-1, (-1, TILE, 2))  # type: ignore[no-untyped-call]
+    scales_NG, *minimums_NG = numbers_TGKLB[tiles_N, :, :, lanes_N].contiguous().view(torch.float16)[..., 0].unbind(-1)
+    return QuantizedWeight(bits, codes_NGCS.flatten(1), scales_NG, minimums_NG[0] if minimums_NG else -128 * scales_NG)
