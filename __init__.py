@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.engine.errors import ConfigurationError, EngineUnavailable, GenerationFailed, InvalidRequest, PenstockError, QueueFull
     from penstock.engine.hooks import hookimpl
-    from penstock.engine.pooling.pooling_params import PoolingParams
+    from penstock.engine.pooling.params import PoolingParams
     from penstock.engine.sampling.params import BeamSearchParams
     from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.executor import Executor
@@ -62,7 +62,7 @@ _PUBLIC = {
     "OutputConfig": "penstock.llm.executor_api.output",
     "PenstockError": "penstock.engine.errors",
     "PoolingOutput": "penstock.llm.pooling_output",
-    "PoolingParams": "penstock.engine.pooling.pooling_params",
+    "PoolingParams": "penstock.engine.pooling.params",
     "PoolingRequestOutput": "penstock.llm.pooling_output",
     "QueueFull": "penstock.engine.errors",
     "Request": "penstock.llm.executor_api.request",

@@ -28,9 +28,9 @@ from penstock.engine.loading.model_store import model_name, resolve_model
 from penstock.engine.loading.packaged_model import PACKAGED_MODELS
 from penstock.engine.loop import Engine
 from penstock.engine.parsing import ReasoningParser
-from penstock.engine.pooling.model_kind import model_kind
-from penstock.engine.pooling.pooling_build import build_pooling_engine
-from penstock.engine.pooling.pooling_engine import PoolingEngine
+from penstock.engine.pooling.engine import PoolingEngine
+from penstock.engine.pooling.files import model_kind
+from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.quantization import quantized_layers
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.engine.grammars.grammar_cache import GrammarCompiler
     from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
     from penstock.engine.loop import Engine
-    from penstock.engine.pooling.pooling_engine import PoolingEngine
+    from penstock.engine.pooling.engine import PoolingEngine
     from penstock.engine.text.tokenizer import Tokenizer
     from penstock.plugins.manager import Plugins
 

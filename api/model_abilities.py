@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from penstock.api.context import PoolingContext
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_model import PoolingModel
-from penstock.engine.pooling.pooling_params import PoolingTask
+from penstock.engine.pooling.model import PoolingModel
+from penstock.engine.pooling.params import PoolingTask
 
 GENERATES = "a model that generates text"
 SCORING_ROUTES = ("/v1/score", "/v1/rerank")

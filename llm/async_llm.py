@@ -10,7 +10,7 @@ from typing import Any, Self
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
-from penstock.engine.pooling.pooling_params import PoolingParams
+from penstock.engine.pooling.params import PoolingParams
 from penstock.llm.local_model import LocalModel
 from penstock.llm.metric_values import Metric, metric_values
 from penstock.llm.output_fold import OutputFold

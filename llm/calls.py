@@ -1,7 +1,7 @@
 """Which calls serve which model."""
 
-from penstock.engine.pooling.pooling_model import PoolingModel
-from penstock.engine.pooling.pooling_params import PoolingTask
+from penstock.engine.pooling.model import PoolingModel
+from penstock.engine.pooling.params import PoolingTask
 
 GENERATION_CALLS = ("generate", "chat", "beam_search")
 CALLS: dict[PoolingTask, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import Any, NoReturn, cast
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.llm.batch import run_batch
 from penstock.llm.beams import beam_output, prepare_beams

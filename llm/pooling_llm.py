@@ -13,8 +13,8 @@ from penstock.api.model_abilities import description, wrong_model
 from penstock.api.pooling.pooling_inputs import EncodingOptions, encode_inputs, token_limit
 from penstock.api.pooling.scores import Side, score_pairs
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_engine import PoolingOutput as Pooled
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.engine import PoolingOutput as Pooled
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
 from penstock.engine.pooling.scoring import ScoreLimits
 from penstock.llm.calls import pooling_calls
 from penstock.llm.local_model import LocalModel

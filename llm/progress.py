@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from penstock.engine.pooling.pooling_engine import PoolingOutput
+from penstock.engine.pooling.engine import PoolingOutput
 from penstock.llm.request_output import RequestOutput
 
 

@@ -9,10 +9,8 @@ from prometheus_client.registry import Collector
 
 from penstock.api.metrics.metric_families import MetricFamilies
 from penstock.api.metrics.metrics import ARRIVED, PREFIX, REQUEST_METRICS, TIMER, RequestMetrics
-from penstock.engine.pooling.pooling_batch import pool_all
-from penstock.engine.pooling.pooling_engine import PoolingEngine, PoolingOutput, PoolingStats
-from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.engine.pooling.pooling_text import EncodedText
+from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput, PoolingStats, pool_all
+from penstock.engine.pooling.params import PoolingParams
 
 
 class PoolingCollector(Collector):

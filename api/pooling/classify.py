@@ -15,8 +15,8 @@ from penstock.api.model_abilities import check_task
 from penstock.api.pooling.pooling_inputs import read_inputs, usage_of
 from penstock.api.pooling.pooling_protocol import InputFields, PoolingUsage
 from penstock.api.workers import MANY, run
-from penstock.engine.pooling.pooling_engine import PoolingOutput
-from penstock.engine.pooling.pooling_params import PoolingParams
+from penstock.engine.pooling.engine import PoolingOutput
+from penstock.engine.pooling.params import PoolingParams
 
 
 class ClassificationRequest(InputFields, kw_only=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from penstock.api.pooling.embedding_protocol import Embedding, EmbeddingRequest,
 from penstock.api.pooling.pooling_inputs import read_inputs, usage_of
 from penstock.api.pooling.vectors import MANY_NUMBERS, written
 from penstock.api.workers import run
-from penstock.engine.pooling.pooling_params import PoolingParams
+from penstock.engine.pooling.params import PoolingParams
 
 
 async def create_embeddings(http: web.Request) -> web.Response:

@@ -17,7 +17,7 @@ from penstock.api.pooling.pooling_inputs import read_inputs, usage_of
 from penstock.api.pooling.pooling_protocol import EncodingFormat, InputFields, PoolingUsage
 from penstock.api.pooling.vectors import MANY_NUMBERS, written
 from penstock.api.workers import run
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
 
 
 class PoolingRequest(InputFields, kw_only=True, forbid_unknown_fields=True):

@@ -12,8 +12,8 @@ from penstock.api.prompts import LONG_TEXT, check_prompt_ids, check_text_length,
 from penstock.api.templates.rendering import check_template_fields, render_conversation
 from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.encoder_batch import EncoderInput
-from penstock.engine.pooling.pooling_text import EncodedText
+from penstock.engine.pooling.encoder import EncoderInput
+from penstock.engine.pooling.engine import EncodedText
 
 # The names under which models keep an instruction, by the words that clients have for it.
 QUERY, DOCUMENT = ("query", "search_query"), ("document", "passage", "search_document")

@@ -11,7 +11,7 @@ from penstock.api.pooling.pooling_protocol import PoolingUsage
 from penstock.api.prompts import LONG_TEXT, MAX_PROMPTS
 from penstock.api.workers import MANY, run
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_text import EncodedText
+from penstock.engine.pooling.engine import EncodedText
 from penstock.engine.pooling.scoring import Score, ScoreLimits, check_counts, paired, scoring_of
 
 MAX_CHARACTERS = 2**24  # as many as a body may have: a text that is in many pairs is tokenized for each of them

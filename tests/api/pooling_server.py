@@ -17,8 +17,8 @@ from penstock.api.context import PoolingContext, ServerOptions
 from penstock.api.templates.chat_template import ChatTemplate
 from penstock.api.workers import Workers
 from penstock.engine.config import EngineConfig
-from penstock.engine.pooling.pooling_build import build_pooling_engine
-from penstock.engine.pooling.pooling_engine import PoolingEngine
+from penstock.engine.pooling.engine import PoolingEngine
+from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.text.tokenizer import Tokenizer
 
 MODEL = "tiny"

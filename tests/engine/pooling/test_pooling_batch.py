@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from penstock.engine.errors import GenerationFailed, QueueFull
-from penstock.engine.pooling.encoder_batch import EncoderInput
-from penstock.engine.pooling.pooling_batch import MAX_OPEN, pool_all
-from penstock.engine.pooling.pooling_engine import PoolingEngine, PoolingOutput
-from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.engine.pooling.pooling_text import EncodedText
+from penstock.engine.pooling.encoder import EncoderInput
+from penstock.engine.pooling.engine import MAX_OPEN, EncodedText, PoolingEngine, PoolingOutput, pool_all
+from penstock.engine.pooling.params import PoolingParams
 
 
 @dataclass

@@ -10,11 +10,10 @@ from transformers import AutoModel, PreTrainedModel
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.pooling.encoder_batch import EncoderInput
-from penstock.engine.pooling.encoder_forward import FlatForward, PaddedForward
-from penstock.engine.pooling.pooling_loader import load_pooling_model
-from penstock.engine.pooling.pooling_model import PoolingModel
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.encoder import EncoderInput, FlatForward, PaddedForward
+from penstock.engine.pooling.loader import load_pooling_model
+from penstock.engine.pooling.model import PoolingModel
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
 from tests.tiny_encoders import DECODERS, ENCODERS, MAX_LEN, VOCAB_SIZE, modules, save_encoder, tiny_encoder
 from tests.tiny_models import tiny_model
 

@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_files import SentenceFiles
-from penstock.engine.pooling.pooling_text import encode_text
+from penstock.engine.pooling.engine import encode_text
+from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.text.tokenizer import Tokenizer
 
 LONG = "the cat sat on the mat and it was very, very pleased with itself"

@@ -1,4 +1,4 @@
-"""A model directory turned into a `PoolingModel` on its device."""
+"""A model directory turned into a `PoolingModel` on its device, with an engine around it."""
 
 import functools
 import logging
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
+from penstock.engine.build import NUM_THREADS
 from penstock.engine.config import Dtype, EngineConfig
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.context_length import max_model_len
+from penstock.engine.loading.memory import settle_memory
 from penstock.engine.loading.model_config import listed_architectures, read_config
 from penstock.engine.loading.model_loader import resolve_device
 from penstock.engine.loading.pretrained import DTYPES, load_pretrained
-from penstock.engine.pooling.encoder_batch import build_encoder_batch
-from penstock.engine.pooling.encoder_forward import FlatForward, Forward, PaddedForward
-from penstock.engine.pooling.encoder_trial import choose_forward, is_close, trial_inputs
-from penstock.engine.pooling.model_kind import is_sequence_classifier, is_token_classifier
-from penstock.engine.pooling.pooling_files import PoolingMode, SentenceFiles, read_sentence_files
-from penstock.engine.pooling.pooling_head import Head
-from penstock.engine.pooling.pooling_model import Classifier, PoolingModel, pooled
-from penstock.engine.pooling.pooling_params import PoolingTask
-from penstock.engine.pooling.pooling_stages import Stage, load_stage, make_activation, normalize
+from penstock.engine.pooling.encoder import FlatForward, Forward, PaddedForward, build_encoder_batch, choose_forward, is_close, trial_inputs
+from penstock.engine.pooling.engine import PoolingEngine, PoolingQueue
+from penstock.engine.pooling.files import PoolingMode, SentenceFiles, is_sequence_classifier, is_token_classifier, read_sentence_files
+from penstock.engine.pooling.model import Classifier, Head, PoolingModel, Stage, load_stage, make_activation, normalize, pooled
+from penstock.engine.pooling.params import PoolingTask
+from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -192,3 +192,20 @@ def _max_len(config: PretrainedConfig, files: SentenceFiles, forward: Forward, a
     if asked is not None and not 1 <= asked <= limit:
         raise ConfigurationError(f"--max-model-len {asked} is not between 1 and this model's {limit} tokens")
     return asked or min(limit, files.max_seq_length or limit)
+
+
+MAX_NUM_BATCHED_TOKENS_CPU = 1024  # larger matrices are no faster, and a batch is what a short text waits behind
+MAX_NUM_BATCHED_TOKENS_CUDA = 16384
+
+
+def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineConfig) -> PoolingEngine:
+    """Loads the model and puts an engine around it. Raises `ConfigurationError` for what cannot be served."""
+    torch.set_num_threads(1)  # as for models that generate: only the model's own thread has more
+    model = load_pooling_model(directory, config)
+    if model.device.type == "cpu":
+        pack_linears(model.encoder)
+        for module in model.modules:
+            settle_memory(module)
+    default = MAX_NUM_BATCHED_TOKENS_CUDA if model.device.type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
+    queue = PoolingQueue(config.max_num_batched_tokens or default, config.max_waiting_requests)
+    return PoolingEngine(model, tokenizer, queue, num_threads=config.num_threads or NUM_THREADS)

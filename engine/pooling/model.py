@@ -1,21 +1,166 @@
 """A model that turns texts into numbers: embeddings, vectors of their tokens, class probabilities, relevance scores."""
 
 import dataclasses
+import functools
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
-from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.encoder_batch import EncoderBatch, EncoderInput, build_encoder_batch
-from penstock.engine.pooling.encoder_forward import Forward
-from penstock.engine.pooling.pooling_files import PoolingMode, SentenceFiles
-from penstock.engine.pooling.pooling_head import Head
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
-from penstock.engine.pooling.pooling_stages import Stage, normalize, pool_rows
+from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.engine.pooling.encoder import EncoderBatch, EncoderInput, Forward, build_encoder_batch
+from penstock.engine.pooling.files import PoolingMode, SentenceFiles, StageFiles
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
+
+
+class _GivenStates(nn.Module):
+    """Stands where the encoder stood in a classifier, and answers with token vectors that have been computed already."""
+
+    def __init__(self, encoder: PreTrainedModel) -> None:
+        super().__init__()
+        self.pooler: nn.Module | None = getattr(encoder, "pooler", None)
+        self.pooler_activation: nn.Module | None = getattr(encoder, "pooler_activation", None)  # Albert's own is outside of its pooler
+        self.states_BLD = torch.empty(0)
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.states_BLD, pooler_output=self._pooled())
+
+    def _pooled(self) -> Tensor | None:
+        if self.pooler is None:
+            return None
+        pooled: Tensor
+        if self.pooler_activation is not None:
+            pooled = self.pooler_activation(self.pooler(self.states_BLD[:, 0]))
+        else:
+            pooled = self.pooler(self.states_BLD)
+        return pooled
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A classifier without its encoder."""
+
+    classifier: PreTrainedModel
+    given: _GivenStates
+
+    @classmethod
+    def detach(cls, classifier: PreTrainedModel) -> "tuple[PreTrainedModel, Head]":
+        """Takes a classifier apart into its encoder and its head. The classifier itself is changed."""
+        encoder: Any = classifier.base_model
+        given = _GivenStates(encoder)
+        setattr(classifier, classifier.base_model_prefix, given)
+        return encoder, cls(classifier, given)
+
+    def __call__(self, states_BLD: Tensor) -> Tensor:
+        """Logits, float32: of B texts where the class has one output for each, [B, labels], else of every token, [B, L, labels]."""
+        if states_BLD.shape[0] > 1 and self.classifier.config.get_text_config().pad_token_id is None:
+            return torch.cat([self(states_BLD[row : row + 1]) for row in range(len(states_BLD))])  # some classes refuse more then
+        self.given.states_BLD = states_BLD
+        shape, device = states_BLD.shape[:2], states_BLD.device
+        options: dict[str, Any] = {}
+        if "attention_mask" in inspect.signature(self.classifier.forward).parameters:
+            options["attention_mask"] = torch.ones(shape, dtype=torch.long, device=device)
+        try:
+            output = self.classifier(input_ids=torch.ones(shape, dtype=torch.long, device=device), **options)
+        finally:
+            self.given.states_BLD = torch.empty(0)
+        logits: Tensor = output.logits
+        return logits.float()
+
+
+Stage = Callable[[Tensor], Tensor]
+
+
+def pool_rows(states_NLD: Tensor, modes: Sequence[PoolingMode], num_left_out: int = 0) -> Tensor:
+    """One vector, float32, for each of N texts of equal length, [N, modes * D]. Their first `num_left_out` tokens do not count."""
+    length = states_NLD.shape[1]
+    first = num_left_out if num_left_out < length else 0
+    states_NLD = states_NLD[:, first:]
+    return torch.cat([_pool(states_NLD, mode, first) for mode in modes], dim=-1)
+
+
+def _pool(states_NLD: Tensor, mode: PoolingMode, first: int) -> Tensor:
+    """`first` is the place of the first token in its text."""
+    count = states_NLD.shape[1]
+    match mode:
+        case "cls":
+            return states_NLD[:, 0].float()
+        case "lasttoken":
+            return states_NLD[:, -1].float()
+        case "max":
+            return states_NLD.amax(1).float()
+        case "mean":
+            return states_NLD.mean(1, dtype=torch.float32)
+        case "mean_sqrt_len_tokens":
+            return states_NLD.sum(1, dtype=torch.float32) / math.sqrt(count)
+        case "weightedmean":
+            weights_L = torch.arange(first + 1, first + count + 1, dtype=torch.float32, device=states_NLD.device)
+            return (states_NLD * (weights_L / weights_L.sum())[:, None]).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer with an activation."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+    activation: Stage
+    has_residual: bool
+
+    def __call__(self, vectors_BI: Tensor) -> Tensor:
+        out = self.activation(nn.functional.linear(vectors_BI, self.weight_OI, self.bias_O))
+        return out + vectors_BI if self.has_residual else out
+
+
+def normalize(vectors_BD: Tensor) -> Tensor:
+    return nn.functional.normalize(vectors_BD, dim=-1)
+
+
+def load_stage(files: StageFiles, device: torch.device) -> Stage:
+    """The stage that its files describe, in float32. Raises `ConfigurationError` where they cannot be read."""
+    match files.kind:
+        case "Normalize":
+            return normalize
+        case "LayerNorm":
+            weights = _load_weights(files, device)
+            weight, bias = weights["norm.weight"], weights["norm.bias"]
+            return functools.partial(nn.functional.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias)
+        case _:
+            weights, config = _load_weights(files, device), files.config
+            inputs, outputs = config.get("module_input_name", "sentence_embedding"), config.get("module_output_name")
+            if inputs != "sentence_embedding" or outputs not in (None, "sentence_embedding"):
+                raise ConfigurationError(f"{files.directory}: a Dense stage over {inputs} is not supported, only over sentence_embedding")
+            activation = make_activation(str(config.get("activation_function", "torch.nn.modules.activation.Tanh")))
+            return Dense(weights["linear.weight"], weights.get("linear.bias"), activation, bool(config.get("use_residual", False)))
+
+
+def make_activation(path: str) -> Stage:
+    """A class of `torch.nn` by its import path. Raises `ConfigurationError` for anything else: a model's files run no code here."""
+    name = path.rpartition(".")[2]
+    found = getattr(nn, name, None)
+    if not path.startswith("torch.nn.") or not isinstance(found, type) or not issubclass(found, nn.Module):
+        raise ConfigurationError(f"the activation {path!r} is not one of torch.nn's")
+    activation: Stage = found()
+    return activation
+
+
+def _load_weights(files: StageFiles, device: torch.device) -> dict[str, Tensor]:
+    path = files.directory / "model.safetensors"
+    if not path.is_file():
+        raise ConfigurationError(f"{files.directory} lacks model.safetensors; weights in other formats are not read")
+    try:
+        return {name: weight.to(device, torch.float32) for name, weight in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
