@@ -34,8 +34,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
-from penstock.engine.decoder.decoder_form import LinearForm, read_linear
-from penstock.engine.decoder.native_decoder import NativeDecoder
+from penstock.engine.decoder.native import LinearForm, NativeDecoder, read_linear
 from penstock.engine.loading.model_store import resolve_model
 from penstock.engine.native.library import native_library
 from penstock.engine.request import Request

@@ -13,8 +13,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.decoder.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.decoder.cuda_graphs import CudaRecorder, DecodeGraphs
-from penstock.engine.decoder.decoder_trial import install_native_decoder
-from penstock.engine.decoder.forward import compute_logits
+from penstock.engine.decoder.layers import compute_logits
+from penstock.engine.decoder.native import install_native_decoder
 from penstock.engine.device import CudaHostCopies
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype

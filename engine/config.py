@@ -1,11 +1,7 @@
-"""What an engine is told about how to load and run a model, and where it keeps files."""
+"""What the operator decides about the engine, once, before it starts."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-from penstock.engine.errors import ConfigurationError
 
 CompileMode = Literal["auto", "off", "on"]
 KVCacheDtype = Literal["auto", "fp8"]
@@ -76,17 +72,3 @@ class EngineConfig:
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return MAX_NUM_BATCHED_TOKENS_CUDA if device_type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
-
-
-def cache_directory() -> Path:
-    """`$PENSTOCK_CACHE`, else `$XDG_CACHE_HOME/penstock`, else `~/.cache/penstock`. It may not exist yet.
-
-    Raises `ConfigurationError` where a home directory is needed and there is none, as of a user whom the system does not know.
-    """
-    try:
-        if override := os.environ.get("PENSTOCK_CACHE"):
-            return Path(override).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base).expanduser() if base else Path.home() / ".cache") / "penstock"
-    except RuntimeError as error:
-        raise ConfigurationError(f"there is no home directory to keep models in ({error}): set PENSTOCK_CACHE to a directory") from error

@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.decoder.compiled_layers import LayerCompilation
 from penstock.engine.decoder.cuda_graphs import DecodeGraphs
-from penstock.engine.decoder.forward import compute_logits
-from penstock.engine.decoder.model_outputs import Capture, ModelOutputs, owned_rows
+from penstock.engine.decoder.layers import compute_logits
+from penstock.engine.decoder.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.device import HostCopies, sent
 from penstock.engine.kv_cache import KVCache

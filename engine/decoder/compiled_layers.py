@@ -21,8 +21,8 @@ import transformers
 from torch import Tensor, nn
 
 from penstock import __version__
-from penstock.engine.config import cache_directory
-from penstock.engine.decoder.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors
+from penstock.engine.cache_directory import cache_directory
+from penstock.engine.decoder.layers import call_tensors, decoder_layers, layer_kind, layer_tensors
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.native.library import find_compiler, processor_features
 from penstock.engine.quantization import quantized_layers

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock.engine.attention import interface
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata
 from penstock.engine.config import QuantizationMode
-from penstock.engine.decoder.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
+from penstock.engine.decoder.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.fused import fuse_linears
 from penstock.engine.layers.linear import pack_linears

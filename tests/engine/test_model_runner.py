@@ -10,7 +10,7 @@ import torch
 
 from penstock.engine.core import EngineCore
 from penstock.engine.decoder.cuda_graphs import DecodeGraphs
-from penstock.engine.decoder.forward import compute_logits
+from penstock.engine.decoder.layers import compute_logits
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.loop import STEP_FAILED, Engine

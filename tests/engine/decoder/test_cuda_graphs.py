@@ -20,7 +20,7 @@ from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch, slots_of
 from penstock.engine.core import EngineCore
 from penstock.engine.decoder.cuda_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
-from penstock.engine.decoder.forward import compute_logits
+from penstock.engine.decoder.layers import compute_logits
 from penstock.engine.kv_cache import KVCache, kv_layout
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.runner import ModelRunner

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.decoder.compiled_layers import CompiledLayer
-from penstock.engine.decoder.decoder_layers import decoder_layers
-from penstock.engine.decoder.model_outputs import Capture
-from penstock.engine.decoder.native_decoder import NativeDecoder
+from penstock.engine.decoder.layers import decoder_layers
+from penstock.engine.decoder.native import NativeDecoder
+from penstock.engine.decoder.outputs import Capture
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.loop import Engine

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.config import cache_directory
+from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 
 

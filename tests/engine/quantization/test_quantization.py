@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.config import QuantizationMode
-from penstock.engine.decoder.decoder_layers import decoder_layers, layer_kind
 from penstock.engine.decoder.layer_compiler import build_skeleton
+from penstock.engine.decoder.layers import decoder_layers, layer_kind
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.layers.fused import fuse_linears
 from penstock.engine.layers.linear import pack_linears

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.decoder.decoder_form import read_linear
-from penstock.engine.decoder.decoder_layers import decoder_layers, layer_kind
+from penstock.engine.decoder.layers import decoder_layers, layer_kind
+from penstock.engine.decoder.native import read_linear
 from penstock.engine.layers.fused import FusedPart, fuse_linears
 from penstock.engine.layers.quantized import (
     GROUP_SIZE,

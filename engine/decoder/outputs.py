@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from penstock.engine.decoder.compiled_layers import CompiledLayer
-from penstock.engine.decoder.decoder_layers import decoder_layers
-from penstock.engine.decoder.native_decoder import NativeDecoder
+from penstock.engine.decoder.layers import decoder_layers
+from penstock.engine.decoder.native import NativeDecoder
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sequence import LOGITS
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from penstock.engine.attention.metadata import AttentionMetadata
 
@@ -67,3 +68,18 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
         return argument
 
     return tuple(rebuild(argument) for argument in args), {name: rebuild(argument) for name, argument in kwargs.items()}
+
+
+def compute_logits(
+    model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept: Tensor | None
+) -> Tensor:
+    """The logits [K, V] of the flat rows `kept`, or of all rows where that is None."""
+    output = model(
+        input_ids=input_ids_1T,
+        position_ids=positions_1T,
+        use_cache=False,
+        logits_to_keep=0 if kept is None else kept,
+        attention_metadata=attention,
+    )
+    logits_KV: Tensor = output.logits[0]
+    return logits_KV
