@@ -19,10 +19,11 @@ from penstock.engine.loading.model_config import listed_architectures, read_conf
 from penstock.engine.loading.model_loader import resolve_device
 from penstock.engine.loading.pretrained import DTYPES, load_pretrained
 from penstock.engine.pooling.encoder import FlatForward, Forward, PaddedForward, build_encoder_batch, choose_forward, is_close, trial_inputs
-from penstock.engine.pooling.engine import PoolingEngine, PoolingQueue
+from penstock.engine.pooling.engine import PoolingEngine
 from penstock.engine.pooling.files import PoolingMode, SentenceFiles, is_sequence_classifier, is_token_classifier, read_sentence_files
 from penstock.engine.pooling.model import Classifier, Head, PoolingModel, Stage, load_stage, make_activation, normalize, pooled
 from penstock.engine.pooling.params import PoolingTask
+from penstock.engine.pooling.queue import PoolingQueue
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
