@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 from penstock.engine.grammars.step_masks import StepMasks
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.scheduler import SHORT_CHUNK, Step
@@ -108,10 +108,10 @@ class Batch:
             return self
         return replace(
             self,
-            input_ids_1T=sent(self.input_ids_1T, device),
-            positions_1T=sent(self.positions_1T, device),
+            input_ids_1T=to_device(self.input_ids_1T, device),
+            positions_1T=to_device(self.positions_1T, device),
             attention=self.attention.on(device),
-            kept_T=sent(self.kept_T, device),
+            kept_T=to_device(self.kept_T, device),
         )
 
 

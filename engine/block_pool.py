@@ -81,7 +81,7 @@ class BlockPool:
             self._expire()
             block = next(iter(self._evictable[min(self._evictable)]))
             self._take_out(block)
-            self._unremember(block)
+            self._unpublish(block)
         self._num_references[block] = 1
         return block
 
@@ -110,7 +110,7 @@ class BlockPool:
         """How many of them `share` would take from the free ones."""
         return sum(self._num_references[block] == 0 for block in blocks)
 
-    def remember(self, block: int, block_hash: bytes) -> bool:
+    def publish(self, block: int, block_hash: bytes) -> bool:
         """The block can be found from now on, unless it or an equal one can be already: then False."""
         if not self.enable_prefix_caching or block in self._hash_of or block_hash in self._block_of:
             return False
@@ -118,7 +118,7 @@ class BlockPool:
         self._block_of[block_hash] = block
         return True
 
-    def forget(self, blocks: Iterable[int]) -> None:
+    def unpublish(self, blocks: Iterable[int]) -> None:
         """These can no longer be found. Whoever holds them keeps them."""
         for block in blocks:
             if block not in self._hash_of:
@@ -126,7 +126,7 @@ class BlockPool:
             if self._num_references[block] == 0:
                 self._take_out(block)
                 self._blank.append(block)
-            self._unremember(block)
+            self._unpublish(block)
 
     def retain(self, block: int, rule: RetentionRule) -> None:
         """How long the block is to be kept once it is free, for as long as it can be found. One that cannot has nothing to keep."""
@@ -183,7 +183,7 @@ class BlockPool:
         if not self._evictable[priority]:
             del self._evictable[priority]
 
-    def _unremember(self, block: int) -> None:
+    def _unpublish(self, block: int) -> None:
         del self._block_of[self._hash_of.pop(block)]
         self._retained.pop(block, None)
 

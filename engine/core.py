@@ -182,7 +182,7 @@ class EngineCore:
     def schedule_ahead(self, step: Step, batch: Batch) -> Step | None:
         """What to compute after a step that is under way, as far as it is certain before its results are; None where it is not.
 
-        It is to be built before `update` gets that step's results, and to come back after that: to `update`, `fail` or `put_off`.
+        It is to be built before `update` gets that step's results, and to come back after that: to `update`, `fail` or `cancel_step`.
         """
         if not (self.is_async and can_look_ahead(self.scheduler, step, batch)):
             return None
@@ -238,7 +238,7 @@ class EngineCore:
                 self._take_beam(sequence, output, samples.get(row))
                 continue
             if batch.num_pending:
-                self.scheduler.remember_new(sequence)
+                self.scheduler.publish_last_block(sequence)
             delta = SequenceDelta(sequence.index)
             draft = step.drafts.get(sequence, [])
             num_known = len(sequence.token_ids)
@@ -248,7 +248,7 @@ class EngineCore:
             elif sequence.mask is not None and sequence.mask.needs_no_sample:
                 self._outputs.take_mask(sequence, delta, sequence.mask)
             else:
-                self.scheduler.take_back(sequence)
+                self.scheduler.uncompute_last(sequence)
                 continue
             if draft:
                 self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
@@ -266,7 +266,7 @@ class EngineCore:
         """A step failed as a whole: every request in it ends with an error, and the others go on."""
         deltas: DeltasByRequest = {}
         self.masks.end()
-        self.scheduler.withdraw(step)
+        self.scheduler.unpublish_blocks(step)
         # By its sequences, not by name alone: a request that was aborted meanwhile may have lent its id to another.
         for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
             deltas[request_id] = self._fail_request(request_id, reason)
@@ -283,9 +283,9 @@ class EngineCore:
             self._outputs.fail(sequence, delta, reason)
         return deltas
 
-    def put_off(self, step: Step) -> None:
+    def cancel_step(self, step: Step) -> None:
         """The step before this one failed, on whose results it was to be built: its sequences, but for those of that step, begin again."""
-        self.scheduler.put_off(step)
+        self.scheduler.cancel_step(step)
         self._show(step, {})
 
     def step(self) -> DeltasByRequest:
@@ -354,7 +354,7 @@ class EngineCore:
         elif sequence.mask is not None and sequence.mask.needs_no_sample:
             self._beams.take_mask(sequence, sequence.mask)
         else:
-            self.scheduler.take_back(sequence)
+            self.scheduler.uncompute_last(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         for member in sequence.family:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from penstock.engine.config import KVCacheDtype
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 from penstock.engine.errors import ConfigurationError
 
 PROBE = "penstock_probe"
@@ -138,7 +138,7 @@ class KVCache:
         """Copies whole blocks, (source, target) pairs, in every layer."""
         if not copies:
             return
-        sources, targets = sent(torch.tensor(copies), self.keys[0].device).unbind(1)
+        sources, targets = to_device(torch.tensor(copies), self.keys[0].device).unbind(1)
         for cache in (*self.keys, *self.values):
             cache[targets] = cache[sources]
 

@@ -102,7 +102,7 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlight:
     """A step that is under way; it has no batch where that could not be built."""
 
     step: Step
@@ -190,7 +190,7 @@ class Engine:
 
     async def _run(self) -> None:
         news: DeltasByRequest = {}
-        flight: _Flight | None = None
+        flight: _InFlight | None = None
         try:
             while True:
                 for request_id, deltas in self._core.expire().items():
@@ -199,16 +199,16 @@ class Engine:
                 follower = None
                 if flight is not None and flight.batch is not None:
                     follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
-                self._deliver(news)  # clients are told what the last step brought while the next one is computed
+                self._publish(news)  # clients are told what the last step brought while the next one is computed
                 if flight is None:
                     self._wake.clear()
                     await self._awake()
                 else:
                     await done(flight.handle.future)
-                    news, flight = self._land(flight, follower)
+                    news, flight = self._collect(flight, follower)
         except Exception:  # a defect of the scheduler's: there is no going on, and no client may be left waiting
             logger.exception("The engine has failed")
-            self._deliver(news)
+            self._publish(news)
             self._end_all(FinishReason.ERROR, ENGINE_FAILED)
 
     async def _awake(self) -> None:
@@ -219,16 +219,16 @@ class Engine:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), self._core.deadlines.seconds_left(PATIENCE))
 
-    def _launch(self, step: Step | None) -> _Flight | None:
+    def _launch(self, step: Step | None) -> _InFlight | None:
         if step is None:
             return None
         try:
             batch = self._core.build(step)
-            return _Flight(step, batch, self._core.runner.launch(batch))
+            return _InFlight(step, batch, self._core.runner.launch(batch))
         except Exception as error:  # it fails as if the model had, when its turn has come
-            return _Flight(step, None, StepHandle.failed(error))
+            return _InFlight(step, None, StepHandle.failed(error))
 
-    def _land(self, flight: _Flight, follower: _Flight | None) -> tuple[DeltasByRequest, _Flight | None]:
+    def _collect(self, flight: _InFlight, follower: _InFlight | None) -> tuple[DeltasByRequest, _InFlight | None]:
         """Takes in what a step brought, and says what is under way after that."""
         step = flight.step
         try:
@@ -241,12 +241,12 @@ class Engine:
             logger.exception("A step over %d sequences failed", len(step.num_tokens))
             self._life.num_failed_steps += 1
             news = self._core.fail(step, STEP_FAILED)
-            self._end_lost(step, news)
+            self._end_unreported(step, news)
             if follower is not None:
-                self._core.put_off(follower.step)
+                self._core.cancel_step(follower.step)
             return news, None
 
-    def _end_lost(self, step: Step, fresh: DeltasByRequest) -> None:
+    def _end_unreported(self, step: Step, fresh: DeltasByRequest) -> None:
         """Adds a last delta for sequences that had ended in an update which then failed: theirs is gone, so their requests are."""
         for request in {sequence.request.request_id: sequence.request for sequence in step.num_tokens}.values():
             stream = self._streams.get(request.request_id)
@@ -257,7 +257,7 @@ class Engine:
             lost = stream.unfinished - {delta.index for delta in deltas}
             deltas += [SequenceDelta(index, finish_reason=FinishReason.ERROR, error=STEP_FAILED) for index in sorted(lost)]
 
-    def _deliver(self, news: DeltasByRequest) -> None:
+    def _publish(self, news: DeltasByRequest) -> None:
         """Hands the deltas out and leaves none behind."""
         for request_id, deltas in news.items():
             stream = self._streams.get(request_id)

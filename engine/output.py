@@ -105,7 +105,7 @@ class OutputProcessor:
         if not gate.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that holds up nobody
             gate.rollback(int(taken is not None))
             sequence.num_masks_apart = 1
-            self.scheduler.take_back(sequence)
+            self.scheduler.uncompute_last(sequence)
         elif taken is not None:
             self._append(sequence, taken, delta)
         elif (mask := self.masks.fill_at_once(sequence, self.vocab_size)).needs_no_sample:

@@ -15,7 +15,7 @@ from penstock.engine.decoder.cuda_graphs import DecodeGraphs
 from penstock.engine.decoder.layers import compute_logits
 from penstock.engine.decoder.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.device import HostCopies, sent
+from penstock.engine.device import HostCopies, to_device
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
@@ -83,7 +83,7 @@ def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput
 
 
 def _index(rows: list[int], device: torch.device) -> Tensor:
-    return sent(torch.tensor(rows, dtype=torch.long), device)
+    return to_device(torch.tensor(rows, dtype=torch.long), device)
 
 
 def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:

@@ -164,11 +164,11 @@ class Scheduler:
             return None
         return sequence if self._fits(sequence, self._cached_blocks(sequence)) else None
 
-    def remember_new(self, sequence: Sequence) -> None:
+    def publish_last_block(self, sequence: Sequence) -> None:
         """Of its tokens, all of them computed, the last was not known when the step was put together that computed it."""
         num_full = len(sequence.token_ids) // self.block_size
         if len(sequence.token_ids) % self.block_size == 0:
-            self._remember(sequence, num_full - 1, num_full)
+            self._publish(sequence, num_full - 1, num_full)
 
     def fork(self, parent: Sequence) -> None:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
@@ -185,7 +185,7 @@ class Scheduler:
         num_shared = num_prompt // self.block_size
         return num_shared + width * (-(-num_tokens // self.block_size) - num_shared)
 
-    def take_back(self, sequence: Sequence) -> None:
+    def uncompute_last(self, sequence: Sequence) -> None:
         """The sequence could not sample from its last token, whose logits are gone: it is computed again, over itself."""
         sequence.num_computed_tokens -= 1
 
@@ -193,15 +193,15 @@ class Scheduler:
         """What the sequence tried has turned out right: its first `num_tokens` tokens need not be computed again."""
         first = sequence.num_computed_tokens // self.block_size
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_tokens)
-        self._remember(sequence, first, sequence.num_computed_tokens // self.block_size)
+        self._publish(sequence, first, sequence.num_computed_tokens // self.block_size)
 
-    def withdraw(self, step: Step) -> None:
+    def unpublish_blocks(self, step: Step) -> None:
         """The step failed: nobody may find what it was to compute."""
-        self.pool.forget(step.promised)
+        self.pool.unpublish(step.promised)
 
-    def put_off(self, step: Step) -> None:
+    def cancel_step(self, step: Step) -> None:
         """The step before this one failed, so this one's results mean nothing: whoever has not ended with that one begins again."""
-        self.withdraw(step)
+        self.unpublish_blocks(step)
         for sequence in step.num_tokens:
             if sequence.status is Status.RUNNING:
                 self._preempt(sequence)
@@ -244,15 +244,15 @@ class Scheduler:
         step.num_tokens[sequence] = num_tokens
         first = sequence.num_computed_tokens // self.block_size
         last = min(sequence.num_computed_tokens + num_tokens, len(sequence.token_ids)) // self.block_size
-        step.promised += self._remember(sequence, first, last)
+        step.promised += self._publish(sequence, first, last)
 
-    def _remember(self, sequence: Sequence, first: int, last: int) -> list[int]:
+    def _publish(self, sequence: Sequence, first: int, last: int) -> list[int]:
         """Of the sequence's blocks [first, last), those that could not be found before and can be now."""
         if not self.pool.enable_prefix_caching or first == last:
             return []
         chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         blocks = zip(sequence.block_table[first:last], sequence.block_hashes[first:last], strict=True)
-        return [block for block, block_hash in blocks if self.pool.remember(block, block_hash)]
+        return [block for block, block_hash in blocks if self.pool.publish(block, block_hash)]
 
     def _speculate(self, speculation: Speculation, step: Step, budget: TokenBudget) -> None:
         """Gives drafts what the step has left of tokens and blocks; nobody is pushed out for them."""
@@ -279,7 +279,7 @@ class Scheduler:
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)
         step.copies = [copy for copy in step.copies if copy[1] not in sequence.block_table]
-        self.pool.forget([block for block in step.promised if block in sequence.block_table])
+        self.pool.unpublish([block for block in step.promised if block in sequence.block_table])
         step.promised = [block for block in step.promised if block not in sequence.block_table]
 
     def _run(self, sequence: Sequence) -> None:

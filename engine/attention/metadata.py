@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 
 NUM_HEADER_FIELDS = 6
 
@@ -63,7 +63,7 @@ class AttentionMetadata:
         """The same on another device. Does not wait for what that has to do before."""
         num_sequences, width = self.block_table_BN.shape
         header = [len(self.slot_mapping_T), num_sequences, width, self.num_decodes, self.max_query_len, self.max_context_len]
-        return self._view(sent(self.packed, device), header)
+        return self._view(to_device(self.packed, device), header)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "AttentionMetadata":

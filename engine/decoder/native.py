@@ -326,7 +326,7 @@ def install_native_decoder(loaded: LoadedModel, cache: KVCache) -> bool:
     vars(loaded.model).pop("forward", None)  # of an engine that had the model before
     try:
         decoder = NativeDecoder(loaded, cache)
-        check(decoder, loaded, cache)
+        verify_native(decoder, loaded, cache)
     except UnsuitableModel as reason:
         logger.info("The model's layers run one by one, not in one call of native code: %s.", reason)
         return False
@@ -335,7 +335,7 @@ def install_native_decoder(loaded: LoadedModel, cache: KVCache) -> bool:
 
 
 @torch.inference_mode()
-def check(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -> None:
+def verify_native(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -> None:
     """Raises `UnsuitableModel` where a layer, or what comes before or after the layers, gives something else.
 
     Each layer gets what it got in the model's own pass, so that what rounds differently does not add up.

@@ -260,8 +260,8 @@ def _padded(flat_T: Tensor, is_token_BL: Tensor, filler: int) -> Tensor:
 
 logger = logging.getLogger(__name__)
 
-TRIAL_LENGTHS = (7, 4, 7)
-MAX_TRIED_WINDOW = 600  # longer ones would take seconds to try
+PROBE_LENGTHS = (7, 4, 7)
+MAX_PROBED_WINDOW = 600  # longer ones would take seconds to try
 # Rounding is orders of magnitude less, wrong positions or attention across texts orders of magnitude more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
@@ -270,7 +270,7 @@ def choose_forward(model: PreTrainedModel) -> Forward:
     """Flat where the model's class can be run so, else padded. Raises `ConfigurationError` where it cannot be run at all."""
     plain = "sdpa" if model._supports_sdpa else "eager"
     model.set_attn_implementation(plain)
-    inputs = trial_inputs(model)
+    inputs = probe_inputs(model)
     try:
         expected = [own_states(model, text) for text in inputs]
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
@@ -286,14 +286,14 @@ def choose_forward(model: PreTrainedModel) -> Forward:
     return PaddedForward.of(model)
 
 
-def trial_inputs(model: PreTrainedModel) -> list[EncoderInput]:
+def probe_inputs(model: PreTrainedModel) -> list[EncoderInput]:
     """Texts of a few tokens each, none of which pads, and one longer than the windows of a model that looks both ways.
 
     Classes may count those differently.
     """
     config = model.config.get_text_config()
     usable = [token_id for token_id in range(min(config.vocab_size, 1000)) if token_id != config.pad_token_id]
-    lengths = [*TRIAL_LENGTHS, *_longer_than_windows(model)]
+    lengths = [*PROBE_LENGTHS, *_longer_than_windows(model)]
     picks = iter(range(sum(lengths)))
     return [EncoderInput([usable[7919 * next(picks) % len(usable)] for _ in range(length)]) for length in lengths]
 
@@ -301,7 +301,7 @@ def trial_inputs(model: PreTrainedModel) -> list[EncoderInput]:
 def _longer_than_windows(model: PreTrainedModel) -> list[int]:
     windows = [getattr(module, "sliding_window", None) for module in model.modules() if getattr(module, "is_causal", True) is False]
     widest = max((window for window in windows if isinstance(window, int)), default=0)
-    return [widest + 4] if 0 < widest <= MAX_TRIED_WINDOW else []
+    return [widest + 4] if 0 < widest <= MAX_PROBED_WINDOW else []
 
 
 def own_states(model: PreTrainedModel, text: EncoderInput) -> Tensor:

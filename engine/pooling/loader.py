@@ -18,7 +18,7 @@ from penstock.engine.loading.memory import settle_memory
 from penstock.engine.loading.model_config import listed_architectures, read_config
 from penstock.engine.loading.model_loader import resolve_device
 from penstock.engine.loading.pretrained import DTYPES, load_pretrained
-from penstock.engine.pooling.encoder import FlatForward, Forward, PaddedForward, build_encoder_batch, choose_forward, is_close, trial_inputs
+from penstock.engine.pooling.encoder import FlatForward, Forward, PaddedForward, build_encoder_batch, choose_forward, is_close, probe_inputs
 from penstock.engine.pooling.engine import PoolingEngine
 from penstock.engine.pooling.files import PoolingMode, SentenceFiles, is_sequence_classifier, is_token_classifier, read_sentence_files
 from penstock.engine.pooling.model import Classifier, Head, PoolingModel, Stage, load_stage, make_activation, normalize, pooled
@@ -102,7 +102,7 @@ def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, trust_r
 
 def _take_apart(model: PreTrainedModel, config: PretrainedConfig, files: SentenceFiles) -> tuple[PreTrainedModel, Forward, Classifier]:
     """Encoder and head of a classifier. Which tokens the head reads is found by trying. Raises `ConfigurationError` where none fit."""
-    inputs = trial_inputs(model)
+    inputs = probe_inputs(model)
     own = [_own_logits(model, text.token_ids) for text in inputs]
     encoder, head = Head.detach(model)
     forward = choose_forward(encoder)
@@ -168,7 +168,7 @@ def _stages(files: SentenceFiles, device: torch.device) -> tuple[tuple[Stage, ..
 def _dimensions(forward: Forward, encoder: PreTrainedModel, files: SentenceFiles, stages: tuple[Stage, ...]) -> int:
     """The width of an embedding, by making some."""
     with torch.inference_mode():
-        batch = build_encoder_batch(trial_inputs(encoder), encoder.device)
+        batch = build_encoder_batch(probe_inputs(encoder), encoder.device)
         count = len(batch.order)
         vectors_BD = pooled(forward(batch), batch, list(range(count)), files.pooling_modes, [0] * count)
         for stage in stages:

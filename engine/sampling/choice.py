@@ -6,7 +6,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 from penstock.engine.kernels.sampling import sample
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.state import SamplingState
@@ -159,8 +159,8 @@ def choose_on_device(work_BV: Tensor, states: Sequence[SamplingState], shared_ge
     ]
     top_ks = [state.top_k or vocab_size for state in states]
     seeds = [0 if state.takes_first else int((state.numbers or shared_generator).random() * SEEDS) for state in states]
-    temperatures_B, top_ps_B, min_ps_B = sent(torch.tensor(reals, dtype=torch.float32), work_BV.device)
-    top_ks_B, seeds_B = sent(torch.tensor([top_ks, seeds], dtype=torch.int64), work_BV.device)
+    temperatures_B, top_ps_B, min_ps_B = to_device(torch.tensor(reals, dtype=torch.float32), work_BV.device)
+    top_ks_B, seeds_B = to_device(torch.tensor([top_ks, seeds], dtype=torch.int64), work_BV.device)
     max_top_k = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)
     token_ids_B, is_possible_B = sample(
         work_BV, temperatures_B, top_ps_B, min_ps_B, seeds_B, top_ks_B=top_ks_B if max_top_k else None, max_top_k=max_top_k

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 
 FIRST_CAPACITY = 64
 
@@ -34,7 +34,7 @@ class TokenCounts:
         self._slots = {token_id: slot for slot, token_id in enumerate(distinct)}
         self._ids = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._counts = torch.zeros(capacity, dtype=torch.float32, device=device)
-        self._ids[: len(distinct)] = sent(torch.tensor(distinct, dtype=torch.int64), device)
+        self._ids[: len(distinct)] = to_device(torch.tensor(distinct, dtype=torch.int64), device)
 
     @property
     def ids(self) -> Tensor:

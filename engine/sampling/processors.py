@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 from penstock.engine.hooks import BatchLogitsProcessor, LogitsRow, RegisteredLogitsProcessor
 
 FORMS = (
@@ -210,7 +210,7 @@ class ProcessorPass:
     def _run_batch(self, members: list[tuple[int, SequenceProcessor]]) -> None:
         rows = [row for row, _ in members]
         processor = members[0][1].process
-        index = sent(torch.tensor(rows), self.logits_RV.device)
+        index = to_device(torch.tensor(rows), self.logits_RV.device)
         logits = self.logits_RV[index]  # a copy: where the call raises, the rows are as they were
         try:
             changed = processor.process_batch([member.row for _, member in members], logits)

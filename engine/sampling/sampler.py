@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from penstock.engine.deltas import ClientFault, TokenLogprobs
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 from penstock.engine.grammars.bitmask import apply_bitmask
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.choice import choose_on_device, draw, greedy_tokens, most_probable, most_probable_k, padded_width
@@ -193,7 +193,7 @@ class Sampler:
         if searching:
             temperatures = torch.tensor([states[row].params.temperature or 1.0 for row in searching])
             rows = slice(None) if len(searching) == len(states) else searching
-            work_BV[rows] = (work_BV[rows] / sent(temperatures, work_BV.device)[:, None]).log_softmax(-1)
+            work_BV[rows] = (work_BV[rows] / to_device(temperatures, work_BV.device)[:, None]).log_softmax(-1)
         return work_BV
 
     def _run_processors(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> list[Tensor | str | None]:
@@ -223,7 +223,7 @@ class Sampler:
             apply_penalties(work_BV, *zip(*penalised, strict=True))
         masked = [(row, token_id) for row, state in enumerate(states) for token_id in state.masked_ids()]
         if masked:
-            rows, ids = sent(torch.tensor(masked), work_BV.device).unbind(1)
+            rows, ids = to_device(torch.tensor(masked), work_BV.device).unbind(1)
             work_BV[rows, ids] = -torch.inf
 
     def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:

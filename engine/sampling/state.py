@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 from penstock.engine.hooks import LogitsRow
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.penalties import BadWords, Penalties, TokenCounts
 from penstock.engine.sampling.processors import SequenceProcessor
 
 
-class SeededNumbers:
+class CounterRng:
     """Uniform numbers in [0, 1) that depend on the seed, the token's place in the answer, and how many were drawn for that place.
 
     So what a seed gives does not depend on how many tokens a step tries, or on what is sampled and thrown away.
@@ -34,12 +34,12 @@ class SeededNumbers:
         self._num_drawn += 1
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
-    def again(self) -> "SeededNumbers":
+    def again(self) -> "CounterRng":
         """Those of the same place, from the first one on."""
-        return SeededNumbers(self._seed, self._place)
+        return CounterRng(self._seed, self._place)
 
-    def at_next_place(self) -> "SeededNumbers":
-        return SeededNumbers(self._seed, self._place + 1)
+    def at_next_position(self) -> "CounterRng":
+        return CounterRng(self._seed, self._place + 1)
 
 
 MAX_LOGIT_BIAS = 100.0
@@ -74,7 +74,7 @@ class SamplingState:
         self.block_stop = False
         self.num_output_tokens = 0
         self.num_candidates = 0
-        self.generator = None if params.seed is None else SeededNumbers(params.seed + seed_offset)
+        self.generator = None if params.seed is None else CounterRng(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
         self.processors = [SequenceProcessor.of(made, row) for made in processors]
@@ -90,7 +90,7 @@ class SamplingState:
         self.allowed_ids = _ids_tensor(params.allowed_token_ids, device)
         self.bias_ids = _ids_tensor(params.logit_bias, device)
         biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
-        self.biases = sent(biases.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float(), device)
+        self.biases = to_device(biases.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float(), device)
 
     @property
     def top_k(self) -> int | None:
@@ -120,7 +120,7 @@ class SamplingState:
         return not self.processors and not self.num_candidates and self.counts is None and not self._bad_words
 
     @property
-    def numbers(self) -> SeededNumbers | None:
+    def numbers(self) -> CounterRng | None:
         """For one draw of the next token. A step that comes to nothing has used up none of them."""
         return None if self.generator is None else self.generator.again()
 
@@ -128,7 +128,7 @@ class SamplingState:
         """A token was added to the output, sampled or forced."""
         self.num_output_tokens += 1
         self.block_stop = False
-        self.generator = None if self.generator is None else self.generator.at_next_place()
+        self.generator = None if self.generator is None else self.generator.at_next_position()
         self._bad_words.append(token_id)
         if self.counts is not None and token_id < self._vocab_size:
             self.counts.append(token_id)
@@ -157,7 +157,7 @@ class SamplingState:
         state = copy.copy(self)
         state.num_output_tokens += 1
         state.block_stop = False
-        state.generator = None if self.generator is None else self.generator.at_next_place()
+        state.generator = None if self.generator is None else self.generator.at_next_position()
         return state
 
     def masked_ids(self) -> list[int]:
@@ -171,4 +171,4 @@ class SamplingState:
 
 def _ids_tensor(token_ids: Iterable[int], device: torch.device) -> Tensor | None:
     ids = list(token_ids)
-    return sent(torch.tensor(ids, dtype=torch.int64), device) if ids else None
+    return to_device(torch.tensor(ids, dtype=torch.int64), device) if ids else None

@@ -131,7 +131,7 @@ def run(core: EngineCore, plan: list[Plan], fails_at: int | None = None) -> set[
             lost = {name for name, index in in_step if not plan[int(name)].has_ended(index, now + 1)}
             news = core.fail(step, "it broke")
             if follower is not None:
-                core.put_off(follower[0])
+                core.cancel_step(follower[0])
                 follower = None
         for name, deltas in news.items():
             plan[int(name)].deltas += deltas
@@ -325,7 +325,7 @@ def test_what_a_seed_gives_does_not_depend_on_a_step_that_came_to_nothing() -> N
     for under_way in (batch, core.build(follower)):
         core.runner.launch(under_way).collect()
     core.fail(step, "what it brought cannot be taken in")
-    core.put_off(follower)
+    core.cancel_step(follower)
     assert tokens(drive(core)["seeded"]) == tokens(generate(make_core(undecided), seeded()))
     runner_of(core).shutdown()
 

@@ -3,11 +3,11 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.sampling.state import SeededNumbers
+from penstock.engine.sampling.state import CounterRng
 
 
 def numbers(seed: int, place: int, count: int = 3) -> list[float]:
-    generator = SeededNumbers(seed, place)
+    generator = CounterRng(seed, place)
     return [generator.random() for _ in range(count)]
 
 
@@ -20,13 +20,13 @@ def test_numbers_depend_on_seed_place_and_order_alone(seed: int, place: int) -> 
 
 
 def test_a_place_does_not_depend_on_what_was_drawn_before() -> None:
-    drawn, fresh = SeededNumbers(7), SeededNumbers(7)
+    drawn, fresh = CounterRng(7), CounterRng(7)
     drawn.random()
-    assert drawn.at_next_place().random() == fresh.at_next_place().random() == SeededNumbers(7, 1).random()
+    assert drawn.at_next_position().random() == fresh.at_next_position().random() == CounterRng(7, 1).random()
 
 
 def test_numbers_are_spread_evenly() -> None:
-    found = [SeededNumbers(seed, place).random() for seed in range(40) for place in range(100)]
+    found = [CounterRng(seed, place).random() for seed in range(40) for place in range(100)]
     shares = [sum(low / 10 <= number < (low + 1) / 10 for number in found) for low in range(10)]
     assert all(330 < share < 470 for share in shares)
     assert abs(sum(found) / len(found) - 0.5) < 0.02
