@@ -14,12 +14,12 @@ from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
 
 
 def placeholder(row: int) -> int:
-    """What stands among the input ids for the token that the step before samples in this row. No token has such an id."""
+    """The input id that is replaced by the token that the previous step samples in this row. No token has such an id."""
     return -1 - row
 
 
 class PendingTokens:
-    """What the last step sampled, for the one after it. Belongs to the thread that runs the model."""
+    """The tokens that the previous step sampled. Belongs to the thread that runs the model."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -27,17 +27,17 @@ class PendingTokens:
         self._token_ids: list[int] | Tensor | None = None
 
     def clear(self) -> None:
-        """A step begins, which may fail."""
+        """Called when a step begins, since that may fail."""
         self._token_ids = None
 
     def keep(self, token_ids: list[int] | Tensor) -> None:
-        """One for each row. Where sampling failed, it is any number; its row is computed for nothing, but has to have a token."""
+        """One token for each row; any number where sampling failed, since that row is computed all the same."""
         self._token_ids = token_ids
 
     def fill_in(self, input_ids_1T: Tensor) -> None:
-        """Puts them where their placeholders are. Never waits for the device. Raises `RuntimeError` where the last step failed."""
+        """Replaces the placeholders. Never waits for the device. Raises `RuntimeError` where the previous step failed."""
         if self._token_ids is None:
-            raise RuntimeError("the step before this one failed, which was to sample its tokens")
+            raise RuntimeError("the previous step failed, which was to sample this step's tokens")
         token_ids_B = torch.as_tensor(self._token_ids, dtype=torch.long, device=self._device).clamp(0, self._vocab_size - 1)
         sampled_1T = token_ids_B[(-1 - input_ids_1T).clamp(min=0)]
         input_ids_1T.copy_(torch.where(input_ids_1T < 0, sampled_1T, input_ids_1T))
@@ -79,14 +79,14 @@ class Batch:
     """What crosses to the device for one step: T flat tokens, and which of their rows are turned into logits. It is built on the CPU.
 
     `kept_T` are the flat rows whose logits are computed. Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the
-    sampler may share one where sequences fork. `masks` is None where no grammar has a say; it is still being filled.
+    sampler may share one where sequences fork. `masks` is None where no row is constrained; it is still being filled.
 
-    To attention each token that is tried ahead, and each of up to `SHORT_CHUNK` that are known, is a sequence of its own with one new
-    token, on the blocks that they share: all keys are written before anybody attends, and decoding is what its kernels do best.
+    To attention each draft token, and each of up to `SHORT_CHUNK` known tokens, is a sequence of its own with one new token, on shared
+    blocks: all keys are written before any token attends, and decoding is what its kernels do best.
 
-    `has_unmasked` says that among its samplers are some that a grammar decides and that have no mask: it is shown what they sample.
+    `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample.
 
-    `num_pending` of the input ids are placeholders (`overlap/pending_tokens.py`) for what the step before this one samples.
+    `num_pending` of the input ids are placeholders for what the step before this one samples.
     """
 
     input_ids_1T: Tensor

@@ -48,9 +48,9 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], 
 
 
 class BlockPool:
-    """Reference-counted blocks. A block that is free but still valid stays findable by its hash until its memory is needed.
+    """Reference-counted blocks. A block that is free but still valid can be found by its hash until it is evicted.
 
-    Free blocks that nobody can find are handed out first, then the least recently freed of those with the lowest retention priority.
+    Free blocks without a hash are handed out first, then the least recently freed of those with the lowest retention priority.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
@@ -107,11 +107,11 @@ class BlockPool:
         return self._num_references[block] > 1
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of them `share` would take from the free ones."""
+        """How many of them are free, which `share` would take."""
         return sum(self._num_references[block] == 0 for block in blocks)
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """The block can be found from now on, unless it or an equal one can be already: then False."""
+        """Makes the block findable by its hash; False where it or an equal one is already."""
         if not self.enable_prefix_caching or block in self._hash_of or block_hash in self._block_of:
             return False
         self._hash_of[block] = block_hash
@@ -119,7 +119,7 @@ class BlockPool:
         return True
 
     def unpublish(self, blocks: Iterable[int]) -> None:
-        """These can no longer be found. Whoever holds them keeps them."""
+        """Makes these blocks unfindable. Sequences that hold them keep them."""
         for block in blocks:
             if block not in self._hash_of:
                 continue
@@ -129,7 +129,7 @@ class BlockPool:
             self._unpublish(block)
 
     def retain(self, block: int, rule: RetentionRule) -> None:
-        """How long the block is to be kept once it is free, for as long as it can be found. One that cannot has nothing to keep."""
+        """Sets the eviction priority of a block that can be found; does nothing for others."""
         if block not in self._hash_of:
             return
         is_free = self._num_references[block] == 0
@@ -143,7 +143,7 @@ class BlockPool:
             self._put_in(block)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest prefix that is there. They are not referenced yet."""
+        """The blocks of the longest cached prefix. They are not referenced yet."""
         found = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -159,7 +159,7 @@ class BlockPool:
             heapq.heapify(self._expiries)
 
     def _expire(self) -> None:
-        """Blocks whose time has passed are as good as any from now on."""
+        """Gives blocks whose retention has expired the default priority."""
         while self._expiries and self._expiries[0][0] <= time.monotonic():
             until, block = heapq.heappop(self._expiries)
             if block not in self._retained or self._retained[block][1] != until:

@@ -1,4 +1,4 @@
-"""From what the operator asked for to a running engine's parts."""
+"""Builds a running engine's parts from its configuration."""
 
 import functools
 import logging
@@ -58,7 +58,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
 
 
 def fuse(loaded: LoadedModel) -> None:
-    """Has one operation compute what several in the model's own code do."""
+    """Replaces several operations of the model's own code by one each."""
     fuse_linears(loaded.model)
     if loaded.device.type == "cuda":
         with torch.cuda.device(loaded.device):  # Triton launches on the current one
@@ -105,7 +105,7 @@ def decode_graphs(loaded: LoadedModel, config: EngineConfig) -> DecodeGraphs | N
 def release(core: EngineCore) -> None:
     """Takes the KV cache of an engine that has stopped off its model, which another engine may then be built over.
 
-    The memory is free once nobody holds the engine.
+    The memory is freed with the last reference to the engine.
     """
     model = core.runner.loaded.model
     vars(model).pop("forward", None)

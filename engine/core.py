@@ -54,21 +54,21 @@ class EngineStats:
 
 
 class StepObserver(Protocol):
-    """Called on the engine's loop, twice for each step: must be quick and not raise. A step may begin before the last one has ended."""
+    """Called on the engine's loop, twice for each step: must be quick and not raise. A step may begin before the previous one has ended."""
 
     def begin(self, step: Step) -> None:
-        """The step has been scheduled, and nothing of it computed."""
+        """The step has been scheduled, and not computed yet."""
 
     def end(self, step: Step, deltas: dict[str, list[SequenceDelta]]) -> None:
-        """What it computed has been taken in. `deltas` are its news by request, empty where it was put off."""
+        """The step's results have been processed. `deltas` are those by request, empty where the step was cancelled."""
 
 
 def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
-    """Whether the step after `step`, which is under way, would be the same whatever tokens this one samples.
+    """Whether the step after `step`, which is in flight, would be the same whatever tokens this one samples.
 
-    All of those that run go ahead or none does: in two halves, each waiting for its own results, they would read the weights twice.
-    Where somebody's next step depends on the token before it, or is worth a draft, it is better known first. A sequence with a grammar is
-    let in between two steps, or it and all behind it would wait until nobody goes ahead any more.
+    All running sequences are scheduled ahead or none: in two halves, each waiting for its own results, they would read the weights twice.
+    Where one sequence's next step depends on the pending token, or is worth a draft, the results are waited for. A sequence with a grammar
+    is admitted while no step is in flight, or it and all behind it would wait until none is scheduled ahead any more.
     """
     if batch.masks is not None or batch.has_unmasked or step.drafts:
         return False
@@ -78,7 +78,7 @@ def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
         return False
     num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
     if any(sequence.gate is not None for sequence in scheduler.waiting[:num_places]):
-        return False  # it is let in when no step is under way
+        return False  # it is admitted when no step is in flight
     if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
         return False
     newcomer = scheduler.next_to_admit
@@ -126,7 +126,7 @@ class EngineCore:
             device=self.runner.loaded.device,
             speculates=self.scheduler.speculation is not None,
         )
-        # A device of its own computes while masks are filled, and they cost nothing; here they take their time from what computes.
+        # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
         self.masks.samples_first = self.runner.loaded.device.type == "cpu"
         self._outputs = OutputProcessor(
             scheduler=self.scheduler,
@@ -148,14 +148,14 @@ class EngineCore:
         self.deadlines.add(request.request_id, request.deadline)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request and frees its blocks at once; unknown or finished ones are none of its business."""
+        """Drops a request and frees its blocks at once. Unknown and finished requests are ignored."""
         for sequence in self._sequences.pop(request_id, []):
             if sequence.status is not Status.FINISHED:
                 self._release(sequence)
         self.deadlines.discard(request_id)
 
     def expire(self) -> DeltasByRequest:
-        """Ends what is still to be said of requests whose deadline has passed, at any time: also between `schedule` and `update`."""
+        """Ends the requests whose deadline has passed. May be called at any time, also between `schedule` and `update`."""
         deltas: DeltasByRequest = {}
         for request_id in self.deadlines.take_overdue():
             unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
@@ -169,20 +169,20 @@ class EngineCore:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def schedule(self) -> Step | None:
-        """What to compute next; None where there is nothing, or all of it waits for late masks.
+        """The next step; None where nothing is to be computed, or all of it waits for late masks.
 
-        Each step must come back, to `update` or to `fail`.
+        Each step must be passed to `update` or `fail`.
         """
         step = self.scheduler.schedule()
         if not step:
-            assert step.num_held_up or not self.has_work, "there is work, and none of it can be done"
+            assert step.num_held_up or not self.has_work, "there is work, and none of it can be scheduled"
             return None
         return step
 
     def schedule_ahead(self, step: Step, batch: Batch) -> Step | None:
-        """What to compute after a step that is under way, as far as it is certain before its results are; None where it is not.
+        """The step after one in flight, where it does not depend on that one's results; None where it does.
 
-        It is to be built before `update` gets that step's results, and to come back after that: to `update`, `fail` or `cancel_step`.
+        It must be built before `update` gets that step's results, and passed to `update`, `fail` or `cancel_step` afterwards.
         """
         if not (self.is_async and can_look_ahead(self.scheduler, step, batch)):
             return None
@@ -194,7 +194,7 @@ class EngineCore:
         return self.scheduler.schedule(is_ahead=True) or None
 
     def build(self, step: Step) -> Batch:
-        """The step as the runner takes it. Its masks begin to be filled."""
+        """The step as a batch for the runner. Filling its masks begins."""
         if self.observer is not None:
             self.observer.begin(step)
         return build_batch(
@@ -207,7 +207,7 @@ class EngineCore:
         )
 
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
-        """Takes in what a step computed. Requests that were aborted meanwhile are passed over; whoever fails, fails alone."""
+        """Processes what a step computed. Requests that were aborted meanwhile are skipped; a sequence that fails, fails alone."""
         self._num_steps += 1
         self.masks.end()
         for sequence, first_token, logprobs in output.prompt_logprobs:
@@ -254,7 +254,7 @@ class EngineCore:
                 self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
             self._outputs.take_certain(sequence, delta)
             if not delta.token_ids and delta.finish_reason is None:
-                continue  # its token has been taken back
+                continue  # its token is computed again
             if sequence.outputs is not None:
                 delta.outputs = sequence.outputs.take(len(delta.token_ids))
             deltas.setdefault(sequence.request.request_id, []).append(delta)
@@ -263,11 +263,11 @@ class EngineCore:
         return deltas
 
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
-        """A step failed as a whole: every request in it ends with an error, and the others go on."""
+        """Ends every request of a step that failed as a whole; the others go on."""
         deltas: DeltasByRequest = {}
         self.masks.end()
         self.scheduler.unpublish_blocks(step)
-        # By its sequences, not by name alone: a request that was aborted meanwhile may have lent its id to another.
+        # By its sequences, not by name alone: a request that was aborted meanwhile may have given its id to another.
         for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
             deltas[request_id] = self._fail_request(request_id, reason)
         self._show(step, deltas)
@@ -284,12 +284,12 @@ class EngineCore:
         return deltas
 
     def cancel_step(self, step: Step) -> None:
-        """The step before this one failed, on whose results it was to be built: its sequences, but for those of that step, begin again."""
+        """Cancels a step whose predecessor failed: its sequences that have not ended with that one are computed anew."""
         self.scheduler.cancel_step(step)
         self._show(step, {})
 
     def step(self) -> DeltasByRequest:
-        """One whole step in this thread: schedule, launch, collect, update. Waits where all there is to do waits for late masks."""
+        """One whole step in this thread: schedule, launch, collect, update. Waits where all work waits for late masks."""
         overdue = self.expire()
         while (step := self.schedule()) is None:
             if overdue or not self.has_work:
@@ -344,7 +344,7 @@ class EngineCore:
         if request.outputs:
             self.runner.outputs.check(request.outputs)
         elif request.with_context_outputs:
-            raise InvalidRequest("`with_context_outputs` needs `outputs`: of which there are none", "with_context_outputs")
+            raise InvalidRequest("`with_context_outputs` needs `outputs`, and the request names none", "with_context_outputs")
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 

@@ -8,25 +8,25 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, from the CPU, on the device. Does not wait for what the device has to do before: that takes pinned memory."""
+    """Copies a CPU tensor to the device, through pinned memory so that the copy does not wait for work in flight."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class HostCopies(Protocol):
-    """What copies results: CUDA, or a stand-in for it."""
+    """Copies results to the host: CUDA, or a fake of it."""
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begins to copy and returns at once. What it returns waits, in any thread, until the copy is whole, and gives it."""
+        """Starts a copy and returns at once. The function that it returns waits, in any thread, for the copy and returns it."""
         ...
 
 
 class CudaHostCopies:
-    """Copies behind what the current stream has to do so far, and beside all that comes later."""
+    """Copies after the work queued on the current stream so far, and concurrently with later work."""
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        # Whoever waits for it sleeps: by default CUDA would keep a core busy with looking.
+        # A waiting thread sleeps: by default CUDA would spin on a core.
         is_there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         is_there.record()
 

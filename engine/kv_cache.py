@@ -12,6 +12,7 @@ from penstock.engine.config import KVCacheDtype
 from penstock.engine.device import to_device
 from penstock.engine.errors import ConfigurationError
 
+FP8_CAPABILITY = (8, 9)
 PROBE = "penstock_probe"
 NUM_PROBE_TOKENS = 2
 # Tensors that a paged attention function knows what to do with. Any other tensor (a position bias, say) changes the result.
@@ -75,10 +76,12 @@ def _note(
 
 
 def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list[LayerKV]:
-    """One entry per layer, in order. Takes about 0.1 s and no memory to speak of, whatever the size of the model.
+    """What each layer keeps in the KV cache, in order. Takes about 0.1 s and hardly any memory, whatever the size of the model.
 
     Raises `ConfigurationError` where the model does something in attention that the paged KV cache cannot follow.
     """
+    # The model is built on the meta device and run over two tokens with an attention function that records its arguments. So no table of
+    # architectures has to be kept, and the same run shows whether the model hands everything to a registered attention function.
     config = copy.deepcopy(config)
     AttentionInterface.register(PROBE, _note)
     name = f"{config.model_type} model" if not config.architectures else config.architectures[0]
@@ -99,9 +102,6 @@ def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list
     if missing:
         raise ConfigurationError(f"{name} cannot be served: layers {missing} do not use the attention interface")
     return [probe.layers[index] for index in sorted(probe.layers)]
-
-
-FP8_CAPABILITY = (8, 9)
 
 
 class KVCache:

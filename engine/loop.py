@@ -19,7 +19,11 @@ from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Step
 
+logger = logging.getLogger(__name__)
+
 MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
+STEP_FAILED = "the model failed while it computed this request; the error has been logged"
+ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
 
 
 class EngineLife:
@@ -57,7 +61,7 @@ class EngineLife:
             raise EngineUnavailable("the server is shutting down" if is_stopping else "the engine is not running")
 
     async def drain(self, seconds: float, has_work: Callable[[], object]) -> bool:
-        """Lets what is there be done for so long; whether all of it was, or is not to be waited for since the engine has failed."""
+        """Waits so long for the work that is left; False where some of it is left then, unless the engine has failed."""
         try:
             async with asyncio.timeout(seconds):
                 while has_work() and self._is_running:
@@ -68,7 +72,7 @@ class EngineLife:
         return True
 
     async def end(self) -> None:
-        """Waits for the step under way."""
+        """Waits for the step in flight."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -80,12 +84,6 @@ async def done(future: Future[Any]) -> None:
     is_done = asyncio.Event()
     future.add_done_callback(lambda _: loop.call_soon_threadsafe(is_done.set))
     await is_done.wait()
-
-
-logger = logging.getLogger(__name__)
-
-STEP_FAILED = "the model failed while it computed this request; the error has been logged"
-ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
 
 
 @dataclass(slots=True)
@@ -103,7 +101,7 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that is under way; it has no batch where that could not be built."""
+    """A step in flight; it has no batch where that could not be built."""
 
     step: Step
     batch: Batch | None
@@ -189,26 +187,26 @@ class Engine:
                 self._life.idle.set()
 
     async def _run(self) -> None:
-        news: DeltasByRequest = {}
+        deltas: DeltasByRequest = {}
         flight: _InFlight | None = None
         try:
             while True:
-                for request_id, deltas in self._core.expire().items():
-                    news.setdefault(request_id, []).extend(deltas)
+                for request_id, last in self._core.expire().items():
+                    deltas.setdefault(request_id, []).extend(last)
                 flight = flight or self._launch(self._core.schedule())
                 follower = None
                 if flight is not None and flight.batch is not None:
                     follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
-                self._publish(news)  # clients are told what the last step brought while the next one is computed
+                self._publish(deltas)  # of the previous step, while the next one is computed
                 if flight is None:
                     self._wake.clear()
                     await self._awake()
                 else:
                     await done(flight.handle.future)
-                    news, flight = self._collect(flight, follower)
-        except Exception:  # a defect of the scheduler's: there is no going on, and no client may be left waiting
+                    deltas, flight = self._collect(flight, follower)
+        except Exception:  # a defect of the scheduler: the engine ends, and no client may be left waiting
             logger.exception("The engine has failed")
-            self._publish(news)
+            self._publish(deltas)
             self._end_all(FinishReason.ERROR, ENGINE_FAILED)
 
     async def _awake(self) -> None:
@@ -225,26 +223,26 @@ class Engine:
         try:
             batch = self._core.build(step)
             return _InFlight(step, batch, self._core.runner.launch(batch))
-        except Exception as error:  # it fails as if the model had, when its turn has come
+        except Exception as error:  # collected like a failure of the model
             return _InFlight(step, None, StepHandle.failed(error))
 
     def _collect(self, flight: _InFlight, follower: _InFlight | None) -> tuple[DeltasByRequest, _InFlight | None]:
-        """Takes in what a step brought, and says what is under way after that."""
+        """Processes the results of a step: its deltas, and the step in flight after it."""
         step = flight.step
         try:
             output = flight.handle.collect()
             assert flight.batch is not None
-            news = self._core.update(step, flight.batch, output)
+            deltas = self._core.update(step, flight.batch, output)
             self._life.num_failed_steps = 0
-            return news, follower
+            return deltas, follower
         except Exception:  # whatever the model raised: it ends the requests of this step and nothing else
             logger.exception("A step over %d sequences failed", len(step.num_tokens))
             self._life.num_failed_steps += 1
-            news = self._core.fail(step, STEP_FAILED)
-            self._end_unreported(step, news)
+            deltas = self._core.fail(step, STEP_FAILED)
+            self._end_unreported(step, deltas)
             if follower is not None:
                 self._core.cancel_step(follower.step)
-            return news, None
+            return deltas, None
 
     def _end_unreported(self, step: Step, fresh: DeltasByRequest) -> None:
         """Adds a last delta for sequences that had ended in an update which then failed: theirs is gone, so their requests are."""
@@ -257,13 +255,13 @@ class Engine:
             lost = stream.unfinished - {delta.index for delta in deltas}
             deltas += [SequenceDelta(index, finish_reason=FinishReason.ERROR, error=STEP_FAILED) for index in sorted(lost)]
 
-    def _publish(self, news: DeltasByRequest) -> None:
-        """Hands the deltas out and leaves none behind."""
-        for request_id, deltas in news.items():
+    def _publish(self, deltas_by_request: DeltasByRequest) -> None:
+        """Puts the deltas into their requests' streams."""
+        for request_id, deltas in deltas_by_request.items():
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.put(deltas)
-        news.clear()
+        deltas_by_request.clear()
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """A last delta for every sequence that has had none."""
@@ -273,5 +271,5 @@ class Engine:
 
 
 def _set_from_elsewhere(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with suppress(RuntimeError):  # the loop is closed: no task waits any more
         loop.call_soon_threadsafe(event.set)

@@ -1,4 +1,4 @@
-"""Fills the masks of constrained sequences off the event loop, so that a slow grammar holds up nobody but its own sequence."""
+"""Fills the masks of constrained sequences off the event loop, so that a slow grammar delays its own sequence alone."""
 
 import ctypes
 import threading
@@ -22,7 +22,7 @@ PATIENCE = 1.0  # seconds between two looks at whether a late mask is overdue
 class MaskFiller:
     """Belongs to the thread that schedules. One worker fills a step's masks, and the step waits for it; another those of slow grammars.
 
-    When a step's time is up, what has not begun is taken back, and the worker is left alone with what it is at; that sequence samples
+    When a step's time is up, masks that have not begun are withdrawn, and the worker finishes its current one alone; that sequence samples
     in a later step, when its mask is there. From then on its masks are filled apart, until `NUM_MASKS_APART` of them were quick.
     With `samples_first` quick grammars are only asked for the masks of tokens that they have refused.
     `wake` is called, in a worker's thread, when a late mask is there.
@@ -40,11 +40,11 @@ class MaskFiller:
     def begin(
         self, samplers: list[SamplerRow], drafts: Mapping[Sequence, list[int]], vocab_size: int, *, pin_memory: bool
     ) -> StepMasks | None:
-        """The masks of a step's samplers, to be filled once the step begins; None where no grammar has a say."""
+        """The masks of a step's samplers, to be filled once the step begins; None where no row is constrained."""
         constrained = [
             (row, sampler.sequence)
             for row, sampler in enumerate(samplers)
-            if _begins_constrained(sampler) and not self.comes_later(sampler.sequence)
+            if _begins_constrained(sampler) and not self.samples_unmasked(sampler.sequence)
         ]
         if not constrained:
             return None
@@ -74,7 +74,7 @@ class MaskFiller:
             self._under_way.append((sequence, mask))
         return StepMasks(bitmask_BW, fills, self._submit(fresh), self._worker, self._grace)
 
-    def comes_later(self, sequence: Sequence) -> bool:
+    def samples_unmasked(self, sequence: Sequence) -> bool:
         """Whether the sequence's next token is sampled without a mask, and shown to its grammar then."""
         return self.samples_first and sequence.mask is None and sequence.can_sample_first
 
@@ -127,7 +127,7 @@ class MaskFiller:
             self._worker = self._worker.successor()
 
     def abandon(self, sequence: Sequence) -> None:
-        """The sequence has ended: nobody waits for its mask, and none of another sequence waits behind it."""
+        """Drops the mask of a sequence that has ended, so that no other mask waits behind it."""
         fill, sequence.mask = sequence.mask, None
         if fill is not None and fill.is_apart and not fill.take() and not fill.is_done:
             self._worker_apart = self._worker_apart.successor()

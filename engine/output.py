@@ -1,4 +1,4 @@
-"""What becomes of a step's results: tokens are appended, read as text and events, and held to what ends an answer."""
+"""Processes a step's results: appends tokens, reads them as text and events, and ends answers."""
 
 import logging
 from collections.abc import Callable
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class OutputProcessor:
-    """Turns what was sampled for one sequence into what it says, noted in a delta. Whoever fails, fails alone.
+    """Turns what was sampled for one sequence into its delta. A sequence that fails, fails alone.
 
     `retire` is called with each sequence that has ended, once its delta is whole.
     """
@@ -63,12 +63,12 @@ class OutputProcessor:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
-            if not is_masked and not self.masks.comes_later(sequence):
+            if not is_masked and not self.masks.samples_unmasked(sequence):
                 break
             num_right = len(said)
 
     def settle(self, sequence: Sequence, draft: list[int], said: list[int]) -> None:
-        """Counts how far the draft was what the sequence said, and keeps what was computed for it."""
+        """Counts how many draft tokens were accepted, and keeps what was computed for them."""
         assert self.scheduler.speculation is not None
         pairs = enumerate(zip(said, draft, strict=False))
         num_right = next((place for place, (token_id, drafted) in pairs if token_id != drafted), min(len(said), len(draft)))
@@ -102,7 +102,7 @@ class OutputProcessor:
         assert gate is not None
         is_refused = token_id is None or self._ends(sequence, token_id) or not gate.advance_guess(sequence.answer, token_id)
         taken = None if is_refused else token_id
-        if not gate.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that holds up nobody
+        if not gate.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that delays no step
             gate.rollback(int(taken is not None))
             sequence.num_masks_apart = 1
             self.scheduler.uncompute_last(sequence)
@@ -126,7 +126,7 @@ class OutputProcessor:
         Where that is much, the mask keeps the rest for the next step, which samples nothing.
         """
         while sequence.status is Status.RUNNING and sequence.has_quick_grammar:
-            mask = self.masks.fill_at_once(sequence, self.vocab_size, only_forced=self.masks.comes_later(sequence))
+            mask = self.masks.fill_at_once(sequence, self.vocab_size, only_forced=self.masks.samples_unmasked(sequence))
             if not mask.needs_no_sample or len(delta.token_ids) > MAX_FORCED_TOKENS:
                 break
             self.take_mask(sequence, delta, mask)
@@ -160,7 +160,7 @@ class OutputProcessor:
                 return
 
     def _accept(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Appends a sampled token, or what the engine puts in its place, and notes in `delta` what came of it."""
+        """Appends a sampled token, or what the engine puts in its place, and adds it to `delta`."""
         is_stopping = self._ends(sequence, token_id)
         room = sequence.max_tokens - sequence.num_output_tokens
         if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping, room=room):

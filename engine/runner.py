@@ -42,13 +42,13 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A step that is under way. The thread that launched it may do anything but touch what the step reads."""
+    """A step in flight. The thread that launched it must not touch what the step reads."""
 
     future: "Future[StepOutput]"
 
     @classmethod
     def failed(cls, error: Exception) -> "StepHandle":
-        """Of a step that could not even be launched."""
+        """The handle of a step that could not be launched."""
         future: Future[StepOutput] = Future()
         future.set_exception(error)
         return cls(future)
@@ -65,7 +65,7 @@ def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
 
 
 def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput:
-    """Samples what can be sampled in this step, once its masks are there."""
+    """Samples the rows whose masks are there, once the step has waited for them."""
     rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
     logits_BV = _logits_of(batch, rows, logits_KV)
     bitmask_BW = None
@@ -93,7 +93,7 @@ def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:
 def _output_rows(outputs: list[OutputRows], logits_KV: Tensor, capture: Capture | None) -> Iterator[dict[str, Tensor] | str]:
     """For each entry its rows of each of its names, on the CPU: one copy brings there what all entries have of a name.
 
-    In place of an entry's rows stands the reason where one of its names has none.
+    An entry is the reason, a string, where one of its names has no rows.
     """
     captured = {} if capture is None else {name: states.cpu() for name, states in capture.rows.items()}
     failures = {} if capture is None else capture.failures
@@ -114,8 +114,8 @@ def _output_rows(outputs: list[OutputRows], logits_KV: Tensor, capture: Capture 
 class ModelRunner:
     """Runs batches, one at a time, in a thread of its own: torch releases the interpreter lock in its kernels, so the loop goes on.
 
-    `min_tokens` is the least number of tokens in a batch: a compiler would make a special case of one. With `copies`, the thread has the
-    device begin with a step and goes on to the next one; another waits for the results.
+    `min_tokens` is the least number of tokens in a batch: a compiler would make a special case of one. With `copies`, the thread
+    launches a step and goes on to the next one; another thread waits for the results.
     """
 
     min_tokens = 2
@@ -187,12 +187,12 @@ class ModelRunner:
             self._waiting.shutdown()
 
     def run(self, batch: Batch) -> StepOutput:
-        """Computes a step and waits for what comes of it."""
+        """Computes a step and waits for its results."""
         return self.start(batch)()
 
     @torch.inference_mode()
     def start(self, batch: Batch) -> Callable[[], StepOutput]:
-        """Has the device begin with a step. What comes back waits, where there is anything to wait for, and gives the results."""
+        """Launches a step on the device. The function that it returns waits for the results and returns them."""
         if batch.masks is not None:
             batch.masks.begin()
         batch = batch.on(self.loaded.device)

@@ -121,7 +121,7 @@ class SequenceOutputs:
         return self.generated.take(num_rows) if num_rows else {}
 
     def fork(self) -> "SequenceOutputs":
-        """One that goes on by itself from here."""
+        """An independent copy."""
         own = copy.copy(self)
         own.generated = copy.copy(self.generated)
         own.generated.parts = {name: list(parts) for name, parts in self.generated.parts.items()}
@@ -146,7 +146,7 @@ class SequenceGroup(ABC):
 
     @abstractmethod
     def gather(self) -> "Sequence":
-        """Makes the others wait on the first, without anything that was computed. Gives that one."""
+        """Makes the others wait on the first, without anything that was computed, and returns it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -157,9 +157,9 @@ class Sequence:
     once, by this one: the prompt, and for the beams of a `search` perhaps more.
     `queue_seconds` is None until the sequence is first scheduled. `mask` is what the grammar allows next, from when that is asked for until
     it has been used; the next `num_masks_apart` masks hold up no step. `quick_mask` is filled again and again, where the grammar is quick.
-    `proposer` is None where nothing is ever to be tried ahead.
+    `proposer` is None where the sequence never has draft tokens.
     `stops` is None where no token sequence ends the answer.
-    `pending_row` is the row of the step under way that samples its next token, where another step is scheduled behind that one.
+    `pending_row` is the row of the step in flight that samples its next token, where another step is scheduled behind that one.
     """
 
     request: Request
@@ -209,7 +209,7 @@ class Sequence:
 
     @property
     def is_predictable(self) -> bool:
-        """Whether it goes on after its next token, if it does, by rules that do not depend on what that token is."""
+        """Whether the rules for the token after the next one do not depend on what the next one is."""
         return self.gate is None and self.thinking is None and not self.forks and self.sampling.is_predictable
 
     @property
@@ -220,12 +220,12 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes first: lower priority, then earlier arrival."""
+        """The scheduling order: lower priority values first, then earlier arrival."""
         return (self.request.priority, self.arrival, self.index)
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the next token is a grammar's to decide."""
+        """Whether a grammar decides on the next token."""
         return self.gate is not None and self.gate.is_open(self.answer)
 
     @property
@@ -244,16 +244,13 @@ class Sequence:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether its mask was late and is not there yet: until then there is nothing to compute."""
+        """Whether its mask was late and is not there yet: until then nothing of it can be computed."""
         return self.mask is not None and self.mask.is_pending
 
     @property
     def ready_proposer(self) -> NgramProposer | None:
-        """Who may propose tokens to be tried in the next step.
-
-        Nobody before there is an answer, for a slow grammar, which would have masks to fill for them all, with a mask that came late and
-        whose other rows are those of an earlier draft, or while the model may yet open its reasoning.
-        """
+        """The proposer of draft tokens for the next step; None where the sequence gets none."""
+        # A late mask's other rows are those of an earlier draft, and a slow grammar would have a mask to fill for each draft token.
         is_late = self.mask is not None and self.mask is not self.quick_mask
         is_slow = self.num_masks_apart > 0 or (self.mask is not None and not self.has_quick_grammar)
         is_undecided = self.gate is not None and self.answer.phase is Phase.UNDECIDED and not self.gate.has_begun
@@ -276,7 +273,7 @@ class Sequence:
 
     @property
     def num_places(self) -> int:
-        """How many sequences may come of it."""
+        """How many running sequences it may become."""
         return len(self.family) if self.search is None else self.search.width
 
     def num_tokens_shared(self, other: "Sequence") -> int:
@@ -285,7 +282,7 @@ class Sequence:
         return next((place for place in range(start, stop) if self.token_ids[place] != other.token_ids[place]), stop)
 
     def branch(self, index: int, gate: GrammarGate | None) -> "Sequence":
-        """Another sequence that has said the same. It holds no blocks yet."""
+        """Another sequence with the same tokens. It holds no blocks yet."""
         return Sequence(
             request=self.request,
             index=index,
@@ -324,12 +321,12 @@ class SamplerRow:
 def sampler_rows(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
     """A row for the sequence's next token and one after each token of the draft; the forks of a prompt have one each."""
     if sequence.pending_row is not None:
-        return [SamplerRow(sequence, sequence.sampling.ahead_of_any())]
+        return [SamplerRow(sequence, sequence.sampling.after_any())]
     rows = []
     for member in sequence.sampling_sequences:
         member.sampling.is_constrained = member.is_constrained
         rows.append(SamplerRow(member, member.sampling))
     assert not draft or len(rows) == 1
     for num_drafted, token_id in enumerate(draft, start=1):
-        rows.append(SamplerRow(sequence, rows[-1].sampling.ahead(token_id), num_drafted))
+        rows.append(SamplerRow(sequence, rows[-1].sampling.after(token_id), num_drafted))
     return rows

@@ -6,20 +6,23 @@ from dataclasses import dataclass, field
 MATCH_LENGTH = 2
 MAX_READ = 4096  # tokens at a time: it is the event loop that reads
 FIRST_ACCURACY = 0.4
-MEMORY = 0.8  # the share of the accuracy that a guess leaves as it was
+MEMORY = 0.8  # the weight of the accuracy so far, in its moving average
+MAX_DRAFT = 16  # tokens
+MIN_ACCURACY = 0.3  # of so few remembered guesses, less may be chance
+MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
 
 
 class NgramProposer:
-    """Finds where the last `MATCH_LENGTH` tokens stood before, and proposes what followed them there.
+    """Proposes the tokens that followed the last occurrence of the last `MATCH_LENGTH` tokens (prompt lookup decoding; Saxena 2023).
 
-    Every token is looked at once, and has its guess whether or not anybody asked for it: `accuracy`, the share of late guesses that were
-    right, is known without trying any. It belongs to one sequence, whose `token_ids` it reads as they grow.
+    Every token is looked at once, and guessed whether or not a draft is wanted: `accuracy`, the share of recent guesses that were right,
+    is known without computing any draft. It belongs to one sequence, whose `token_ids` it reads as they grow.
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int) -> None:
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
-        self._followers: dict[tuple[int, ...], int] = {}  # where the token after these last stood
+        self._followers: dict[tuple[int, ...], int] = {}  # the position of the token that last followed these
         self._num_read = 0
         self._source: int | None = None
         self.accuracy = FIRST_ACCURACY
@@ -29,7 +32,7 @@ class NgramProposer:
         return self._source is not None
 
     def propose(self, num_tokens: int) -> list[int]:
-        """So many tokens. Everything has to have been read, and there has to be a guess."""
+        """A draft of so many tokens. All tokens must have been read, and `has_guess`."""
         assert self._source is not None
         ids = self._token_ids
         draft = ids[self._source : self._source + num_tokens]
@@ -38,7 +41,7 @@ class NgramProposer:
         return draft
 
     def read(self) -> bool:
-        """Takes in what is new, at most `MAX_READ` tokens of it. False where that was not all."""
+        """Reads at most `MAX_READ` new tokens. False where more are left."""
         stop = min(len(self._token_ids), self._num_read + MAX_READ)
         self._read_prompt(min(stop, self._num_prompt_tokens - 1))
         for position in range(self._num_read, stop):
@@ -47,7 +50,7 @@ class NgramProposer:
         return stop == len(self._token_ids)
 
     def _read_prompt(self, stop: int) -> None:
-        """Here is nothing to be guessed, so it can be read faster: all of the prompt but its last token."""
+        """Reads the prompt but for its last token: nothing is guessed there, so it is quicker."""
         if stop <= self._num_read:
             return
         start = max(0, self._num_read + 1 - MATCH_LENGTH)
@@ -70,22 +73,17 @@ class NgramProposer:
         self._followers[key] = position + 1
 
 
-MAX_DRAFT = 16  # tokens
-MIN_ACCURACY = 0.3  # of so few guesses as are remembered, less may be luck
-MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
-
-
 @dataclass(slots=True)
 class Speculation:
-    """Decides how many tokens each sequence tries in a step, by what they cost and how sure its guesses have been.
+    """Decides how many draft tokens each sequence gets in a step, by what they cost and how accurate its proposer has been.
 
     A step over R rows takes about as long as `rows_for_weights` + R rows would if the weights cost nothing to read: one more row adds
     1 / (`rows_for_weights` + R) to the step. With S sequences, a draft's row gains a token of S with the probability that it and all
     before it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R). The likeliest come first,
-    and all together they make a step at most half as long again, or are no more than one sequence may have: those who wait for others'
-    drafts gain nothing by them.
+    and all together they make a step at most half as long again, or are no more than one sequence may have: sequences without drafts
+    gain nothing by those of others.
 
-    `lengths` counts drafts by how many of their tokens were right.
+    `lengths` counts drafts by how many of their tokens were accepted.
     """
 
     rows_for_weights: float
@@ -114,7 +112,7 @@ class Speculation:
         return lengths
 
     def is_worthwhile(self, proposers: list[NgramProposer], *, num_rows: int) -> bool:
-        """Whether any of them, as sure as it is now, would be given a token to try in a step of `num_rows` sequences."""
+        """Whether any proposer, as accurate as it is now, would get a draft token in a step of `num_rows` sequences."""
         return any(
             proposer.read()
             and proposer.has_guess

@@ -1,6 +1,6 @@
 """The attention function that transformers' models call, over the paged KV cache.
 
-The cache of a layer hangs on its attention module and everything about the batch travels in one tensor, so that layers which are alike
+The cache of a layer is a buffer of its attention module and everything about the batch travels in one tensor, so that layers of one kind
 share one compiled graph. To the compiler the whole of attention is one opaque operator.
 """
 
@@ -82,7 +82,7 @@ def paged_attention(
     """What `attn_implementation="penstock_paged"` calls in every layer: [1, H, T, D] in, [1, T, H, D] out."""
     assert attention_metadata is not None, "the model was called without attention_metadata"
     query_THD, key_THD, value_THD = (states[0].transpose(0, 1) for states in (query_1HTD, key_1HTD, value_1HTD))
-    caches: Any = module  # `KVCache.attach` hung them there
+    caches: Any = module  # registered by `KVCache.attach`
     key_cache, value_cache = caches.key_cache, caches.value_cache
     if scaling is None:
         scaling = query_THD.shape[-1] ** -0.5

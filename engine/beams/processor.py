@@ -1,4 +1,4 @@
-"""What becomes of a step's results in beam search: once all beams of a request have been computed, they are chosen anew."""
+"""Processes a step's results in beam search: once all beams of a request have been computed, the next beams are chosen."""
 
 import logging
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ _NO_ANSWER = Hypothesis([], float("-inf"), float("-inf"), Ending(FinishReason.ST
 
 @dataclass(slots=True)
 class BeamProcessor:
-    """Takes what was computed for each beam, and at the end of a step advances the searches that were waiting for no other.
+    """Takes what was computed for each beam, and at the end of a step advances the searches whose beams are all there.
 
-    What goes wrong with one beam ends its search; that no token may follow it ends the beam alone. `outputs` is who does the same for all
-    other sequences: counts, prompts and blocks are in its hands.
+    An error in one beam ends its search; a beam that no token may follow ends alone. `outputs` processes all other sequences, and keeps the
+    counts, prompts and blocks of beams as well.
     """
 
     outputs: OutputProcessor
     _touched: dict[BeamSearch, None] = field(default_factory=dict)
 
     def take_samples(self, sequence: Sequence, samples: SamplerOutput, row: int) -> None:
-        """The candidates of a beam."""
+        """Takes the candidates of a beam."""
         search = self._search_of(sequence)
         failure = samples.failures.get(row)
         if failure is not None and failure != NO_TOKEN_LEFT:
@@ -36,14 +36,14 @@ class BeamProcessor:
         search.candidates[sequence] = [] if failure is not None else list(samples.candidates[row])
 
     def take_mask(self, sequence: Sequence, mask: MaskFill) -> None:
-        """What a grammar says instead: that it failed, or that the beam can only end."""
+        """Takes a mask that needs no sample: the grammar failed, or the beam can only end."""
         search = self._search_of(sequence)
         if mask.error is not None:
             search.failure = mask.error
         search.candidates[sequence] = [(None, 0.0)]
 
     def settle(self) -> dict[str, list[SequenceDelta]]:
-        """What has come of the step, by request."""
+        """The deltas of the step, by request."""
         deltas: dict[str, list[SequenceDelta]] = {}
         touched, self._touched = self._touched, {}
         for search in touched:

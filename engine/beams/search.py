@@ -21,12 +21,12 @@ from penstock.engine.text.tokenizer import Tokenizer
 MAX_CANDIDATES = 4096  # that one beam may bring to a step
 
 _NEUTRAL = SamplingParams()
-# What is about drawing a token, or about a text that is certain as it comes.
+# Fields that concern drawing a token, or text that is final as it comes.
 _WITHOUT_MEANING = ("top_p", "min_p", "logprobs", "thinking_token_budget")
 
 
 def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: frozenset[int], max_model_len: int) -> None:
-    """Raises `InvalidRequest` with the name of the field that stands in the way. Does nothing where the request asks for no beams."""
+    """Raises `InvalidRequest` naming the field that beam search cannot honour. Does nothing where the request asks for no beams."""
     if request.beam is None:
         return
     params, width = request.params, request.beam.beam_width
@@ -64,7 +64,7 @@ def num_candidates(width: int, num_end_tokens: int) -> int:
 
 
 class ForbiddenToken(Exception):
-    """The grammar does not take a token that its own mask allowed."""
+    """The grammar rejects a token that its own mask allowed."""
 
 
 class BeamReader:
@@ -127,7 +127,7 @@ class BeamReader:
         sequence.sampling.block_stop = must_go_on(sequence, before.phase)
 
     def gate_beside(self, parent: Sequence) -> GrammarGate | None:
-        """Another in the place where the parent's is."""
+        """A gate in the same state as the parent's."""
         gate = None if parent.gate is None else parent.gate.fork()
         if gate is None and parent.gate is not None:
             answer = self._request.make_answer()
@@ -141,7 +141,7 @@ class BeamReader:
         return gate
 
     def forget(self) -> None:
-        """The next step has begun."""
+        """Drops the answers that were read for the last step."""
         self._answers.clear()
 
     def read(self, hypothesis: Hypothesis, index: int) -> SequenceDelta:
@@ -214,9 +214,9 @@ def _pass(gate: GrammarGate, answer: Answer, token_id: int) -> None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BeamSearch(SequenceGroup):
-    """`sequences` are those of `group.beams`, in the same order: they run in the same batches as everybody else's, wherever they fit.
+    """`sequences` are those of `group.beams`, in the same order: they run in the same batches as all other sequences.
 
-    `candidates` are the continuations of those that have been computed; once they are all there the beams are chosen anew. A beam that
+    `candidates` are the continuations of those that have been computed; once they are all there the next beams are chosen. A beam that
     goes on twice shares its blocks with the other. All are preempted together: those that have been computed hold blocks that the last
     one may need. They come back as they first came in, the best before the others, which begin where what they share with it ends.
     `outputs` are those of the answers that are kept, by their tokens.
@@ -239,7 +239,7 @@ class BeamSearch(SequenceGroup):
 
     @property
     def is_ready(self) -> bool:
-        """Whether every beam has been computed."""
+        """Whether all beams have been computed."""
         return len(self.candidates) == len(self.sequences)
 
     @property
@@ -248,7 +248,7 @@ class BeamSearch(SequenceGroup):
         return self.group.hypotheses[: self.request.params.n]
 
     def choose(self) -> list[Continuation]:
-        """Has the beams chosen anew. Raises what a plug-in raises that reads them."""
+        """Chooses the next beams. Raises what a plug-in raises that reads them."""
         candidates = [self.candidates[sequence] for sequence in self.sequences]
         self.candidates.clear()
         continuations = self.group.advance(candidates, lambda parent, token_id: self.reader.ending_of(self.sequences[parent], token_id))
@@ -280,13 +280,13 @@ class BeamSearch(SequenceGroup):
         self.outputs = kept
 
     def branch(self, parent: Sequence) -> Sequence:
-        """Another sequence where the parent is. It holds no blocks yet."""
+        """A copy of the parent, which holds no blocks yet."""
         sequence = parent.branch(self.num_made, self.reader.gate_beside(parent))
         self.num_made += 1
         return sequence
 
     def gather(self) -> Sequence:
-        """Has the others wait on the best beam, without anything that was computed. Gives that one."""
+        """Makes the others wait on the best beam, without anything that was computed, and returns that beam."""
         self.candidates.clear()
         best, *others = self.sequences
         best.forks = others

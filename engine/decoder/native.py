@@ -1,7 +1,7 @@
-"""The most common form of a decoder, read from a model's modules: what each layer multiplies by, norms with and looks back to.
+"""A model's forward pass in one call of native code, for decoders of the most common form, verified against the model's own code.
 
 x += o(attention(rotate(qkv(norm(x))))), then x += down(silu(gate(norm(x))) * up(norm(x))): Llama, Mistral, Qwen2, Qwen3 and many others.
-Parts are told by the names that architectures share. That they are used as here has to be tried out.
+Parts are told by the names that architectures share. That a model uses them as here is verified layer by layer, before the first request.
 """
 
 import ctypes
@@ -25,6 +25,8 @@ from penstock.engine.layers.quantized import QuantizedLinear
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.native.library import native_library
 
+logger = logging.getLogger(__name__)
+
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 QUERY_KEY_NORMS = {"q_norm", "k_norm"}
@@ -32,10 +34,17 @@ NORMS = {"input_layernorm", "post_attention_layernorm", *QUERY_KEY_NORMS}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 LANES = 16  # the native code takes so many numbers of a row at a time
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on how long the text is
+HEAD_SIZES = (64, 128)  # of the fast attention kernels
+PROMPT_TOKENS = 23  # of one sequence; another has one token
+# Relative, of the median row: what rounding in other places amounts to, with room. The default model's layers deviate by up to 0.7 percent,
+# of 4 bits by up to 1.6, and without their rotary positions by 23 on average.
+MAX_DEVIATION = 3e-2
+MAX_FAR_DEVIATION = 0.1  # at the end of the context, where rounded cosines matter most to large scores
+ROUNDING = 2**-8  # of a sum that a layer's own code rounds to bfloat16 twice
 
 
 class UnsuitableModel(Exception):
-    """What of the model is not of this form."""
+    """The model is not of this form; the message names the part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +182,6 @@ def _require(is_so: bool, otherwise: str) -> None:
         raise UnsuitableModel(otherwise)
 
 
-HEAD_SIZES = (64, 128)  # of the fast attention kernels
-
-
 class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("bits", "inputs", "outputs")),
@@ -308,20 +314,10 @@ def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int)
     )
 
 
-logger = logging.getLogger(__name__)
-
-PROMPT_TOKENS = 23  # of one sequence; another has one token
-# Relative, of the median row: what rounding in other places amounts to, with room. The default model's layers deviate by up to 0.7 percent,
-# of 4 bits by up to 1.6, and without their rotary positions by 23 on average.
-MAX_DEVIATION = 3e-2
-MAX_FAR_DEVIATION = 0.1  # at the end of the context, where rounded cosines matter most to large scores
-ROUNDING = 2**-8  # of a sum that a layer's own code rounds to bfloat16 twice
-
-
 def install_native_decoder(loaded: LoadedModel, cache: KVCache) -> bool:
-    """Puts native code in place of the model's `forward` where the model is of its form and the two agree.
+    """Replaces the model's `forward` by native code where the model is of its form and the two agree.
 
-    For a model that serves nobody yet: it writes to the cache.
+    To be called before the first request, since it writes to the cache.
     """
     vars(loaded.model).pop("forward", None)  # of an engine that had the model before
     try:
@@ -336,14 +332,14 @@ def install_native_decoder(loaded: LoadedModel, cache: KVCache) -> bool:
 
 @torch.inference_mode()
 def verify_native(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -> None:
-    """Raises `UnsuitableModel` where a layer, or what comes before or after the layers, gives something else.
+    """Raises `UnsuitableModel` where the embedding, a layer or the head computes something else than the model's own code.
 
-    Each layer gets what it got in the model's own pass, so that what rounds differently does not add up.
+    Each layer gets the input that it got in the model's own pass, so that differences in rounding do not add up.
     """
     block_size = cache.block_size
     num_blocks = -(-PROMPT_TOKENS // block_size)
     if cache.num_blocks <= num_blocks:
-        raise UnsuitableModel("the cache is too small to try it out")
+        raise UnsuitableModel("the cache is too small to verify it")
     prompt_table = list(range(1, num_blocks + 1))
     metadata = AttentionMetadata.pack(
         [0, *range(block_size, block_size + PROMPT_TOKENS)],
@@ -365,7 +361,7 @@ def verify_native(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -
 def _deviations(
     positions_1T: Tensor, decoder: NativeDecoder, loaded: LoadedModel, ids_1T: Tensor, metadata: AttentionMetadata
 ) -> Iterator[tuple[str, float]]:
-    """For each part of the model by how much it gives something else."""
+    """How far each part of the model deviates."""
     rows = torch.arange(1 + PROMPT_TOKENS)
     inputs, outputs, logits_TV = _own_pass(decoder.form.modules, loaded.model, ids_1T, positions_1T, metadata)
     yield "embedding", _deviation(decoder.embed(ids_1T), inputs[0])

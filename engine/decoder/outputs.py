@@ -1,4 +1,4 @@
-"""What a model computes on its way to the logits, by name: which there are, and where in its modules they can be seen.
+"""What a model computes on its way to the logits, by name, and where in its modules each output is captured.
 
 hidden_states.N     what decoder layer N reads, N from 0; hidden_states.L, of L layers, is what the last of them gives
 hidden_states.last  the same after the final norm, which is what the head reads
@@ -30,7 +30,7 @@ MLP_PARTS = ("mlp", "feed_forward", "block_sparse_moe")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an output can be seen: what goes into a module, or what comes out of it."""
+    """Where an output is captured: a module's input, or its output."""
 
     module: nn.Module
     is_input: bool
@@ -58,7 +58,7 @@ class Capture:
 
 
 class ModelOutputs:
-    """The named outputs of one model. Nothing hangs on it while nobody captures any."""
+    """The named outputs of one model. It has no hooks while none is captured."""
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         self._model = model
@@ -83,7 +83,7 @@ class ModelOutputs:
 
     @contextmanager
     def capturing(self, names: set[str], rows_R: Tensor, num_tokens: int) -> Iterator[Capture]:
-        """While this lasts, the model's own modules run, in place of what was compiled from them or does their work, and are looked at."""
+        """Within the context, the model's own modules run rather than compiled or native code, with hooks that capture the outputs."""
         capture = Capture(rows_R, num_tokens)
         with ExitStack() as undo:
             for module in (self._model, *self._layers):
@@ -129,7 +129,7 @@ def _paths(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _without_stand_in(module: nn.Module) -> dict[str, Any]:
-    """Takes away what stands in for the module's own `forward`, and returns what puts it back."""
+    """Restores the module's own `forward`, and returns what undoes that."""
     forward = vars(module).get("forward")
     if not isinstance(forward, NativeDecoder | CompiledLayer):
         return {}

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself, checked before anybody goes by it: a damaged count keeps readers busy for years.
+"""The header of a GGUF file, checked before it is used: a damaged count keeps readers busy for years.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 EXACT_TYPES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q8_0": 34}
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _Q4_K_BYTES = 144
+# How many rows are looked at at a time, which bounds the memory that it takes.
+CHUNK_ROWS = 4096
+_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def is_quantized(tensor: "ReaderTensor") -> bool:
@@ -87,11 +90,6 @@ def _nibbles(bytes_B: Tensor) -> Tensor:
 
 def _half(blocks_OGB: Tensor, start: int) -> Tensor:
     return blocks_OGB[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
-
-
-# How many rows are looked at at a time, which bounds the memory that it takes.
-CHUNK_ROWS = 4096
-_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def fingerprints(rows_OI: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Several operations of a model's own code in one: projections of one input, norms, rotary embeddings."""
+"""Several operations of a model's own code in one: projections of one input, norms, rotary embeddings.
+
+One matrix multiplication replaces those of query, key and value, or of gate and up; on a GPU, one kernel replaces the seven of a norm and
+the ten of a rotation.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,7 +17,10 @@ from penstock.engine.layers.linear import reads_weight
 from penstock.engine.layers.quantized import QuantizedLinear, can_join
 
 # What architectures call projections of one and the same input.
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+MAX_ROUNDINGS = 4  # that a result may differ by: some models round once, others twice
+ROTATION_FUNCTION = "apply_rotary_pos_emb"  # what transformers calls the function, in every module of a model that has one
+ROTATION_TOLERANCE = 1e-5
 
 
 class FusedLinear(nn.Module):
@@ -37,7 +44,7 @@ class FusedLinear(nn.Module):
 
 
 class FusedPart(nn.Module):
-    """Stands where one of the linear layers stood."""
+    """Takes the place of one of the linear layers."""
 
     def __init__(self, fused: FusedLinear, position: int) -> None:
         super().__init__()
@@ -56,7 +63,7 @@ def fuse_linears(model: nn.Module) -> int:
     """
     num_fused = 0
     for parent in list(model.modules()):
-        for names in GROUPS:
+        for names in FUSED_PROJECTIONS:
             layers = [getattr(parent, name, None) for name in names]
             if any(reads_weight(type(parent), name) for name in names):  # type: ignore[arg-type]
                 continue
@@ -70,7 +77,7 @@ def fuse_linears(model: nn.Module) -> int:
 
 
 def _fused(layers: Sequence[nn.Module | None]) -> FusedLinear | None:
-    """These layers as one; None where they are not of one kind."""
+    """The layers as one; None where they are not of one kind."""
     quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
     if len(quantized) == len(layers):
         bits = max(layer.bits for layer in quantized)
@@ -91,13 +98,10 @@ def _joined(parameters: Sequence[Tensor]) -> nn.Parameter:
     return nn.Parameter(torch.cat([parameter.detach() for parameter in parameters]), requires_grad=False)
 
 
-MAX_ROUNDINGS = 4  # that a result may differ by: some models round once, others twice
-
-
 def fuse_norms(model: nn.Module) -> int:
     """Replaces in place what normalizes by root mean square, and returns how many modules that were.
 
-    Which do is tried rather than known: of each class, one of each size computes random numbers both ways. The others stay as they are,
+    Which modules do is tested: of each class, one of each size computes random numbers both ways. The others stay as they are,
     such as those that add one to their weights.
     """
     is_alike: dict[tuple[type[nn.Module], int], bool] = {}
@@ -127,9 +131,6 @@ def _norms_agree(module: nn.Module, fused: "functools.partial[Tensor]", weight: 
     return bool(((got.float() - expected.float()).abs() <= bound * expected.float().abs() + bound).all())
 
 
-NAME = "apply_rotary_pos_emb"  # what transformers calls the function, in every module of a model that has one
-TOLERANCE = 1e-5
-
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -137,20 +138,20 @@ def fuse_rotary(model: nn.Module) -> int:
     """Replaces in place what rotates queries and keys, and returns in how many modules.
 
     A module's `forward` is given another function by that name; the model's code and other models keep theirs. Whether it means the same is
-    tried on random numbers: some models rotate other pairs, or a part of the head alone, and stay as they are.
+    tested on random numbers: some models rotate other pairs, or a part of the head alone, and stay as they are.
     """
     num_fused = 0
     is_alike: dict[tuple[Rotation, int], bool] = {}
     for module in model.modules():
         forward = type(module).forward
         size = getattr(module, "head_dim", None)
-        if not isinstance(forward, FunctionType) or NAME not in forward.__code__.co_names or not isinstance(size, int):
+        if not isinstance(forward, FunctionType) or ROTATION_FUNCTION not in forward.__code__.co_names or not isinstance(size, int):
             continue
-        own = forward.__globals__[NAME]
+        own = forward.__globals__[ROTATION_FUNCTION]
         if (own, size) not in is_alike:
             is_alike[own, size] = _rotations_agree(own, size, next(module.parameters()).device)
         if is_alike[own, size]:
-            namespace = {**forward.__globals__, NAME: _rotation(own)}
+            namespace = {**forward.__globals__, ROTATION_FUNCTION: _rotation(own)}
             copied = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
             copied.__kwdefaults__ = forward.__kwdefaults__
             module.forward = MethodType(copied, module)
@@ -182,4 +183,6 @@ def _rotations_agree(own: Rotation, size: int, device: torch.device) -> bool:
     except (TypeError, RuntimeError):  # it wants other arguments, or shapes
         return False
     pairs = zip(expected, rotate(query, key, cosines, sines), strict=True)
-    return all(one.shape == other.shape and torch.allclose(one, other, atol=TOLERANCE, rtol=TOLERANCE) for one, other in pairs)
+    return all(
+        one.shape == other.shape and torch.allclose(one, other, atol=ROTATION_TOLERANCE, rtol=ROTATION_TOLERANCE) for one, other in pairs
+    )

@@ -1,6 +1,6 @@
-"""Linear layers whose weights lie as the CPU's matrix multiplication wants them.
+"""Linear layers over weights packed for the CPU's matrix multiplication.
 
-bfloat16 weights lie in panels for a kernel of our own, others as oneDNN wants them, which else reorders them on every call or falls
+bfloat16 weights are packed in panels for a native kernel, others in oneDNN's layout, which else reorders them on every call or falls
 back to slower loops (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same.
 """
 

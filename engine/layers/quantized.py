@@ -1,4 +1,8 @@
-"""Weights of 4 or 8 bits: the matrix as codes, and the linear layers and embeddings that compute with it."""
+"""Weights of 4 or 8 bits: the matrix as codes, and the linear layers and embeddings that compute with it on the CPU.
+
+The input of a linear layer is quantized too, each row by itself and every 32 values with a scale of their own, so that products are sums of
+integers. A row's result is the same, bit for bit, whichever other rows it comes with.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -10,6 +14,12 @@ from penstock.engine.layers.linear import replace_linears
 from penstock.engine.native.library import native_library
 
 GROUP_SIZE = 32
+# Rows of a weight that lie side by side, one in each lane of a vector.
+TILE = 16
+# A lane takes four products at a time.
+STEP = 4
+# A torch fallback inflates this many tiles at a time.
+TILES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +68,6 @@ def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         torch.cat([weight.minimums_OG for weight in weights]),
     )
 
-
-# Rows of a weight that lie side by side, one in each lane of a vector.
-TILE = 16
-# A lane takes four products at a time.
-STEP = 4
-# A torch fallback inflates this many tiles at a time.
-TILES_AT_ONCE = 64
 
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("quantized_linear(Tensor x, Tensor blocks, Tensor? bias, SymInt out_features) -> Tensor")  # type: ignore[no-untyped-call]

@@ -15,6 +15,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from penstock.engine.errors import ConfigurationError
 
+logger = logging.getLogger(__name__)
+
+FLAT_ATTENTION = "penstock_flat"
+MAX_PADDING = 0.1  # of the tokens that are computed together
+PROBE_LENGTHS = (7, 4, 7)
+MAX_PROBED_WINDOW = 600  # longer ones would take seconds to try
+# Rounding is orders of magnitude less, wrong positions or attention across texts orders of magnitude more.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
@@ -95,9 +104,6 @@ def _row(values: "itertools.chain[int]", device: torch.device) -> Tensor:
     return torch.tensor(list(values), dtype=torch.long).to(device)[None]
 
 
-FLAT_ATTENTION = "penstock_flat"
-
-
 def flat_attention(
     module: nn.Module,
     query_1HTD: Tensor,
@@ -156,9 +162,6 @@ def register_flat_attention() -> None:
     AttentionInterface.register(FLAT_ATTENTION, flat_attention)
 
 
-MAX_PADDING = 0.1  # of the tokens that are computed together
-
-
 class Forward(Protocol):
     """Token vectors [T, D] of a batch's flat row."""
 
@@ -198,7 +201,7 @@ class FlatForward:
 
 @dataclass(frozen=True, slots=True)
 class PaddedForward:
-    """For classes that take no flat row: texts of about the same length are padded to one, and computed by the class's own means."""
+    """For classes that take no flat row: texts of about the same length are padded to one, and computed by the class's own code."""
 
     model: PreTrainedModel
     pad_token_id: int
@@ -256,14 +259,6 @@ def _padded(flat_T: Tensor, is_token_BL: Tensor, filler: int) -> Tensor:
     padded_BL = torch.full(is_token_BL.shape, filler, dtype=flat_T.dtype, device=flat_T.device)
     padded_BL[is_token_BL] = flat_T
     return padded_BL
-
-
-logger = logging.getLogger(__name__)
-
-PROBE_LENGTHS = (7, 4, 7)
-MAX_PROBED_WINDOW = 600  # longer ones would take seconds to try
-# Rounding is orders of magnitude less, wrong positions or attention across texts orders of magnitude more.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def choose_forward(model: PreTrainedModel) -> Forward:

@@ -20,6 +20,11 @@ from penstock.engine.pooling.params import PoolingParams
 from penstock.engine.pooling.queue import PoolingQueue, WaitingInput
 from penstock.engine.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+BATCH_FAILED = "the model failed while it computed this input; the error has been logged"
+MAX_OPEN = 256  # enough for any batch; all of a long list at once would overflow the engine's queue, or shut others out of it
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
@@ -70,11 +75,6 @@ def _num_tokens(tokenizer: Tokenizer, instruction: str) -> int:
         if token_ids[start : start + len(plain)] == plain:
             return start + len(plain)
     return len(token_ids)
-
-
-logger = logging.getLogger(__name__)
-
-BATCH_FAILED = "the model failed while it computed this input; the error has been logged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class PoolingEngine:
     async def _run(self) -> None:
         try:
             while True:
-                await asyncio.sleep(0)  # callers who have just had an answer may have more to ask
+                await asyncio.sleep(0)  # callers that have just had an answer may send more inputs
                 self._running = self._queue.take_batch()
                 if not self._running:
                     self._life.idle.set()
@@ -229,12 +229,9 @@ class PoolingEngine:
         self._life.idle.set()
 
     def _fail(self, waiting: WaitingInput, error: Exception) -> None:
-        """Nothing where there is an answer, or nobody waits for one."""
+        """Does nothing where the input has its answer, or was cancelled."""
         if not waiting.future.done():
             waiting.future.set_exception(error)
-
-
-MAX_OPEN = 256  # enough for any batch; all of a long list at once would overflow the engine's queue, or shut others out of it
 
 
 async def pool_all(

@@ -24,6 +24,8 @@ _OLD_KEYS: dict[str, PoolingMode] = {
 }
 _STAGES = ("Dense", "Normalize", "LayerNorm")
 _IDLE = ("Dropout",)  # acts in training only
+_SERVED = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForPreTraining", "Model")
+_GENERATING = ("LMHeadModel", "DoubleHeadsModel")  # of GPT-2's time, when the names had no system yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +147,6 @@ def _read(path: Path, default: Any) -> Any:
 
 
 ModelKind = Literal["generate", "pooling"]
-
-_SERVED = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForPreTraining", "Model")
-_GENERATING = ("LMHeadModel", "DoubleHeadsModel")  # of GPT-2's time, when the names had no system yet
 
 
 def model_kind(directory: Path) -> ModelKind:

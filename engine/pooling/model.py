@@ -23,7 +23,7 @@ from penstock.engine.pooling.params import PoolingParams, PoolingTask
 
 
 class _GivenStates(nn.Module):
-    """Stands where the encoder stood in a classifier, and answers with token vectors that have been computed already."""
+    """Takes the encoder's place in a classifier, and returns token vectors that have been computed already."""
 
     def __init__(self, encoder: PreTrainedModel) -> None:
         super().__init__()

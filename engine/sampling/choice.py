@@ -1,4 +1,8 @@
-"""Choosing one token per row: the most probable one, or one at random, without ever sorting a vocabulary."""
+"""Choosing one token per row: the most probable one, or one at random, without ever sorting a vocabulary.
+
+Rows are seen as blocks of `BLOCK` columns. A token is found by its block first, so that one pass over the row, which vectorizes, is
+followed by work on a few hundred numbers. All sums are per row and per block: what a row gives does not depend on its neighbours.
+"""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -14,6 +18,8 @@ from penstock.engine.sampling.state import SamplingState
 BLOCK = 256
 SPANS_PER_BLOCK = 4
 SPAN = BLOCK // SPANS_PER_BLOCK
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+SEEDS = 2**53  # as many as `random()` tells apart
 
 
 def padded_width(vocab_size: int) -> int:
@@ -114,9 +120,6 @@ def _invert(weights_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     return index[:, 0], within[:, 0].clamp(0, 1)
 
 
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-
-
 def greedy_tokens(logits_BV: Tensor, vocab_size: int, bitmask_BW: Tensor | None = None) -> list[int] | None:
     """The first index of each row's maximum among those of its first `vocab_size` logits whose bits are set; without a mask, among all.
 
@@ -140,9 +143,6 @@ def greedy_tokens(logits_BV: Tensor, vocab_size: int, bitmask_BW: Tensor | None 
     )
     ids: list[int] = token_ids.tolist()
     return ids if min(ids, default=0) >= 0 else None
-
-
-SEEDS = 2**53  # as many as `random()` tells apart
 
 
 def choose_on_device(work_BV: Tensor, states: Sequence[SamplingState], shared_generator: Random) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,9 @@ from penstock.engine.sampling.processors import ProcessorPass
 from penstock.engine.sampling.state import SamplingState
 
 NO_TOKEN_LEFT = ClientFault("no token is left to choose from: together the constraints of this request allow none here")
+LOGPROBS_CHUNK_ELEMENTS = 2**22  # 16 MB of float32 at a time, however long the prompt
+# On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
+CPU_PASS_ELEMENTS = 2**19
 
 
 @dataclass(slots=True)
@@ -64,9 +67,6 @@ class LaunchedSamples:
         return SamplerOutput(token_ids, [None] * len(token_ids), failures)
 
 
-CHUNK_ELEMENTS = 2**22  # 16 MB of float32 at a time, however long the prompt
-
-
 def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """One entry per row for `token_ids[row]`, with the row's `num_top[row]` most probable tokens.
 
@@ -93,7 +93,7 @@ def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequenc
 
 def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """The log probability of `next_token_ids[t]`, the token after position t. Logits [T, V], without the columns of padding."""
-    chunk = max(1, CHUNK_ELEMENTS // logits_TV.shape[1])
+    chunk = max(1, LOGPROBS_CHUNK_ELEMENTS // logits_TV.shape[1])
     result: list[TokenLogprobs] = []
     for start in range(0, len(next_token_ids), chunk):
         token_ids = next_token_ids[start : start + chunk]
@@ -113,10 +113,6 @@ def top_pairs(logprobs_V: Tensor, values: list[float], ids: list[int], count: in
     else:
         pairs = list(zip(ids, values, strict=True))[:count]
     return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
-
-
-# On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
-CPU_PASS_ELEMENTS = 2**19
 
 
 class Sampler:

@@ -15,41 +15,40 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.penalties import BadWords, Penalties, TokenCounts
 from penstock.engine.sampling.processors import SequenceProcessor
 
+MAX_LOGIT_BIAS = 100.0
+
 
 class CounterRng:
-    """Uniform numbers in [0, 1) that depend on the seed, the token's place in the answer, and how many were drawn for that place.
+    """Counter-based uniform numbers in [0, 1): a hash of the seed, the token's position in the answer, and the draws at that position.
 
-    So what a seed gives does not depend on how many tokens a step tries, or on what is sampled and thrown away.
+    So what a seed gives does not depend on the number of draft tokens in a step, or on samples that are rejected.
     """
 
-    __slots__ = ("_num_drawn", "_place", "_seed")
+    __slots__ = ("_num_drawn", "_position", "_seed")
 
-    def __init__(self, seed: int, place: int = 0) -> None:
+    def __init__(self, seed: int, position: int = 0) -> None:
         self._seed = seed % 2**64
-        self._place = place
+        self._position = position
         self._num_drawn = 0
 
     def random(self) -> float:
-        digest = blake2b(pack("<QQQ", self._seed, self._place, self._num_drawn), digest_size=8).digest()
+        digest = blake2b(pack("<QQQ", self._seed, self._position, self._num_drawn), digest_size=8).digest()
         self._num_drawn += 1
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     def again(self) -> "CounterRng":
-        """Those of the same place, from the first one on."""
-        return CounterRng(self._seed, self._place)
+        """The numbers of the same position, from the first one on."""
+        return CounterRng(self._seed, self._position)
 
     def at_next_position(self) -> "CounterRng":
-        return CounterRng(self._seed, self._place + 1)
-
-
-MAX_LOGIT_BIAS = 100.0
+        return CounterRng(self._seed, self._position + 1)
 
 
 class SamplingState:
     """Parameters, penalties' counts and random numbers of one sequence. Nothing in it belongs to the cache: it survives preemption.
 
-    `is_constrained` is set when the grammar's gate opens; from then on `min_tokens` is the grammar's to decide. `block_stop` keeps stop
-    ids from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
+    `is_constrained` is set when the grammar's gate opens; from then on `min_tokens` does not apply. `block_stop` keeps stop ids from being
+    sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
     `processors` are what the request's makers gave, in any form. Where `num_candidates` is not 0, the row is not sampled from: beam search
     chooses among that many tokens.
     """
@@ -84,7 +83,7 @@ class SamplingState:
         self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.counts: TokenCounts | None = None
         if self.penalties != Penalties(1.0, 0.0, 0.0):
-            # Placeholders of images and the like stand in the prompt with ids beyond the vocabulary.
+            # Placeholders of images and the like have ids beyond the vocabulary.
             in_vocabulary = (token_id for token_id in prompt_token_ids if 0 <= token_id < vocab_size)
             self.counts = TokenCounts(in_vocabulary if params.repetition_penalty != 1 else (), device)
         self.allowed_ids = _ids_tensor(params.allowed_token_ids, device)
@@ -121,7 +120,7 @@ class SamplingState:
 
     @property
     def numbers(self) -> CounterRng | None:
-        """For one draw of the next token. A step that comes to nothing has used up none of them."""
+        """For one draw of the next token. A step that is dropped has used up none of them."""
         return None if self.generator is None else self.generator.again()
 
     def append(self, token_id: int) -> None:
@@ -136,7 +135,7 @@ class SamplingState:
             self.token_ids.append(token_id)
 
     def fork(self) -> "SamplingState":
-        """One that goes on by itself from here. What logits processors remember is copied, as far as `copy.deepcopy` finds it."""
+        """An independent copy. What logits processors remember is copied, as far as `copy.deepcopy` finds it."""
         state = copy.copy(self)
         state._bad_words = self._bad_words.copy()
         state.counts = None if self.counts is None else self.counts.copy()
@@ -144,15 +143,15 @@ class SamplingState:
         state.processors = [processor.fork(state.token_ids) for processor in self.processors]
         return state
 
-    def ahead(self, token_id: int) -> "SamplingState":
-        """What it will be once the token has been appended; it stays as it is. Not where there are logits processors: copies cost."""
+    def after(self, token_id: int) -> "SamplingState":
+        """A copy with the token appended. Not for sequences with logits processors, which are expensive to copy."""
         assert not self.processors
         state = self.fork()
         state.append(token_id)
         return state
 
-    def ahead_of_any(self) -> "SamplingState":
-        """What it will be once another token has been appended, whichever that is."""
+    def after_any(self) -> "SamplingState":
+        """A copy as it will be after the next token, whichever that is."""
         assert self.is_predictable
         state = copy.copy(self)
         state.num_output_tokens += 1
@@ -161,7 +160,7 @@ class SamplingState:
         return state
 
     def masked_ids(self) -> list[int]:
-        """Tokens that may not come next: the last ones of bad words, and stop ids while they are held off."""
+        """Tokens that may not come next: the last ones of bad words, and stop ids while they are blocked."""
         masked = self._bad_words.completing_ids()
         is_too_short = self.num_output_tokens < self.params.min_tokens and not self.is_constrained
         if self.block_stop or is_too_short:

@@ -262,7 +262,7 @@ class Answer:
 class ThinkingBudget:
     """At most `budget` tokens of reasoning, then the engine itself writes the end marker. None is no limit.
 
-    A model that would end its answer while it still reasons has its reasoning closed as well: whoever sets a budget or a grammar wants an
+    A model that would end its answer while it still reasons has its reasoning closed as well: a request with a budget or a grammar wants an
     answer. So it has once: where it opens another block after that, it may end its answer there.
     A marker that no longer fits into the answer is not begun: half of one would pass for something that the model said.
     """

@@ -168,7 +168,7 @@ class _Pattern:
             self._shorter.append(self._extended(self._shorter[-1], token_id))
 
     def advance(self, length: int, token_id: int) -> int:
-        """How long the beginning is that a text ends with, once the token stands behind one that ended with `length`."""
+        """How long the beginning is that a text ends with, once the token follows one that ended with `length`."""
         return self._extended(self.proper(length), token_id)
 
     def proper(self, length: int) -> int:

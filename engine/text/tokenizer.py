@@ -1,4 +1,8 @@
-"""Text to token ids and back, over one model directory's tokenizer, and the bytes that each token adds to a text."""
+"""Text to token ids and back, over one model directory's tokenizer, and the bytes that each token adds to a text.
+
+Nearly every decoder in use is local: what a token adds depends on that token alone, and on whether it is the first. Such a decoder is asked
+once per token and never again. One that looks further (a suffix at a word's end, neighbours that are merged) is called opaque.
+"""
 
 import enum
 import functools
@@ -18,6 +22,9 @@ from penstock.engine.grammar import Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"  # stands for "there was text before": no decoder joins anything to it or takes anything from it
+REPLACEMENT = "\ufffd"
+CHARS_PER_TOKEN = 16  # more than prose has, so that the first beginning usually suffices
+_CUT_MARGIN = 64
 
 
 class DecoderKind(enum.Enum):
@@ -110,11 +117,6 @@ def _byte_of_character() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-REPLACEMENT = "\ufffd"
-CHARS_PER_TOKEN = 16  # more than prose has, so that the first beginning usually suffices
-_CUT_MARGIN = 64
 
 
 @dataclass(frozen=True, slots=True)
