@@ -33,5 +33,5 @@ def test_after_a_step_that_failed_there_are_none() -> None:
     tokens = PendingTokens(VOCAB_SIZE, CPU)
     tokens.keep([1])
     tokens.clear()
-    with pytest.raises(RuntimeError, match="the step before this one failed"):
+    with pytest.raises(RuntimeError, match="the previous step failed"):
         tokens.fill_in(torch.tensor([[placeholder(0)]]))
