@@ -45,7 +45,7 @@ Runner = Callable[[list[Tensor]], list[Tensor]]
 
 
 class CompiledLayer:
-    """Stands in for one layer's `forward`.
+    """Replaces one layer's `forward`.
 
     Its first call computes the layer both ways and goes back to the layer as it was where the two disagree. Computing a layer twice is
     harmless: it writes the same keys and values to the same slots.

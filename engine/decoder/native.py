@@ -208,7 +208,7 @@ class _Decoder(ctypes.Structure):
 
 
 class NativeDecoder:
-    """Stands in for the `forward` of a bfloat16 model on the CPU, as the engine calls it.
+    """Replaces the `forward` of a bfloat16 model on the CPU, as the engine calls it.
 
     Raises `UnsuitableModel` for a model that is not of this form.
     """

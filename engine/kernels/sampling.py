@@ -56,7 +56,7 @@ def sample(
     nothing away) keeps the k most probable and all that tie with the last of them, `top_ps_B` of these the nucleus, with ties as well, and
     `min_ps_B` what is at least that share as probable as the most probable one. No k is above `max_top_k` but for those that take nothing
     away. Parameters are float32, on the device of the logits. The same `seeds_B` (int64) give the same tokens.
-    Draws by rejection as `draw.draw` does: exact, one draw for most rows. Never waits for the device.
+    Draws by rejection as `choice.draw` does: exact, one draw for most rows. Never waits for the device.
     """
     from penstock.engine.kernels.sampling_triton import sample_kernel
 
