@@ -193,5 +193,5 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
 
 
 def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | range:
-    """In order, and each once."""
+    """Their union, in order."""
     return sorted({*scored, *sampled, *wanted}) if scored or wanted else sampled

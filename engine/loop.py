@@ -125,7 +125,7 @@ class Engine:
         threading.Thread(target=self._core.runner.optimize, name="optimize", daemon=True).start()
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Takes no more requests, lets those that run finish for `drain_seconds`, ends the others and waits for the step under way."""
+        """Takes no more requests, lets those that run finish for `drain_seconds`, ends the others and waits for the step in flight."""
         self._life.is_accepting = False
         if not self._life.has_begun:
             return
@@ -210,7 +210,7 @@ class Engine:
             self._end_all(FinishReason.ERROR, ENGINE_FAILED)
 
     async def _awake(self) -> None:
-        """Waits until a request comes or goes; where a mask is late, until that is there or may be overdue."""
+        """Waits until a request is added or aborted or, where a mask is late, until that is there or may be overdue."""
         if not self._core.has_work:
             await self._wake.wait()
             return
@@ -245,10 +245,10 @@ class Engine:
             return deltas, None
 
     def _end_unreported(self, step: Step, fresh: DeltasByRequest) -> None:
-        """Adds a last delta for sequences that had ended in an update which then failed: theirs is gone, so their requests are."""
+        """Adds a last delta for sequences that ended in an update which then failed, and so lost theirs."""
         for request in {sequence.request.request_id: sequence.request for sequence in step.num_tokens}.values():
             stream = self._streams.get(request.request_id)
-            if stream is None or stream.request is not request:  # aborted meanwhile; the id may be another's by now
+            if stream is None or stream.request is not request:  # aborted meanwhile; the id may belong to another request
                 continue
             self._core.abort(request.request_id)
             deltas = fresh.setdefault(request.request_id, [])

@@ -75,13 +75,13 @@ class MaskFiller:
         return StepMasks(bitmask_BW, fills, self._submit(fresh), self._worker, self._grace)
 
     def samples_unmasked(self, sequence: Sequence) -> bool:
-        """Whether the sequence's next token is sampled without a mask, and shown to its grammar then."""
+        """Whether the sequence's next token is sampled without a mask, and checked by its grammar then."""
         return self.samples_first and sequence.mask is None and sequence.can_sample_first
 
     def fill_at_once(self, sequence: Sequence, vocab_size: int, *, only_forced: bool = False) -> MaskFill:
-        """What comes next in a quick grammar, in this thread; with `only_forced` nothing where there is a choice.
+        """The next mask of a quick grammar, filled in this thread; with `only_forced`, forced tokens alone.
 
-        A grammar that turns out slow is asked apart from now on.
+        The masks of a grammar that turns out slow are filled apart from then on.
         """
         mask = sequence.quick_mask
         if mask is None:
@@ -94,7 +94,8 @@ class MaskFiller:
         return mask
 
     def _laid_out(self, constrained: list[tuple[int, Sequence]], num_rows: int, vocab_size: int, *, pin_memory: bool) -> Tensor:
-        """A step's rows: those of masks that are there, and all ones. Not by torch, of which each call takes as long as all of this."""
+        """A step's rows: copies of masks that are there, and all ones."""
+        # Not by torch: each of its calls takes as long as all of this.
         num_bytes = num_words(vocab_size) * torch.int32.itemsize
         bitmask_BW = torch.empty(num_rows, num_words(vocab_size), dtype=torch.int32, pin_memory=pin_memory)
         address = bitmask_BW.data_ptr()
@@ -143,7 +144,7 @@ class MaskFiller:
         self._worker_apart.close()
 
     def _submit(self, fresh: list[MaskFill]) -> MaskTask | None:
-        """Gives those of slow grammars to their worker, and the task that the step has to wait for."""
+        """Submits masks of slow grammars to their worker, and returns the task that the step has to wait for."""
         for fill in fresh:
             if fill.is_apart:
                 self._worker_apart.submit(MaskTask([fill]))
@@ -152,5 +153,5 @@ class MaskFiller:
 
 
 def _begins_constrained(sampler: SamplerRow) -> bool:
-    """Whether the row is the first of a sequence's that a grammar decides: its mask brings those of the others."""
+    """Whether the row is the first of a constrained sequence's rows: its mask job fills those of the others."""
     return sampler.sampling.is_constrained and sampler.num_drafted == 0

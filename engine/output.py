@@ -40,10 +40,10 @@ class OutputProcessor:
     num_forced_tokens: int = 0
 
     def take_samples(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, rows: list[int], draft: list[int]) -> None:
-        """Takes the next token, and those after it for as long as each was sampled after tokens that have indeed been said.
+        """Takes the next token, and those after it for as long as the draft tokens before them were accepted.
 
-        A draft is right with the probability that the model gives it, and what is sampled in its place has the others' probabilities:
-        the distribution is the same as without it (Leviathan et al., arXiv:2211.17192, where the draft is certain of itself).
+        A draft token is accepted with the probability that the model gives it, and the token in its place otherwise has the distribution
+        of the others: rejection sampling (Leviathan et al., arXiv:2211.17192) with a deterministic proposer.
         """
         num_known = len(sequence.token_ids)
         is_constrained = sequence.is_constrained
@@ -57,7 +57,7 @@ class OutputProcessor:
             else:
                 self._take_unmasked(sequence, delta, output, rows[num_right])
                 if sequence.token_ids[num_known:] == draft[: num_right + 1]:
-                    self.take_certain(sequence, delta)  # as under a mask, which would allow nothing else after that token
+                    self.take_certain(sequence, delta)  # as a mask would do, which allows nothing else after that token
             said = sequence.token_ids[num_known:]
             if sequence.status is not Status.RUNNING or len(said) == num_right or said != draft[: len(said)]:
                 break
@@ -93,11 +93,8 @@ class OutputProcessor:
     def _accept_unmasked(
         self, sequence: Sequence, delta: SequenceDelta, token_id: int | None, sample_again: Callable[[Tensor], SamplerOutput]
     ) -> None:
-        """Shows the grammar a token that was sampled without its mask. Where it is refused, the mask is filled and another sampled.
-
-        So it is with one that would end the answer: whether it may end, the mask says. And with none: where the logits are not finite,
-        those that the mask leaves may be.
-        """
+        """Advances the grammar by a token that was sampled without its mask; samples another under the mask where it is rejected."""
+        # The mask also decides whether the answer may end here. And where logits are not finite, those that the mask leaves may be.
         gate = sequence.gate
         assert gate is not None
         is_refused = token_id is None or self._ends(sequence, token_id) or not gate.advance_guess(sequence.answer, token_id)
@@ -121,9 +118,9 @@ class OutputProcessor:
             self._read_or_fail(sequence, delta, lambda: self._accept_mask(sequence, delta, mask))
 
     def take_certain(self, sequence: Sequence, delta: SequenceDelta) -> None:
-        """Has a quick grammar say what comes next, and takes what it leaves no choice in: that goes into the next step with the rest.
+        """Takes the tokens that a quick grammar forces, which are computed in the next step with the rest (jump-forward).
 
-        Where that is much, the mask keeps the rest for the next step, which samples nothing.
+        Where they are many, the mask keeps the rest for the next step, which samples nothing.
         """
         while sequence.status is Status.RUNNING and sequence.has_quick_grammar:
             mask = self.masks.fill_at_once(sequence, self.vocab_size, only_forced=self.masks.samples_unmasked(sequence))
@@ -132,7 +129,7 @@ class OutputProcessor:
             self.take_mask(sequence, delta, mask)
 
     def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
-        """Has what comes next accepted, unless there was to be nothing but the prompt."""
+        """Calls `accept`, unless nothing but the prompt was asked for. An error ends the sequence."""
         try:
             if sequence.num_output_tokens == 0:
                 delta.prompt = self.prompt_info(sequence)
@@ -147,7 +144,7 @@ class OutputProcessor:
             self.fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
 
     def _accept_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
-        """Ends where only the end can follow, or appends what the grammar leaves no choice in, as if it had been sampled."""
+        """Ends the answer where only the end can follow, or appends the forced tokens as if they had been sampled."""
         assert sequence.gate is not None
         if mask.is_finished:
             return self._finish(sequence, delta, FinishReason.STOP)
@@ -191,11 +188,8 @@ class OutputProcessor:
             self._begin_grammar(sequence, sequence.gate, delta)
 
     def _begin_grammar(self, sequence: Sequence, gate: GrammarGate, delta: SequenceDelta) -> None:
-        """Holds to the grammar what followed the end of the reasoning in the same token: a tag that ended it, or text after the marker.
-
-        White space there belongs to the marker, as far as a constrained answer goes, and what the grammar does not begin with to the
-        reasoning. The next token is no end.
-        """
+        """Applies the grammar to what follows the end of the reasoning in the same token: a tag that ends it, or text."""
+        # White space there belongs to the marker, and what the grammar does not begin with to the reasoning. The next token is no end.
         events = gate.begin(sequence.answer, delta.events, self.tokenizer)
         if events is None:
             return self.fail(sequence, delta, UNFIT_START)
@@ -212,7 +206,7 @@ class OutputProcessor:
         return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
 
     def _is_grammar_finished(self, sequence: Sequence) -> bool:
-        """Whether nothing can follow, as far as that is quickly said: a slow grammar must not be asked here, on the loop."""
+        # A slow grammar must not be asked here, on the loop: its next mask will tell.
         return sequence.gate is not None and not sequence.num_masks_apart and sequence.gate.is_finished(sequence.answer)
 
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:

@@ -213,7 +213,7 @@ def _shape(layer: Any) -> tuple[int, int]:
 
 
 def _put_in_quantized(model: nn.Module, layers: Collection[tuple[str, nn.Module]], weight: QuantizedWeight, dtype: torch.dtype) -> None:
-    """An embedding shares its rows with the output layer that it is tied to."""
+    # An embedding shares its rows with the output layer that it is tied to.
     blocks = None
     for path, layer in layers:
         if isinstance(layer, nn.Linear):

@@ -59,7 +59,7 @@ class StepHandle:
 
 
 def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
-    """The logits of these of the batch's samplers."""
+    """The logits of these rows of the batch's samplers."""
     kept_rows = [batch.sample_rows[row] for row in rows]
     return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[_index(kept_rows, logits_KV.device)]
 
@@ -91,7 +91,7 @@ def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:
 
 
 def _output_rows(outputs: list[OutputRows], logits_KV: Tensor, capture: Capture | None) -> Iterator[dict[str, Tensor] | str]:
-    """For each entry its rows of each of its names, on the CPU: one copy brings there what all entries have of a name.
+    """For each entry its rows of each of its names, on the CPU, by one copy per name.
 
     An entry is the reason, a string, where one of its names has no rows.
     """
@@ -179,7 +179,7 @@ class ModelRunner:
             logger.info("The decoder layers are compiled.")
 
     def shutdown(self) -> None:
-        """Waits for the step that is under way."""
+        """Waits for the step in flight."""
         if self._compilation is not None:
             self._compilation.cancel()
         self.thread.shutdown()
@@ -232,7 +232,7 @@ class ModelRunner:
         return compute_logits(self.loaded.model, batch.input_ids_1T, batch.positions_1T, batch.attention, batch.kept_T)
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
-        """As `forward`, by the model's own modules, and what is seen of them."""
+        """As `forward`, by the model's own modules, with the outputs captured on the way."""
         rows_R = _index([row for rows in batch.outputs for row in range(rows.start, rows.stop)], self.loaded.device)
         with self.outputs.capturing(names, rows_R, batch.input_ids_1T.shape[1]) as capture:
             return self._forward_plainly(batch), capture

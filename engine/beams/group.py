@@ -60,7 +60,7 @@ class BeamGroup:
     num_tokens: int = 0
 
     def advance(self, candidates: Sequence[Sequence[Candidate]], ending_of: Callable[[int, int], Ending | None]) -> list[Continuation]:
-        """Takes each beam's candidates, best first, and says which of them are the beams of the next step, best first.
+        """Chooses the beams of the next step, best first, from each beam's candidates, best first.
 
         `ending_of(parent, token_id)` says whether that continuation ends the answer, for anything but its length. It is asked at most once
         about each, in order, and only as far as it matters.
@@ -91,7 +91,7 @@ class BeamGroup:
         return continuations
 
     def give_up(self, ending: Ending) -> None:
-        """Takes the beams for answers as they are."""
+        """Ends all beams as they are."""
         given_up = [
             Hypothesis(beam.token_ids, beam.cumulative_logprob, self._score(beam.cumulative_logprob, self.num_tokens), ending)
             for beam in self.beams
@@ -102,7 +102,7 @@ class BeamGroup:
 
     @property
     def is_done(self) -> bool:
-        """Whether what goes on, if anything, is no longer worth computing."""
+        """Whether no beam is worth computing any more."""
         if not self.beams:
             return True
         if len(self.hypotheses) < self.width:
@@ -122,5 +122,5 @@ class BeamGroup:
 
 
 def _totals(parent: int, beam: BeamCandidate, candidates: Sequence[Candidate]) -> Iterator[tuple[float, int, int | None]]:
-    """What the beam and each of its candidates come to."""
+    """The total log probability of the beam with each of its candidates."""
     return ((beam.cumulative_logprob + logprob, parent, token_id) for token_id, logprob in candidates)

@@ -106,10 +106,8 @@ class BeamProcessor:
         return deltas
 
     def _replace(self, search: BeamSearch, continuations: list[Continuation]) -> None:
-        """Makes the search's sequences those of its beams: the first to go on from a beam is that beam's own, the others are new.
-
-        Whatever a plug-in may raise comes before anything is changed.
-        """
+        """Makes the search's sequences those of its beams: the first continuation of a beam keeps its sequence, the others get new ones."""
+        # `branch` comes first: a plug-in may raise there, and then nothing has been changed.
         parents = [search.sequences[continuation.parent] for continuation in continuations]
         made: dict[int, Sequence] = {}
         for place, parent in enumerate(parents):

@@ -171,7 +171,7 @@ class BeamReader:
         )
 
     def _feed(self, answer: Answer, gate: GrammarGate | None, token_id: int) -> list[Event]:
-        """Has the grammar and the answer take a token."""
+        """Feeds a token to the grammar and the answer."""
         phase = answer.phase
         if gate is not None:
             _pass(gate, answer, token_id)
@@ -265,7 +265,7 @@ class BeamSearch(SequenceGroup):
         return self.outputs.get(tuple(hypothesis.token_ids), {})
 
     def _keep_outputs(self) -> None:
-        """Of the answers that are kept. They end where one of the beams is, or one token after it."""
+        """Keeps the outputs of the answers that are kept, which end with one of the beams or one token after it."""
         if not self.request.outputs:
             return
         beams = {tuple(sequence.token_ids[sequence.num_prompt_tokens :]): sequence.outputs for sequence in self.sequences}

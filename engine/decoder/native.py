@@ -151,7 +151,7 @@ def read_linear(linear: nn.Module) -> LinearForm:
 
 
 def _require_sizes(layers: list[LayerForm]) -> None:
-    """The native code has room for the first layer's sizes, and goes over rows in whole vectors."""
+    # The native code allocates for the first layer's sizes, and processes rows in whole vectors.
     sizes = {
         tuple((linear.inputs, linear.outputs) for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down))
         for layer in layers
@@ -392,11 +392,9 @@ def _own_pass(
 
 
 def _deviation(given_TN: Tensor, expected_TN: Tensor, before_TN: Tensor | None = None) -> float:
-    """Relative to what was added to `before_TN`, row by row.
-
-    A few numbers of a few rows can be a thousand times as large as all others. Beside these nothing that a layer does would count. And
-    where scores are large, rounding them has a few rows look elsewhere.
-    """
+    """Of the median row, relative to what was added to `before_TN`."""
+    # A few numbers of a few rows can be a thousand times as large as all others, and would hide the rest of a row. And where scores are
+    # large, rounding makes a few rows attend elsewhere.
     expected_TN = expected_TN.float()
     errors_TN = (given_TN.float() - expected_TN).abs()
     changes_TN = expected_TN

@@ -160,7 +160,7 @@ def fuse_rotary(model: nn.Module) -> int:
 
 
 def _rotation(own: Rotation) -> Rotation:
-    """The kernel, and the model's own function for calls that it is not made for, as where a part of each head is rotated."""
+    """The kernel, or the model's own function for calls that the kernel does not take, such as rotations of a part of each head."""
 
     def apply(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
         is_whole = cosines.shape == sines.shape == (1, *query.shape[2:]) and len(query) == 1
@@ -174,7 +174,7 @@ def _rotation(own: Rotation) -> Rotation:
 
 @torch.inference_mode()
 def _rotations_agree(own: Rotation, size: int, device: torch.device) -> bool:
-    """In float32, where nothing hides behind rounding."""
+    # In float32, so that rounding hides nothing.
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 3, size, generator=generator).to(device) for heads in (4, 2))
     cosines, sines = (torch.randn(1, 3, size, generator=generator).to(device) for _ in range(2))

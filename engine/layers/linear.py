@@ -156,7 +156,7 @@ def reads_weight(parent: type[nn.Module], name: str) -> bool:
 
 @functools.cache
 def _file_of(cls: type) -> str:
-    """The text of the file that a class is from, empty where there is none."""
+    """The text of the file that a class is from; empty without one."""
     try:
         return "".join(linecache.getlines(inspect.getsourcefile(cls) or ""))
     except TypeError:

@@ -120,7 +120,7 @@ class PoolingEngine:
         self._life.begin(self._run, "pooling-engine")
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Takes no more inputs, computes those that wait for `drain_seconds`, refuses the others and waits for the batch under way."""
+        """Takes no more inputs, computes those that wait for `drain_seconds`, refuses the others and waits for the batch in flight."""
         self._life.is_accepting = False
         if self._life.has_begun:
             if not await self._life.drain(drain_seconds, lambda: self._has_work):
@@ -194,7 +194,7 @@ class PoolingEngine:
             self._end_all(ENGINE_FAILED)
 
     async def _compute(self, batch: list[WaitingInput]) -> None:
-        """Where the model fails, one of the texts may be at fault: each is tried alone, so that the others do not pay for it."""
+        # Where the model fails, one of the texts may be at fault: each is then computed alone.
         is_done = await self._try(batch)
         if not is_done and len(batch) > 1:
             is_done = any([await self._try([waiting]) for waiting in batch])
@@ -203,7 +203,7 @@ class PoolingEngine:
             self._fail(waiting, GenerationFailed(BATCH_FAILED))
 
     async def _try(self, batch: list[WaitingInput]) -> bool:
-        """Whether the model has answered these."""
+        """Computes the inputs; False where the model failed."""
         try:
             answers = await self._in_thread([waiting.input for waiting in batch])
         except Exception:  # whatever the model raised: it ends these texts and nothing else

@@ -115,7 +115,7 @@ def _pooling_modes(config: Mapping[str, Any], directory: Path) -> tuple[PoolingM
 
 
 def _read_transformer_settings(directory: Path) -> dict[str, Any]:
-    """The file's name has varied with the kind of model."""
+    # sentence-transformers named the file after the kind of model.
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"):
         content = _read_object(directory / f"sentence_{kind}_config.json")
         if content:

@@ -101,7 +101,7 @@ def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, trust_r
 
 
 def _take_apart(model: PreTrainedModel, config: PretrainedConfig, files: SentenceFiles) -> tuple[PreTrainedModel, Forward, Classifier]:
-    """Encoder and head of a classifier. Which tokens the head reads is found by trying. Raises `ConfigurationError` where none fit."""
+    """Encoder and head of a classifier, and which tokens the head reads. Raises `ConfigurationError` where it reads others."""
     inputs = probe_inputs(model)
     own = [_own_logits(model, text.token_ids) for text in inputs]
     encoder, head = Head.detach(model)
@@ -150,7 +150,7 @@ def _activations(config: PretrainedConfig, files: SentenceFiles) -> tuple[Stage,
 
 
 def _tasks(config: PretrainedConfig, classifier: Classifier | None) -> list[PoolingTask]:
-    """The first is what a request without a task means."""
+    """The model's tasks, the default one first."""
     if classifier is None:
         return ["embed", "token_embed"]
     if classifier.reads is None:
@@ -159,14 +159,14 @@ def _tasks(config: PretrainedConfig, classifier: Classifier | None) -> list[Pool
 
 
 def _stages(files: SentenceFiles, device: torch.device) -> tuple[tuple[Stage, ...], bool]:
-    """The stages after the pooling, and whether normalisation comes last: that one is left to each request."""
+    """The stages after the pooling, and whether normalization comes last, which each request may turn off."""
     stages = [load_stage(stage, device) for stage in files.stages]
     normalizes = bool(stages) and stages[-1] is normalize
     return tuple(stages[:-1] if normalizes else stages), normalizes
 
 
 def _dimensions(forward: Forward, encoder: PreTrainedModel, files: SentenceFiles, stages: tuple[Stage, ...]) -> int:
-    """The width of an embedding, by making some."""
+    """The width of an embedding, found by computing some."""
     with torch.inference_mode():
         batch = build_encoder_batch(probe_inputs(encoder), encoder.device)
         count = len(batch.order)
@@ -181,7 +181,7 @@ def _is_matryoshka(config: PretrainedConfig) -> bool:
 
 
 def _max_len(config: PretrainedConfig, files: SentenceFiles, forward: Forward, asked: int | None) -> int:
-    """The operator's, up to what the model has positions for, else sentence-transformers' or the model's own."""
+    """The length that was configured, up to the model's positions, else sentence-transformers' or the model's own."""
     match forward:
         case FlatForward(position_offset=offset):
             num_unused = offset

@@ -261,7 +261,7 @@ class PoolingModel:
         return [self._finished(parts[place].float(), each).cpu() for place, each in zip(places, params, strict=True)]
 
     def _finished(self, vectors_XD: Tensor, params: PoolingParams) -> Tensor:
-        """Cut short and of length 1, as asked; whatever is cut short is brought to length 1 only then."""
+        """Truncates vectors to the dimensions asked for, then normalizes them."""
         width = params.dimensions or self.files.truncate_dim
         if width is not None:
             vectors_XD = vectors_XD[..., :width]

@@ -45,7 +45,7 @@ class TokenCounts:
         return self._counts[: len(self._slots)]
 
     def copy(self) -> "TokenCounts":
-        """One that goes on by itself."""
+        """An independent copy."""
         other = copy.copy(self)
         other._slots = self._slots.copy()
         other._ids = self._ids.clone()
@@ -109,7 +109,7 @@ class BadWords:
         self._tail.append(token_id)
 
     def copy(self) -> "BadWords":
-        """One that goes on by itself."""
+        """An independent copy."""
         other = copy.copy(self)
         other._tail = self._tail.copy()
         return other

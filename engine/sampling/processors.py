@@ -102,7 +102,7 @@ def _join(processor: BatchLogitsProcessor, arguments: Mapping[str, Any]) -> Batc
 
 
 def _parameters(function: object) -> list[inspect.Parameter]:
-    """Empty for what does not say, as some that are written in C."""
+    """The parameters of a function; empty where it has no signature, as some written in C."""
     if not callable(function):
         return []
     try:
@@ -145,7 +145,7 @@ class SequenceProcessor:
         return cls(made, form, row)
 
     def fork(self, token_ids: list[int]) -> "SequenceProcessor":
-        """One that goes on by itself, on other tokens: what it remembers is copied."""
+        """An independent copy, over other tokens: its state is copied too."""
         row = replace(self.row, token_ids=token_ids, state=copy.deepcopy(self.row.state))
         return SequenceProcessor(self.process if self.form is Form.BATCH else copy.deepcopy(self.process), self.form, row)
 
@@ -190,7 +190,7 @@ class ProcessorPass:
             self._run_batch([(row, self._remaining[row].pop(0)) for row in rows])
 
     def _run_own(self, row: int) -> None:
-        """Up to the row's next batched processor."""
+        """Runs the row's processors up to its next batched one."""
         remaining = self._remaining[row]
         while remaining and remaining[0].form is not Form.BATCH:
             try:
@@ -199,7 +199,7 @@ class ProcessorPass:
                 self._fail(row, error)
 
     def _next_batch(self) -> list[int]:
-        """The rows whose turn it is with one batched processor: one that no row has yet to come to, if there is such."""
+        """The rows that one batched processor can run over now: preferably one that no other row reaches later."""
         ready: dict[int, list[int]] = {}
         for row, remaining in self._remaining.items():
             if remaining:

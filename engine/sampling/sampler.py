@@ -119,7 +119,7 @@ class Sampler:
     """Chooses the next token of every sequence.
 
     Order: logits processors, allowed ids, logit bias, penalties, bad words and held-off stop ids, grammar bitmask, temperature, top-k,
-    top-p, min-p. Log probabilities come from the raw logits. A row's token depends on that row and its seed alone.
+    top-p, min-p. Log probabilities are those of the raw logits. A row's token depends on that row and its seed alone.
 
     Where candidates are wanted, what comes before the temperature works on log probabilities, as in beam search of `transformers`.
     """
@@ -151,8 +151,8 @@ class Sampler:
         return output
 
     def launch(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> LaunchedSamples | None:
-        """Does what `sample` does without a mask, and does not wait for the device. None where some row asks for more than a token by
-        rules of its own.
+        """Like `sample` without a mask, but does not wait for the device. None where some row wants log probabilities, or rules that
+        depend on earlier tokens.
         """
         if not all(state.is_predictable and state.num_logprobs is None for state in states):
             return None
@@ -193,7 +193,7 @@ class Sampler:
         return work_BV
 
     def _run_processors(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> list[Tensor | str | None]:
-        """For each row what its logits processors made of it, [V], or why they failed; None where it has none."""
+        """For each row the processed logits, [V], or why processing failed; None for rows without processors."""
         results: list[Tensor | str | None] = [None] * len(states)
         rows = [row for row, state in enumerate(states) if state.processors]
         if rows:
@@ -206,7 +206,7 @@ class Sampler:
         return results
 
     def _edit(self, work_BV: Tensor, states: Sequence[SamplingState]) -> None:
-        """Everything that changes a few tokens of a few rows."""
+        """Applies allowed ids, logit bias, penalties, bad words and blocked stop ids."""
         for row, state in enumerate(states):
             if state.allowed_ids is not None:
                 kept = work_BV[row, state.allowed_ids]
@@ -231,7 +231,7 @@ class Sampler:
             apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW[rows], rows)
 
     def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[Tensor, Tensor]:
-        """A token for each row, and whether the row had any to give: int64 [B] both."""
+        """A token for each row, and whether any was possible: int64 [B] both."""
         if work_BV.is_cuda:
             return choose_on_device(work_BV, states, self._shared_generator)
         token_ids = most_probable(work_BV)

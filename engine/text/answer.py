@@ -227,7 +227,7 @@ class Answer:
         return self._visible(self._calls.feed(events))
 
     def branch(self) -> "Answer | None":
-        """One that goes on by itself and says where it ends. It reads tool calls only where reasoning is told from them.
+        """An independent copy, which finds where the answer ends. It reads tool calls only where reasoning is told from them.
 
         None where a parser cannot be copied.
         """

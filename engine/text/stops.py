@@ -53,7 +53,7 @@ class StopStrings:
         return self._release(self._num_held - self._node.depth)
 
     def copy(self) -> "StopStrings":
-        """One that goes on by itself."""
+        """An independent copy."""
         other = copy.copy(self)
         other._held = self._held.copy()
         return other
@@ -146,7 +146,7 @@ class StopSequences:
             self.match = max(complete, key=len, default=None)
 
     def copy(self) -> "StopSequences":
-        """One that goes on by itself."""
+        """An independent copy."""
         return copy.copy(self)
 
     @property

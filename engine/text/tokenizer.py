@@ -47,7 +47,7 @@ class TokenTable:
         self._later: dict[str, bytes] = {}
 
     def bytes_of(self, token: str, is_first: bool = False) -> bytes:
-        """What `token` adds to the text. `is_first`: there is none before it; some decoders then drop a leading space."""
+        """What `token` adds to the text. `is_first`: no text precedes it; some decoders then drop a leading space."""
         if is_first and self.kind is not DecoderKind.BYTE_LEVEL:
             return self._first_bytes_of(token)
         found = self._later.get(token)
@@ -158,7 +158,7 @@ class Tokenizer:
     def load(cls, directory: str | Path, trust_remote_code: bool = False) -> "Tokenizer":
         """Reads the tokenizer of a model directory.
 
-        tokenizer.json is taken as it stands; without one, transformers converts what is there (which takes seconds).
+        tokenizer.json is taken as it is; without one, transformers converts the other files (which takes seconds).
         Raises `ConfigurationError` where there is no tokenizer that can be used.
         """
         directory = Path(directory)
@@ -267,7 +267,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _matchable_bytes(self, token_id: int) -> bytes | None:
-        """None also for a token that adds nothing, since it could be repeated for ever, and for one whose bytes cannot be known."""
+        # A token without text could be repeated for ever, and the bytes of some in an opaque decoder cannot be known.
         data = self.token_bytes(token_id)
         if data and self.table.kind is DecoderKind.OPAQUE and REPLACEMENT.encode() in data:
             return None
@@ -287,7 +287,7 @@ def _longest_first(lengths: list[int], room: int) -> list[int]:
 
 
 def _is_plain(text: str) -> bool:
-    """White space, a word, a number or a character: some vocabularies add these too (ERNIE its digits), and they mark nothing."""
+    """White space, a word, a number or a character: some vocabularies add these too (ERNIE its digits), and they are no markers."""
     return not text or text.isalnum() or len(text) == 1
 
 
@@ -338,7 +338,7 @@ def _read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str
 
 
 def _read_eos_token_ids(directory: Path) -> list[int]:
-    """From generation_config.json, or where there is none from config.json, which transformers then reads for it."""
+    """From generation_config.json, or without one from config.json, which transformers then reads for it."""
     config = _read_json(directory / "generation_config.json") or _read_json(directory / "config.json")
     found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
     return found if isinstance(found, list) else [found] if found is not None else []
