@@ -1,4 +1,4 @@
-"""Schedules which sequences compute how many tokens in the next step. There are no prefill and decode phases: computed tokens catch up with known ones."""
+"""Which sequences compute how many tokens in the next step. There is no prefill and decode phase: computed tokens catch up with known ones."""
 
 import bisect
 import time
