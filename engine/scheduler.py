@@ -1,4 +1,4 @@
-"""Which sequences compute how many tokens in the next step. There is no prefill and decode phase: computed tokens catch up with known ones."""
+"""Which sequences compute how many tokens in a step. There is no prefill or decode phase: computed tokens catch up with known ones."""
 
 import bisect
 import time
