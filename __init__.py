@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.beam_search.beam_params import BeamSearchParams
     from penstock.engine.errors import ConfigurationError, EngineUnavailable, GenerationFailed, InvalidRequest, PenstockError, QueueFull
     from penstock.engine.hooks import hookimpl
-    from penstock.engine.pooling.pooling_params import PoolingParams
+    from penstock.engine.pooling.params import PoolingParams
+    from penstock.engine.sampling.params import BeamSearchParams
     from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.executor.executor import Executor
     from penstock.llm.executor.requests import KvCacheRetentionConfig, OutputConfig, Request, SamplingConfig
@@ -37,7 +37,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AsyncLLM": "penstock.llm.async_llm",
     "BeamSearchOutput": "penstock.llm.outputs",
-    "BeamSearchParams": "penstock.engine.beam_search.beam_params",
+    "BeamSearchParams": "penstock.engine.sampling.params",
     "BeamSearchSequence": "penstock.llm.outputs",
     "ClassificationOutput": "penstock.llm.outputs",
     "ClassificationRequestOutput": "penstock.llm.outputs",
@@ -57,7 +57,7 @@ _PUBLIC = {
     "OutputConfig": "penstock.llm.executor.requests",
     "PenstockError": "penstock.engine.errors",
     "PoolingOutput": "penstock.llm.outputs",
-    "PoolingParams": "penstock.engine.pooling.pooling_params",
+    "PoolingParams": "penstock.engine.pooling.params",
     "PoolingRequestOutput": "penstock.llm.outputs",
     "QueueFull": "penstock.engine.errors",
     "Request": "penstock.llm.executor.requests",

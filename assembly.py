@@ -11,8 +11,7 @@ from penstock import __version__
 from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
-from penstock.engine.engine import Engine
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
@@ -21,12 +20,13 @@ from penstock.engine.loading.generation_defaults import sampling_defaults
 from penstock.engine.loading.model_config import read_config, read_generation_config
 from penstock.engine.loading.model_store import model_name, resolve_model
 from penstock.engine.loading.packaged_model import PACKAGED_MODELS
+from penstock.engine.loop import Engine
 from penstock.engine.parsing import ReasoningParser
-from penstock.engine.pooling.model_kind import model_kind
-from penstock.engine.pooling.pooling_build import build_pooling_engine
-from penstock.engine.pooling.pooling_engine import PoolingEngine
-from penstock.engine.quantization.quantization import quantized_layers
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.pooling.engine import PoolingEngine
+from penstock.engine.pooling.files import model_kind
+from penstock.engine.pooling.loader import build_pooling_engine
+from penstock.engine.quantization import quantized_layers
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.recognition import Evidence

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from penstock.api.context import SHARED
 from penstock.api.errors import body_of, json_response
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.deltas import SequenceDelta
 from penstock.serving.workers import run
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

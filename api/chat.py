@@ -14,12 +14,12 @@ from penstock.api.context import CONTEXT
 from penstock.api.logprobs import TokenWriter
 from penstock.api.metrics import begin_timer
 from penstock.api.protocol import AssistantMessage, ChatChunkChoice, ChatCompletion, ChatCompletionChunk, ChatDelta, PromptLogprobs, Usage
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
-from penstock.engine.outputs import SequenceDelta
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
+from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 from penstock.serving.constraints.answer_check import AnswerCheck, warning_header

@@ -22,12 +22,12 @@ from penstock.api.protocol import (
     PromptLogprobs,
     Usage,
 )
+from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Text
-from penstock.engine.outputs import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import SamplingParams
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.constraints.answer_check import AnswerCheck, warning_header
 from penstock.serving.constraints.conformance import Conformance
 from penstock.serving.constraints.sources import is_large

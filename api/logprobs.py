@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.api.protocol import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
-from penstock.engine.outputs import TokenLogprobs
+from penstock.engine.deltas import TokenLogprobs
 
 LOWEST = -9999.0  # JSON has no -inf
 

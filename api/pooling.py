@@ -14,8 +14,8 @@ from penstock.api.bodies import read_admitted_body, served_model
 from penstock.api.context import POOLING
 from penstock.api.errors import json_response
 from penstock.api.metrics import begin_pooling_timer
-from penstock.engine.pooling.pooling_engine import PoolingOutput
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.engine import PoolingOutput
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
 from penstock.serving.context import check_task
 from penstock.serving.pooling import InputFields, PoolingUsage, read_inputs, usage_of
 from penstock.serving.requests import Int32

@@ -9,7 +9,7 @@ from penstock.api.bodies import read_body, served_model
 from penstock.api.context import SHARED
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.tokenizer import CHARS_PER_TOKEN
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.context import SharedContext
 from penstock.serving.prompts import LONG_TEXT, encode_text
 from penstock.serving.requests import ChatMessage, Messages

@@ -60,10 +60,10 @@ def embedding_with_penstock(model: str, threads: int | None) -> Iterator[Embed]:
 
     from penstock.engine.config import EngineConfig
     from penstock.engine.loading.model_store import resolve_model
-    from penstock.engine.pooling.pooling_batch import pool_all
-    from penstock.engine.pooling.pooling_build import build_pooling_engine
-    from penstock.engine.pooling.pooling_params import PoolingParams
-    from penstock.engine.tokenizer import Tokenizer
+    from penstock.engine.pooling.engine import pool_all
+    from penstock.engine.pooling.loader import build_pooling_engine
+    from penstock.engine.pooling.params import PoolingParams
+    from penstock.engine.text.tokenizer import Tokenizer
 
     directory = resolve_model(model)
     engine = build_pooling_engine(directory, Tokenizer.load(directory), EngineConfig(num_threads=threads))

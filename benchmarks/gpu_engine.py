@@ -17,15 +17,15 @@ from benchmarks.gpu_shapes import Shape
 from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
-from penstock.engine.engine_core import DeltasByRequest, EngineCore
+from penstock.engine.core import DeltasByRequest, EngineCore
 from penstock.engine.loading.model_loader import in_memory
-from penstock.engine.model_runner import StepHandle
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.runner import StepHandle
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduler import Step
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_LEN = 4096
 NUM_BYTES = 256

@@ -17,16 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.attention_cuda import num_multiprocessors
+from penstock.engine.attention.cuda import num_multiprocessors
 from penstock.engine.kernels import references
-from penstock.engine.kernels.bitmask_apply import bitmask_apply
-from penstock.engine.kernels.kv_write import kv_write
-from penstock.engine.kernels.paged_decode import paged_decode
-from penstock.engine.kernels.rms_norm import rms_norm
-from penstock.engine.kernels.rotate import rotate
-from penstock.engine.kernels.sample import sample
+from penstock.engine.kernels.attention import kv_write, paged_decode, varlen_prefill
+from penstock.engine.kernels.layers import rms_norm, rotate
+from penstock.engine.kernels.sampling import bitmask_apply, sample
 from penstock.engine.kernels.tuning import choose_num_splits
-from penstock.engine.kernels.varlen_prefill import varlen_prefill
 
 NUM_HEADS = 32
 NUM_KV_HEADS = 8

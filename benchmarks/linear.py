@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.packed_linear import PackedLinear, can_pack
-from penstock.engine.quantization.quantized_linear import QuantizedLinear, can_quantize
-from penstock.engine.quantization.quantized_weight import GROUP_SIZE, quantized
+from penstock.engine.layers.linear import PackedLinear, can_pack
+from penstock.engine.layers.quantized import GROUP_SIZE, QuantizedLinear, can_quantize, quantized
 
 SHAPES = {  # in_features, out_features and how many, as the engine fuses them
     "default": {

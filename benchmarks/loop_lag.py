@@ -28,7 +28,7 @@ from benchmarks.scenarios import Scenario
 from penstock.api.app import build_app, build_runner
 from penstock.arguments import parse_arguments
 from penstock.assembly import assemble
-from penstock.engine.engine import Engine
+from penstock.engine.loop import Engine
 from penstock.plugins.manager import Plugins
 
 PROMPT_TOKENS = 118

@@ -112,7 +112,7 @@ def prose_for(model: str | None) -> Prose:
     """In the model's own tokens."""
     from benchmarks.passages import PASSAGES
     from penstock.engine.loading.model_store import resolve_model
-    from penstock.engine.tokenizer import Tokenizer
+    from penstock.engine.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(resolve_model(model))
     return Prose(lambda text: tokenizer.encode(text, add_special_tokens=False), PASSAGES)

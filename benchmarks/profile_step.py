@@ -29,21 +29,20 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
 from benchmarks import report
-from penstock.engine.attention.attention_metadata import AttentionMetadata
+from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
-from penstock.engine.decoder.decoder_form import LinearForm, read_linear
-from penstock.engine.decoder.native_decoder import NativeDecoder
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
+from penstock.engine.decoder.native import LinearForm, NativeDecoder, read_linear
 from penstock.engine.loading.model_store import resolve_model
-from penstock.engine.model_runner import StepOutput, sample_rows
 from penstock.engine.native.library import native_library
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.runner import StepOutput, sample_rows
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 ALONE_ROUNDS = 20  # of linear layers and attention by themselves
 

@@ -16,7 +16,7 @@ from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.loading.model_config import read_answer_tokens
 from penstock.engine.loading.model_store import model_name, resolve_model
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 
 NUM_COMPILATIONS = 5

@@ -16,7 +16,7 @@ from penstock.engine.errors import ConfigurationError, PenstockError, Unsupporte
 from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars.bitmask import BITS_PER_WORD, allocate_bitmask
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.serving.constraints.closed_schema import closed
 from penstock.serving.constraints.sources import known_backend

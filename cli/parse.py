@@ -11,13 +11,11 @@ import msgspec
 
 from penstock.api.protocol import AssistantMessage
 from penstock.cli.arguments import ParseArguments, opened
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import ConfigurationError, InvalidRequest, PenstockError
 from penstock.engine.events import SpecialText
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-from penstock.engine.outputs import FinishReason, SequenceDelta
-from penstock.engine.text.blank_text import BlankText
-from penstock.engine.text.parser_chain import ParserChain
-from penstock.engine.text.visible_events import visible_events
+from penstock.engine.text.answer import BlankText, ParserChain, visible_events
 from penstock.engine.turn import Turn
 from penstock.plugins.automaton import split_symbols
 from penstock.plugins.manager import Plugins

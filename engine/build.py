@@ -1,4 +1,4 @@
-"""From what the operator asked for to a running engine's parts."""
+"""Builds a running engine's parts from its configuration."""
 
 import functools
 import logging
@@ -7,29 +7,27 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.attention import attention
+from penstock.engine.attention import interface
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.config import EngineConfig
+from penstock.engine.core import EngineCore
 from penstock.engine.decoder.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.decoder.cuda_graphs import CudaRecorder, DecodeGraphs
-from penstock.engine.decoder.decoder_trial import install_native_decoder
-from penstock.engine.decoder.forward import compute_logits
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.decoder.layers import compute_logits
+from penstock.engine.decoder.native import install_native_decoder
+from penstock.engine.device import CudaHostCopies
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype
-from penstock.engine.layers.fused_linear import fuse_linears
-from penstock.engine.layers.fused_norm import fuse_norms
-from penstock.engine.layers.fused_rotary import fuse_rotary
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.fused import fuse_linears, fuse_norms, fuse_rotary
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.memory import num_cache_blocks, settle_memory
 from penstock.engine.loading.model_config import answer_tokens
 from penstock.engine.loading.model_loader import LoadedModel, load_model, resolve_device
-from penstock.engine.model_runner import ModelRunner
 from penstock.engine.native.library import native_library
-from penstock.engine.overlap.host_copies import CudaHostCopies
+from penstock.engine.runner import ModelRunner
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculation.speculation import MIN_MAX_ROWS, Speculation
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
+from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
-    attention.register()
+    interface.register()
     # Two OpenMP pools on the same cores put each other's threads to sleep: a step takes twice as long. Only the model's thread has one.
     torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
@@ -60,7 +58,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
 
 
 def fuse(loaded: LoadedModel) -> None:
-    """Has one operation compute what several in the model's own code do."""
+    """Replaces several operations of the model's own code by one each."""
     fuse_linears(loaded.model)
     if loaded.device.type == "cuda":
         with torch.cuda.device(loaded.device):  # Triton launches on the current one
@@ -107,7 +105,7 @@ def decode_graphs(loaded: LoadedModel, config: EngineConfig) -> DecodeGraphs | N
 def release(core: EngineCore) -> None:
     """Takes the KV cache of an engine that has stopped off its model, which another engine may then be built over.
 
-    The memory is free once nobody holds the engine.
+    The memory is freed with the last reference to the engine.
     """
     model = core.runner.loaded.model
     vars(model).pop("forward", None)

@@ -1,32 +1,25 @@
-"""From a request to the sequences that the engine runs for it."""
+"""Makes the sequences that the engine runs for a request."""
 
 from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.beam_search.beam_check import end_token_ids, num_candidates
-from penstock.engine.beam_search.beam_group import BeamGroup
-from penstock.engine.beam_search.beam_params import BeamSearchParams
-from penstock.engine.beam_search.beam_reader import BeamReader, must_go_on
-from penstock.engine.beam_search.beam_search import BeamSearch
+from penstock.engine.beams.group import BeamGroup
+from penstock.engine.beams.search import BeamReader, BeamSearch, end_token_ids, must_go_on, num_candidates
 from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.request import Request
-from penstock.engine.sampling.sampling_state import SamplingState
-from penstock.engine.sequence import Sequence
-from penstock.engine.sequence_outputs import SequenceOutputs
-from penstock.engine.speculation.ngram_proposer import NgramProposer
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.stop_sequences import StopSequences
-from penstock.engine.text.thinking_budget import ThinkingBudget
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sampling.state import SamplingState
+from penstock.engine.sequence import Sequence, SequenceOutputs
+from penstock.engine.speculation import NgramProposer
+from penstock.engine.text.answer import Answer, ThinkingBudget
+from penstock.engine.text.stops import StopSequences
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFactory:
-    """`speculates` says that sequences may try tokens ahead. Those with logits processors, which may remember what they saw, never do.
-
-    Nor do those that want outputs, of which each token has its own.
-    """
+    """`speculates` says that sequences may have draft tokens."""
 
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
@@ -61,10 +54,10 @@ class SequenceFactory:
             early_stopping=beam.early_stopping,
         )
         reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_gate(request, answer))
-        first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
+        search = first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
         first.sampling.num_candidates = group.num_candidates
         first.sampling.block_stop = must_go_on(first, first.answer.phase)
-        return first.search
+        return search
 
     def _make_one(self, request: Request, index: int, arrival: int, bad_words_ids: list[list[int]]) -> Sequence:
         params = request.params
@@ -99,6 +92,7 @@ class SequenceFactory:
         )
 
     def _may_speculate(self, request: Request) -> bool:
+        # A logits processor may remember the tokens that it saw, and outputs are those of each token.
         return self.speculates and not request.logits_processors and not request.outputs and request.beam is None
 
     def _make_gate(self, request: Request, answer: Answer) -> GrammarGate | None:
@@ -115,14 +109,14 @@ class SequenceFactory:
         )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
-        """Also without a budget under a grammar: a model that would end its answer while it reasons has not given what it is held to."""
+        # Also without a budget under a grammar: an answer that ends within its reasoning lacks what the grammar demands.
         if (request.params.thinking_token_budget is None and request.grammar is None) or not answer.end_marker:
             return None
         return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
 
 
 def _is_free_of_other_rules(request: Request) -> bool:
-    """Whether nothing but the grammar can forbid a token, and nobody wants to see what else could have come in its place."""
+    """Whether nothing but the grammar can forbid a token, and no alternatives to a token are reported."""
     params = request.params
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
     return params.logprobs is None and request.beam is None and not request.outputs and not any(rules)

@@ -7,10 +7,10 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
-from penstock.engine.outputs import SequenceDelta
-from penstock.engine.pooling.pooling_params import PoolingParams
+from penstock.engine.pooling.params import PoolingParams
 from penstock.llm.batch import OutputFold
 from penstock.llm.metrics import Metric, metric_values
 from penstock.llm.model import LocalModel

@@ -5,9 +5,9 @@ from contextlib import closing
 from numbers import Integral
 from typing import Any, NoReturn, cast
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
+from penstock.engine.sampling.params import BeamSearchParams
 from penstock.llm.batch import Progress, UseTqdm, run_batch
 from penstock.llm.model import OfflineModel
 from penstock.llm.outputs import (

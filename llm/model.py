@@ -21,18 +21,17 @@ import torch
 from penstock.assembly import Assembled, assemble
 from penstock.engine.build import build_core, load, release
 from penstock.engine.config import EngineConfig
-from penstock.engine.engine import Engine
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore, EngineStats
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
 from penstock.engine.heap import release_heap
 from penstock.engine.hooks import RegisteredLogitsProcessor
 from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.loading.model_store import model_name, resolve_model
-from penstock.engine.outputs import SequenceDelta
-from penstock.engine.pooling.pooling_model import PoolingModel
-from penstock.engine.pooling.pooling_params import PoolingTask
+from penstock.engine.loop import Engine
+from penstock.engine.pooling.model import PoolingModel
+from penstock.engine.pooling.params import PoolingTask
 from penstock.engine.request import Request
-from penstock.engine.stats import EngineStats
 from penstock.llm.arguments import engine_arguments
 from penstock.llm.metrics import Metric, metric_values
 from penstock.llm.preparing import refuse_adapter
@@ -260,7 +259,7 @@ class LocalModel:
     async def reset_prefix_cache(self) -> None:
         """Forgets what earlier prompts left in the KV cache. Requests that run keep what they hold."""
         pool = self.rest.awake().scheduler.pool
-        pool.forget(range(pool.num_blocks))
+        pool.unpublish(range(pool.num_blocks))
 
     async def close(self) -> None:
         """Ends what runs and gives everything back. May be called twice."""

@@ -9,8 +9,8 @@ from numbers import Integral
 from typing import Any
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_engine import PoolingOutput as Pooled
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
+from penstock.engine.pooling.engine import PoolingOutput as Pooled
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
 from penstock.engine.pooling.scoring import ScoreLimits
 from penstock.llm.model import LocalModel, pooling_calls
 from penstock.llm.outputs import (

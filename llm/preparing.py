@@ -11,10 +11,10 @@ from typing import Any, TypedDict, TypeVar
 import msgspec
 
 from penstock.api.chat import check, conversation_request, reasoning_view, render, thinking_budget
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving.constraints.sources import is_large

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties
-from penstock.engine.sampling.sampling_params import SamplingParams as EngineParams
+from penstock.engine.sampling.params import SamplingParams as EngineParams
 from penstock.serving.requests import GenerationFields, LogitsProcessorChoice, StructuredOutputs
 
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
-from penstock.engine.sampling.logits_processors import bind
+from penstock.engine.sampling.processors import bind
 
 
 def chosen_processors(

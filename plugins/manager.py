@@ -18,7 +18,7 @@ from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.format_info import FormatInfo
-from penstock.engine.sampling.logits_processors import as_registered
+from penstock.engine.sampling.processors import as_registered
 from penstock.engine.turn import Turn
 from penstock.plugins import reasoning, tools
 from penstock.plugins.recognition import Evidence

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import Parser, is_in_call, release
-from penstock.engine.text.parser_chain import split_at_calls
+from penstock.engine.text.answer import split_at_calls
 
 
 class ParsersInTurn:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties
-from penstock.engine.pooling.pooling_model import PoolingModel
-from penstock.engine.pooling.pooling_params import PoolingTask
+from penstock.engine.pooling.model import PoolingModel
+from penstock.engine.pooling.params import PoolingTask
 from penstock.serving.constraints.answer_check import ConformanceChecker
 from penstock.serving.requests import ReasoningField
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
-    from penstock.engine.engine import Engine
     from penstock.engine.grammars.grammar_cache import GrammarCompiler
     from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-    from penstock.engine.pooling.pooling_engine import PoolingEngine
-    from penstock.engine.tokenizer import Tokenizer
+    from penstock.engine.loop import Engine
+    from penstock.engine.pooling.engine import PoolingEngine
+    from penstock.engine.text.tokenizer import Tokenizer
     from penstock.plugins.manager import Plugins
     from penstock.serving.templates.chat_template import ChatTemplate
 

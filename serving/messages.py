@@ -21,9 +21,9 @@ from penstock.api.protocol import (
     ToolCallDelta,
     Usage,
 )
+from penstock.engine.deltas import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest
 from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.outputs import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.serving.constraints.conformance import Conformance
 
 

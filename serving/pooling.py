@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
-from penstock.engine.pooling.encoder_batch import EncoderInput
-from penstock.engine.pooling.pooling_text import EncodedText
+from penstock.engine.pooling.encoder import EncoderInput
+from penstock.engine.pooling.engine import EncodedText
 from penstock.engine.pooling.scoring import Score, ScoreLimits, check_counts, paired, scoring_of
 from penstock.serving.context import PoolingContext, check_task
 from penstock.serving.metrics import PoolingTimer

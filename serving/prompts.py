@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.heap import release_heap
-from penstock.engine.tokenizer import CHARS_PER_TOKEN
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.context import SharedContext
 from penstock.serving.workers import Lane, run
 

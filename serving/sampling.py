@@ -6,10 +6,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
-from penstock.engine.outputs import SequenceDelta
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.serving.requests import GenerationFields
 
 DEFAULT_LIMIT = "default_max_tokens"  # what `stop_reason` says where a default bound ended the answer

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import ParamSpec, Protocol, TypeVar
 
 from penstock.engine.errors import EngineUnavailable
-from penstock.engine.overlap.lock_handover import HANDOVER
+from penstock.engine.threads import HANDOVER
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.hooks import LogitsRow, RegisteredLogitsProcessor
-from penstock.engine.sampling.logits_processors import as_registered, bind
+from penstock.engine.sampling.processors import as_registered, bind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.engine.sampling.sequence_processor import SequenceProcessor
+    from penstock.engine.sampling.processors import SequenceProcessor
 
 
 def check_logits_processor(
@@ -29,7 +29,7 @@ def check_logits_processor(
     """
     import torch
 
-    from penstock.engine.sampling.sequence_processor import SequenceProcessor
+    from penstock.engine.sampling.processors import SequenceProcessor
 
     make = bind(as_registered(registered), arguments or {})
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -53,7 +53,7 @@ def check_logits_processor(
 
 
 def _run(logits_RV: "Tensor", processors: "list[SequenceProcessor]") -> "Tensor":
-    from penstock.engine.sampling.processor_pass import ProcessorPass
+    from penstock.engine.sampling.processors import ProcessorPass
 
     run = ProcessorPass(logits_RV.clone(), [[processor] for processor in processors])
     run.run()

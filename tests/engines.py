@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.kv_cache import block_bytes
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.model_loader import LoadedModel, in_memory
-from penstock.engine.outputs import SequenceDelta, TokenLogprobs
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer, drive, make_request, tokens
 
 

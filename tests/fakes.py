@@ -14,29 +14,24 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from penstock.engine.attention.kv_layout import LayerKV
-from penstock.engine.batch import Batch, OutputRows
-from penstock.engine.beam_search.beam_params import BeamSearchParams
-from penstock.engine.block_pool import BlockPool
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.batch import Batch, OutputRows, PendingTokens
+from penstock.engine.block_pool import BlockPool, Retention
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.events import Reasoning, Text
-from penstock.engine.grammars.mask_filler import MaskFiller
 from penstock.engine.hooks import ReasoningParserFactory
-from penstock.engine.kv_cache import KVCache
-from penstock.engine.model_runner import ModelRunner, StepHandle, StepOutput, sample_rows
-from penstock.engine.outputs import SequenceDelta
-from penstock.engine.overlap.pending_tokens import PendingTokens
+from penstock.engine.kv_cache import KVCache, LayerKV
+from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.request import Request
-from penstock.engine.retention import Retention
-from penstock.engine.sampling.logprobs import prompt_logprobs
-from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.sequence_outputs import LOGITS
-from penstock.engine.speculation.speculation import Speculation
+from penstock.engine.sequence import LOGITS
+from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 
 NextToken = Callable[[Sequence[int]], int | Tensor]
@@ -205,7 +200,7 @@ def make_core(
     rows_for_weights: float | None = None,
     is_async: bool = False,
 ) -> EngineCore:
-    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, tokens are tried ahead."""
+    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens."""
     assert num_blocks * block_size >= max_model_len
     scheduler = Scheduler(
         BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching),

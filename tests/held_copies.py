@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from penstock.engine.overlap.host_copies import HostCopies
+from penstock.engine.device import HostCopies
 
 
 class HeldCopies(HostCopies):

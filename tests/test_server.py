@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.assembly import UNLEARNED_THINKING_BUDGET, build_chat_template, evidence_of, knows_marker, thinking_budget, unlearned_parser
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.server import bind, main, stopping_line
 from penstock.serving.templates.chat_template import ChatTemplate

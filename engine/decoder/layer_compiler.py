@@ -15,18 +15,16 @@ from torch._inductor import aoti_compile_and_package, config
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock.engine.attention import attention
-from penstock.engine.attention.attention_metadata import NUM_HEADER_FIELDS, AttentionMetadata
+from penstock.engine.attention import interface
+from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata
 from penstock.engine.config import QuantizationMode
-from penstock.engine.decoder.decoder_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
+from penstock.engine.decoder.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.fused_linear import fuse_linears
-from penstock.engine.layers.packed_linear import pack_linears
+from penstock.engine.layers.fused import fuse_linears
+from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.model_config import read_config
 from penstock.engine.loading.servable import check_servable
-from penstock.engine.quantization.quantization import put_in_stored, quantize_plain
-from penstock.engine.quantization.quantized_file import quantized_names
-from penstock.engine.quantization.stored_weights import leave_out
+from penstock.engine.quantization import leave_out, put_in_stored, quantize_plain, quantized_names
 
 # An example length that no model has among its sizes, so that the dimensions which vary with it can be told.
 NUM_EXAMPLE_TOKENS = 37
@@ -54,12 +52,12 @@ def build_skeleton(
     directory: Path, dtype: torch.dtype, quantization: QuantizationMode, block_size: int, trust_remote_code: bool
 ) -> PreTrainedModel:
     """The model as the engine runs it, on the meta device: shapes and types without memory. `quantization` is resolved."""
-    attention.register()
+    interface.register()
     model_config = read_config(directory, trust_remote_code)
     layout = check_servable(model_config, trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            model_config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=trust_remote_code
+            model_config, dtype=dtype, attn_implementation=interface.IMPLEMENTATION, trust_remote_code=trust_remote_code
         )
     put_in_stored(model, directory, leave_out(model, quantized_names(directory)), quantization, dtype)
     quantize_plain(model, quantization)

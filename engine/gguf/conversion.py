@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.header import check_gguf_header
-from penstock.engine.loading.cache_directory import cache_directory
 
 if TYPE_CHECKING:
     import gguf
@@ -116,7 +116,7 @@ def converted_gguf(gguf_file: Path) -> Path:
 def convert_gguf(gguf_file: Path, directory: Path) -> None:
     """Writes config, weights, tokenizer and chat template of `gguf_file` into `directory`, as `from_pretrained` reads them.
 
-    Quantized matrices stay in few bits, in a file of their own (`quantized_file`). Other quantized weights come out as bfloat16: rounding
+    Quantized matrices stay in few bits, in a file of their own (`quantization.py`). Other quantized weights come out as bfloat16: rounding
     to it is far below the error that quantization made. F16 and F32 files keep their type.
     Raises `ConfigurationError` where the file or its architecture cannot be read.
     """
@@ -124,7 +124,7 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
     from penstock.engine.gguf.matrices import take_quantized_matrices
-    from penstock.engine.quantization.quantized_file import write_quantized
+    from penstock.engine.quantization import write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
     try:

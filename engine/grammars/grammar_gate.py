@@ -9,7 +9,7 @@ from penstock.engine.events import Event, Reasoning, Text
 from penstock.engine.grammar import GrammarMatcher
 from penstock.engine.parsing import Phase
 from penstock.engine.text.answer import Answer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.engine.compile_clock import CompileClock
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, QueueFull
-from penstock.engine.overlap.lock_handover import HANDOVER
+from penstock.engine.threads import HANDOVER
 
 MAX_PENDING = 512
 MAX_PENDING_OF_CLIENT = 256  # behind a proxy, all users are one client

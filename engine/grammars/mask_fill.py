@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from penstock.engine.deltas import ClientFault
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammars.grammar_gate import GrammarGate
-from penstock.engine.outputs import ClientFault
 from penstock.engine.text.answer import Answer
 
 logger = logging.getLogger(__name__)

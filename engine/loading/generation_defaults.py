@@ -7,7 +7,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 
 # Ours by generation_config's names. `do_sample` is left out, as in vLLM: a client that wants greedy says temperature 0.
 SAMPLING_DEFAULTS = {

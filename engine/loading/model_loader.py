@@ -9,17 +9,23 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.attention import attention
-from penstock.engine.attention.kv_layout import LayerKV, kv_layout
+from penstock.engine.attention import interface
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache import LayerKV, kv_layout
 from penstock.engine.loading.context_length import max_model_len
 from penstock.engine.loading.model_config import eos_token_ids, read_config
 from penstock.engine.loading.pretrained import DTYPES, load_pretrained
 from penstock.engine.loading.servable import check_servable
-from penstock.engine.quantization.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
-from penstock.engine.quantization.quantized_file import quantized_names
-from penstock.engine.quantization.stored_weights import StoredWeightsConfig, forget_config
+from penstock.engine.quantization import (
+    StoredWeightsConfig,
+    forget_config,
+    put_in_stored,
+    quantize_plain,
+    quantized_layers,
+    quantized_names,
+    resolve_quantization,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +63,14 @@ def load_model(
     max_len: int | None = None,
     quantization: QuantizationMode = "auto",
     trust_remote_code: bool = False,
-    attn_implementation: str = attention.IMPLEMENTATION,
+    attn_implementation: str = interface.IMPLEMENTATION,
 ) -> LoadedModel:
     """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
 
     Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read; or where none of
     them can be quantized as asked.
     """
-    attention.register()
+    interface.register()
     config = read_config(directory, trust_remote_code)
     layout = check_servable(config, trust_remote_code)
     context = max_model_len(config, max_len)
@@ -106,8 +112,8 @@ def load_model(
 
 def in_memory(model: PreTrainedModel, max_model_len: int) -> LoadedModel:
     """What `load_model` makes of a directory, of a model that is on its device and in its type already. The model itself is changed."""
-    attention.register()
-    model.set_attn_implementation(attention.IMPLEMENTATION)
+    interface.register()
+    model.set_attn_implementation(interface.IMPLEMENTATION)
     return LoadedModel(
         directory=Path(),
         model=model.train(False).requires_grad_(False),

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.conversion import CONVERSION_VERSION, build_once, convert_gguf
-from penstock.engine.loading.cache_directory import cache_directory
 
 MAX_NEW_TOKENS = 1024  # small models lose themselves now and then
 _ELSEWHERE = "pass --model with a local directory, a .gguf file or a Hugging Face id instead"

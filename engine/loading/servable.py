@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.attention.kv_layout import LayerKV, kv_layout
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache import LayerKV, kv_layout
 from penstock.engine.loading.model_config import listed_architectures
 
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

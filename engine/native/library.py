@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from penstock.engine.loading.cache_directory import cache_directory
+from penstock.engine.cache_directory import cache_directory
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_engine import PoolingEngine, PoolingOutput
-from penstock.engine.pooling.pooling_params import PoolingParams, PoolingTask
-from penstock.engine.pooling.pooling_text import EncodedText
+from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput
+from penstock.engine.pooling.params import PoolingParams, PoolingTask
 
 T = TypeVar("T")
 

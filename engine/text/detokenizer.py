@@ -5,8 +5,7 @@ import copy
 from collections.abc import Sequence
 
 from penstock.engine.events import SpecialText
-from penstock.engine.text.token_table import DecoderKind
-from penstock.engine.tokenizer import REPLACEMENT, Tokenizer
+from penstock.engine.text.tokenizer import REPLACEMENT, DecoderKind, Tokenizer
 
 _CONTEXT = 6  # ids kept as context: more than the four that one character can be spread over
 _LONGEST_CHARACTER = 4  # bytes, hence tokens
@@ -46,7 +45,7 @@ class Detokenizer:
         return [before, special] if before else [special]
 
     def copy(self) -> "Detokenizer":
-        """One that goes on by itself."""
+        """An independent copy."""
         other = copy.copy(self)
         other._text = self._text.copy()
         return other

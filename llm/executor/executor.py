@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, overload
 
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.hooks import RegisteredLogitsProcessor
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.executor.config import (
     BatchingType,
     CapacitySchedulerPolicy,

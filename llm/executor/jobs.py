@@ -10,8 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 
+from penstock.engine.deltas import FinishReason
 from penstock.engine.errors import InvalidRequest, PenstockError
-from penstock.engine.outputs import FinishReason
 from penstock.llm.executor.preparing import fold_settings, prepare
 from penstock.llm.executor.requests import Request
 from penstock.llm.executor.responses import Response, ResponseFold

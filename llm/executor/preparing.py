@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.request import Request as EngineRequest
-from penstock.engine.sampling.logits_processors import bind
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.processors import bind
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
 from penstock.plugins.chosen_processors import chosen_processors

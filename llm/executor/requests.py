@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from penstock.engine.block_pool import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.hooks import LogitsRow, RegisteredLogitsProcessor
-from penstock.engine.retention import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
-from penstock.engine.sampling.logits_processors import as_registered
+from penstock.engine.sampling.processors import as_registered
 from penstock.serving.constraints.sources import JsonReading, check_text, in_reading, schema_spec
 from penstock.serving.constraints.structural_tag import TagReader
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from penstock.engine.deltas import BeamCandidate, PromptInfo, SequenceDelta
+from penstock.engine.deltas import FinishReason as EngineReason
 from penstock.engine.errors import GenerationFailed
-from penstock.engine.outputs import BeamCandidate, PromptInfo, SequenceDelta
-from penstock.engine.outputs import FinishReason as EngineReason
-from penstock.engine.text.stop_sequences import StopSequences
+from penstock.engine.text.stops import StopSequences
 from penstock.llm.executor.requests import Request
 
 if TYPE_CHECKING:

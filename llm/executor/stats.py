@@ -10,7 +10,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, NamedTuple
 
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
 

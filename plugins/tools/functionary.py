@@ -4,7 +4,7 @@ from penstock.engine.events import Event, Text
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.structure import Literal, Sequence, Structure, Value
-from penstock.engine.text.parser_chain import split_at_calls
+from penstock.engine.text.answer import split_at_calls
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
 from penstock.plugins.json_calls.call_envelope import CallEnvelope

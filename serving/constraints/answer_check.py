@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET
 
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.serving.constraints.conformance import Conformance, undecided
 from penstock.serving.constraints.conformance_worker import Task
 

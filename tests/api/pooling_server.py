@@ -14,9 +14,9 @@ from transformers import AutoModel, PreTrainedModel
 
 from penstock.api.app import build_app, build_runner
 from penstock.engine.config import EngineConfig
-from penstock.engine.pooling.pooling_build import build_pooling_engine
-from penstock.engine.pooling.pooling_engine import PoolingEngine
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.pooling.engine import PoolingEngine
+from penstock.engine.pooling.loader import build_pooling_engine
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.context import PoolingContext, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers

@@ -9,7 +9,7 @@ import aiohttp
 from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
-from penstock.engine.stats import EngineStats
+from penstock.engine.core import EngineStats
 from penstock.serving.context import ServerContext, ServerOptions
 from penstock.serving.workers import Workers
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context

@@ -10,12 +10,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from penstock.api.app import build_app
-from penstock.engine.beam_search.beam_params import BeamSearchParams
-from penstock.engine.engine import Engine
-from penstock.engine.outputs import SequenceDelta
+from penstock.engine.core import EngineStats
+from penstock.engine.deltas import SequenceDelta
+from penstock.engine.loop import Engine
 from penstock.engine.request import Request
-from penstock.engine.stats import EngineStats
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.workers import Workers
 from tests.api.scripted import MODEL, CancellingServer, RecordingCompiler, client_of, scripted_context
 from tests.fakes import LETTERS, TOKENIZER, beam_request, content, generate, make_core, undecided

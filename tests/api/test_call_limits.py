@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.improvised import MARKER_TOKENS, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.test_chat import joined
 from tests.api.test_tool_calls import choices, tool

@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving import prompts
 from penstock.serving.prompts import check_prompt_ids, check_text_length, encode_text
 from penstock.serving.workers import Workers

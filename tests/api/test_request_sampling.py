@@ -5,7 +5,7 @@ import pytest
 
 from penstock.api.bodies import decode
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 from penstock.serving.requests import ChatCompletionRequest
 from penstock.serving.sampling import TAKEN_AS_THEY_ARE, TokenLimit, sampling_params, token_limit
 

@@ -10,7 +10,7 @@ import pytest
 from instructor import Mode
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.test_tool_calls import CALL
 

@@ -5,10 +5,10 @@ import pytest
 
 from benchmarks.embeddings import NAMES, QUICK, WORKLOADS, Workload, embedding_with_penstock, measure
 from penstock.engine.config import EngineConfig
-from penstock.engine.pooling.encoder_batch import EncoderInput
-from penstock.engine.pooling.pooling_loader import load_pooling_model
-from penstock.engine.pooling.pooling_params import PoolingParams
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.pooling.encoder import EncoderInput
+from penstock.engine.pooling.loader import load_pooling_model
+from penstock.engine.pooling.params import PoolingParams
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 class FakeWorker:

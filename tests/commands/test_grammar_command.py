@@ -32,7 +32,7 @@ from penstock.engine.errors import ConfigurationError, EngineUnavailable, Unsupp
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars import grammar_limits
 from penstock.engine.grammars.grammar_cache import TIME_LIMIT
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server import main
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.cli.parse import Flags, LineParser, WrittenAnswer, as_json
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import SpecialText
 from penstock.engine.format_info import FormatInfo
-from penstock.engine.outputs import FinishReason, SequenceDelta
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.qwen3 import qwen3

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.batch import Batch, slots_of
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from tests.fakes import LETTERS, make_core, make_request
 
 

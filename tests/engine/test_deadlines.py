@@ -7,8 +7,8 @@ import pytest
 
 from penstock.engine import deadlines
 from penstock.engine.deadlines import Deadlines
-from penstock.engine.engine import Engine
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.loop import Engine
 from penstock.engine.request import Request
 from tests.fakes import content, drive, generate, letter_after, make_core, make_request, runner_of, tokens
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from penstock.engine.loading.model_loader import LoadedModel, load_model
-from penstock.engine.speculation.ngram_proposer import NgramProposer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.speculation import NgramProposer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run
 from tests.fakes import VOCAB_SIZE, byte_tokenizer, drive, make_request, tokens
 from tests.tiny_models import ARCHITECTURES, WINDOW, tiny_model
@@ -243,7 +243,7 @@ def test_tokens_tried_ahead_are_those_of_the_model_or_are_dropped(
 def test_the_torch_path_says_what_the_native_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("llama", "gpt_oss", "gemma2"):
         model = subject(name)
-        monkeypatch.setattr("penstock.engine.attention.attention_cpu.native_library", lambda: None)
+        monkeypatch.setattr("penstock.engine.attention.cpu.native_library", lambda: None)
         with engine(model.loaded) as core:
             assert_same(run_all(core, model.prompts), model.references)
 

@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.attention.kv_layout import LayerKV
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype
+from penstock.engine.kv_cache import KVCache, LayerKV, block_bytes, cache_dtype
 from tests.engines import core_over, loaded_model
 from tests.tiny_models import tiny_model
 

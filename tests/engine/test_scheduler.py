@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 
 from penstock.engine import block_pool
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import QueueFull
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.scheduler import Step
 from tests.fakes import LETTERS, drive, generate, make_core, make_request, runner_of, tokens
 

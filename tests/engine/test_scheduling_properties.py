@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.batch import Batch
-from penstock.engine.beam_search.beam_params import BeamSearchParams
-from penstock.engine.engine_core import EngineCore
-from penstock.engine.model_runner import StepHandle
-from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.request import Request
+from penstock.engine.runner import StepHandle
+from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.scheduler import Step
 from tests.fakes import LETTERS, generate, letter_like_before, make_core, make_request, runner_of, tokens
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
-from penstock.engine.outputs import FinishReason
-from penstock.engine.sequence_outputs import RowBuffer, SequenceOutputs
-from tests.engine.overlap.test_lookahead import MAX_MODEL_LEN, Plan, letter_or_end, plans, run
+from penstock.engine.deltas import FinishReason
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sequence import RowBuffer, SequenceOutputs
+from tests.engine.test_overlap import MAX_MODEL_LEN, Plan, letter_or_end, plans, run
 from tests.fakes import make_core, tokens
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from tests.fakes import drive, generate, make_core, make_request, runner_of, tokens
 
 PROMPT = "a beginning of 40 letters, shared by all"

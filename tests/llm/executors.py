@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from penstock.engine.engine import Engine
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
+from penstock.engine.loop import Engine
 from penstock.llm.executor.executor import Executor
 from penstock.llm.executor.requests import OutputConfig, Request
 from penstock.llm.executor.responses import Response, Result

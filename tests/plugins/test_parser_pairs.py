@@ -6,7 +6,7 @@ from functools import lru_cache
 import pytest
 
 from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.text.parser_chain import ParserChain
+from penstock.engine.text.answer import ParserChain
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import join_atoms, read, split_atoms

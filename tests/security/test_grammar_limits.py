@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.deltas import ClientFault, FinishReason
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
-from penstock.engine.outputs import ClientFault, FinishReason
 from penstock.serving.messages import check_delta
 from tests.fakes import generate, make_core, make_request
 from tests.matchers import Grammar, Walk

@@ -5,9 +5,9 @@ import pytest
 from msgspec import UNSET
 
 from penstock.api.protocol import ChatChoice, ChatChunkChoice, TokenLogprob
+from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.serving.messages import ChoiceFold, MessageFold, ReasoningView, UsageFold
 
 EVENTS: list[Event] = [

@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from penstock.api.answering import MAX_OPEN, FirstDelta, merge
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import GenerationFailed, QueueFull
-from penstock.engine.outputs import SequenceDelta
 
 
 class Source:

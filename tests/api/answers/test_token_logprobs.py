@@ -1,8 +1,8 @@
 import pytest
 
 from penstock.api.logprobs import CompletionLogprobsWriter, TokenWriter
-from penstock.engine.outputs import TokenLogprobs
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.deltas import TokenLogprobs
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import byte_tokenizer
 
 

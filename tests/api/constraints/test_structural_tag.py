@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.constraints.sources import JsonReading
 from penstock.serving.constraints.structural_tag import TagReader

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta
+from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.serving.metrics import Metrics
 from tests.api.running_server import CHAT, STATS, Running, serve
 

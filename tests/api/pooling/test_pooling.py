@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForSequenceClassification
 
 from penstock.api.app import GENERATION, POOLED
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.context import ServerOptions
 from tests.api.mutations import mutated_bodies
 from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling

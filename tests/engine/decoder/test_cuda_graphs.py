@@ -15,16 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.attention import attention
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.kv_layout import kv_layout
+from penstock.engine.attention import interface
+from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch, slots_of
+from penstock.engine.core import EngineCore
 from penstock.engine.decoder.cuda_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
-from penstock.engine.decoder.forward import compute_logits
-from penstock.engine.engine_core import EngineCore
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.decoder.layers import compute_logits
+from penstock.engine.kv_cache import KVCache, kv_layout
 from penstock.engine.loading.model_loader import LoadedModel
-from penstock.engine.model_runner import ModelRunner
+from penstock.engine.runner import ModelRunner
 from tests.engines import core_over, loaded_model, run
 from tests.tape import TapeRecorder
 from tests.tiny_models import ARCHITECTURES, tiny_model
@@ -68,8 +67,8 @@ class Setup:
     """A tiny model over a cache with something in it, and graphs of it."""
 
     def __init__(self, name: str = "llama", max_num_rows: int = 4, recorder: TapeRecorder | None = None, **settings: Any) -> None:
-        attention.register()
-        self.model = tiny_model(name, attention.IMPLEMENTATION, **settings).requires_grad_(False)
+        interface.register()
+        self.model = tiny_model(name, interface.IMPLEMENTATION, **settings).requires_grad_(False)
         if name == "qwen3_moe":
             self.model.set_experts_implementation("batched_mm")  # on a CPU the others wait for the device
         self.cache = KVCache(kv_layout(self.model.config), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)

@@ -17,10 +17,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf import conversion
-from penstock.engine.gguf.blocks import EXACT_TYPES, read_blocks
 from penstock.engine.gguf.conversion import build_once, convert_gguf, converted_gguf
+from penstock.engine.gguf.matrices import EXACT_TYPES, read_blocks
 from penstock.engine.loading.model_loader import load_model
-from penstock.engine.quantization.quantized_file import quantized_names, read_quantized
+from penstock.engine.quantization import quantized_names, read_quantized
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
 LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.outputs import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.request import Request
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend

@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.errors import GenerationFailed, QueueFull
 from penstock.engine.grammars import grammar_queue
 from penstock.engine.grammars.grammar_queue import GrammarQueue
-from penstock.engine.overlap.lock_handover import SWITCH_SECONDS
+from penstock.engine.threads import SWITCH_SECONDS
 
 
 class Work:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.grammars import mask_filler
+from penstock.engine import mask_filler
+from penstock.engine.deltas import FinishReason
 from penstock.engine.grammars.bitmask import allocate_bitmask
 from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS
 from penstock.engine.grammars.mask_fill import MaskFill
-from penstock.engine.grammars.mask_filler import NUM_MASKS_APART
-from penstock.engine.outputs import FinishReason
+from penstock.engine.mask_filler import NUM_MASKS_APART
 from tests.fakes import (
     EOS,
     LETTERS,

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.sampling.device_choice import choose_on_device
-from penstock.engine.sampling.sampling_params import SamplingParams
-from penstock.engine.sampling.sampling_state import SamplingState
+from penstock.engine.sampling.choice import choose_on_device
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.state import SamplingState
 
 
 def choose(logits_BV: Tensor, settings: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:

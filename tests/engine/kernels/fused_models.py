@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.fused_norm import fuse_norms
-from penstock.engine.layers.fused_rotary import fuse_rotary
+from penstock.engine.layers.fused import fuse_norms, fuse_rotary
 from tests.tiny_models import tiny_model
 
 # Rotates half of each head.

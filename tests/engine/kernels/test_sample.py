@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.sample import sample
+from penstock.engine.kernels.sampling import sample
 
 Launch = Callable[..., Any]
 

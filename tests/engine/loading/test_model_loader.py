@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from penstock.engine.attention.attention import IMPLEMENTATION
-from penstock.engine.attention.kv_layout import LayerKV
+from penstock.engine.attention.interface import IMPLEMENTATION
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache import LayerKV
 from penstock.engine.loading.model_loader import cpu_has_bfloat16, load_model, resolve_device, resolve_dtype
 from tests.tiny_models import tiny_model
 

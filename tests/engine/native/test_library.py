@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.attention.attention_cpu import paged_attention_cpu, write_kv
-from penstock.engine.attention.attention_metadata import AttentionMetadata
-from penstock.engine.attention.attention_options import AttentionOptions
+from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.native import library as module
 from penstock.engine.native.library import find_compiler, native_library
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.greedy import greedy_tokens
+from penstock.engine.sampling.choice import greedy_tokens
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
 

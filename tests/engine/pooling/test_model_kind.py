@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.pooling.model_kind import model_kind
+from penstock.engine.pooling.files import model_kind
 
 CLASSIFIERS = ["DistilBertForSequenceClassification", "Qwen3ForSequenceClassification", "BertForTokenClassification"]
 POOLING = ["BertModel", "XLMRobertaForMaskedLM", *CLASSIFIERS]

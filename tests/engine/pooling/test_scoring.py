@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.pooling_engine import PoolingOutput
+from penstock.engine.pooling.engine import PoolingOutput
 from penstock.engine.pooling.scoring import CosineScoring, CrossScoring, check_counts, paired, scoring_of
 
 

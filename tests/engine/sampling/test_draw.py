@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.sampling.draw import BLOCK, draw, most_probable, most_probable_k, padded_width
+from penstock.engine.sampling.choice import BLOCK, draw, most_probable, most_probable_k, padded_width
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import torch
 
 from penstock.engine.grammars.bitmask import allocate_bitmask, apply_bitmask_with_torch
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.greedy import NATIVE_DTYPES, greedy_tokens
+from penstock.engine.sampling.choice import NATIVE_DTYPES, greedy_tokens
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.deltas import FinishReason
 from penstock.engine.hooks import LogitsRow
-from penstock.engine.outputs import FinishReason
-from penstock.engine.sampling.logits_processors import Form, as_registered, bind, registered_form
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.processors import Form, as_registered, bind, registered_form
 from tests.engine.sampling.test_sampler import make_state
 from tests.fakes import drive, letter_after, make_core, make_request, tokens
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sampling.sampling_params import MIN_TEMPERATURE, SamplingParams
+from penstock.engine.sampling.params import MIN_TEMPERATURE, SamplingParams
 
 HUGE = 10**400
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.penalties import Penalties
-from penstock.engine.sampling.sampling_params import SamplingParams
-from penstock.engine.sampling.sampling_state import MAX_LOGIT_BIAS, SamplingState
+from penstock.engine.sampling.state import MAX_LOGIT_BIAS, SamplingState
 
 VOCAB = 50
 
@@ -103,7 +103,7 @@ def test_a_state_ahead_is_what_the_state_becomes(output: list[int], ahead: list[
     before = seen(state)
     tried = state
     for token_id in ahead:
-        tried = tried.ahead(token_id)
+        tried = tried.after(token_id)
     assert seen(tried) == seen(append_all(make_state([1, 5], words, **params), output + ahead))
     assert seen(state) == before
 

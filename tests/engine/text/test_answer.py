@@ -13,7 +13,7 @@ from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, To
 from penstock.engine.parsing import Phase
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.mistral import mistral

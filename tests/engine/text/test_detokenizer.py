@@ -11,8 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.events import SpecialText
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.text.token_table import DecoderKind, TokenTable
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import DecoderKind, Tokenizer, TokenTable
 
 TEXTS = [
     "The quick brown fox doesn't jump over the lazy dog, does it? Yes - it does!",
@@ -186,7 +185,7 @@ class CountingTable(TokenTable):
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_token_costs_the_same_however_long_the_answer_is(maker: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.tokenizer.TokenTable", CountingTable)
+    monkeypatch.setattr("penstock.engine.text.tokenizer.TokenTable", CountingTable)
     tokenizer = maker()
     table = tokenizer.table
     assert isinstance(table, CountingTable)

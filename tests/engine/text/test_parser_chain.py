@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.text.parser_chain import ParserChain
+from penstock.engine.text.answer import ParserChain
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.mistral import mistral
 from penstock.plugins.reasoning.qwen3 import qwen3

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.outputs import FinishReason
-from penstock.engine.text.stop_sequences import StopSequences
+from penstock.engine.deltas import FinishReason
+from penstock.engine.text.stops import StopSequences
 from tests.fakes import generate, ids, letter_like_before, make_core, make_request, saying, tokens
 
 token_lists = st.lists(st.integers(0, 2), max_size=12)

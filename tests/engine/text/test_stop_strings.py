@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.events import SpecialText, Text
-from penstock.engine.text.stop_strings import StopStrings, _Node
+from penstock.engine.text.stops import StopStrings, _Node
 
 HIDDEN = SpecialText("<|x|>", is_hidden=True)
 SHOWN = SpecialText("ab>", is_hidden=False)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.outputs import FinishReason
+from penstock.engine.deltas import FinishReason
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.granite import ENDS, STARTS, granite
 from penstock.plugins.reasoning.qwen3 import qwen3

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.engine.engine_core import EngineCore
+from penstock.engine.core import EngineCore
 from penstock.llm.executor.executor import Executor
 from penstock.llm.executor.requests import AdditionalModelOutput, OutputConfig, Request, SamplingConfig
 from penstock.llm.executor.responses import AdditionalOutput, FinishReason, Response

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.sampling_params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams
 from penstock.llm.executor.preparing import OF_REQUESTS, OF_SAMPLING, beam_params, sampling_params
 from penstock.llm.executor.requests import (
     AdditionalModelOutput,

@@ -7,8 +7,8 @@ import re
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from penstock.engine.beam_search.beam_params import BeamSearchParams
 from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
+from penstock.engine.sampling.params import BeamSearchParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, content, generate, make_core, make_request, undecided

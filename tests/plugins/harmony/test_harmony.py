@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import Phase
-from penstock.engine.text.parser_chain import ParserChain
+from penstock.engine.text.answer import ParserChain
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.openai_gptoss import openai_gptoss
 from penstock.plugins.tools.openai import HarmonyCalls

@@ -8,7 +8,7 @@ import pytest
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import Phase
-from penstock.engine.text.parser_chain import ParserChain
+from penstock.engine.text.answer import ParserChain
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.response_template import TemplateReasoning
 from penstock.plugins.tools.response_template import TemplateCalls

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.regular import MAX_CHARACTERS, MAX_WARNINGS
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.llguidance.matcher import LlguidanceGrammar

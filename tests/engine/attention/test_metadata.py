@@ -1,0 +1,35 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.attention.metadata import AttentionMetadata
+
+CPU = torch.device("cpu")
+
+sequences = st.lists(
+    st.tuples(st.integers(1, 5), st.integers(0, 20), st.lists(st.integers(0, 1000), min_size=1, max_size=6)), min_size=0, max_size=6
+)
+
+
+@given(sequences, st.integers(0, 3))
+def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], num_padding: int) -> None:
+    batch = sorted(batch, key=lambda sequence: sequence[0])
+    query_lens = [new for new, _, _ in batch]
+    context_lens = [new + old for new, old, _ in batch]
+    tables = [table for _, _, table in batch]
+    starts = [sum(query_lens[:index]) for index in range(len(batch) + 1)]
+    slots = [*range(starts[-1]), *[-1] * num_padding]
+    packed = AttentionMetadata.pack(slots, starts, context_lens, tables, num_decodes=query_lens.count(1))
+    for metadata in (packed, AttentionMetadata.unpack(packed.packed)):
+        assert metadata.slot_mapping_T.tolist() == slots
+        assert metadata.query_start_loc.tolist() == starts
+        assert metadata.context_lens_B.tolist() == context_lens
+        assert metadata.num_sequences == len(batch)
+        assert metadata.num_decodes == query_lens.count(1)
+        assert metadata.max_query_len == max(query_lens, default=0)
+        assert metadata.max_context_len == max(context_lens, default=0)
+        for row, table in zip(metadata.block_table_BN.tolist(), tables, strict=True):
+            assert row[: len(table)] == table
+            assert not any(row[len(table) :])
+        parts = (metadata.slot_mapping_T, metadata.query_start_loc, metadata.context_lens_B, metadata.block_table_BN)
+        assert all(part.is_contiguous() and part.dtype == torch.int64 for part in parts)

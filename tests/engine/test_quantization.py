@@ -1,0 +1,230 @@
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.engine.config import QuantizationMode
+from penstock.engine.decoder.layer_compiler import build_skeleton
+from penstock.engine.decoder.layers import decoder_layers, layer_kind
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.layers.fused import fuse_linears
+from penstock.engine.layers.linear import pack_linears
+from penstock.engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, quantized, unpack
+from penstock.engine.loading.model_loader import LoadedModel, load_model
+from penstock.engine.quantization import quantize_plain, quantized_layers, read_quantized, resolve_quantization, write_quantized
+from tests.engines import core_over, loaded_model, run
+from tests.tiny_models import ARCHITECTURES, tiny_model
+
+TOKENS = torch.arange(3, 40)[None]
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.inference_mode():
+        result: Tensor = model(TOKENS).logits
+    return result
+
+
+def deviation(model: PreTrainedModel, other: PreTrainedModel) -> float:
+    """Of a token's logits, relative to how much they differ: the median over tokens, since a few may go to other experts."""
+    expected = logits(other)
+    return float(((logits(model) - expected).norm(dim=-1) / (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)).median())
+
+
+def inflated(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with plain layers again, of the weights that its codes stand for."""
+    model = copy.deepcopy(model)
+    for path, module in list(model.named_modules()):
+        replacement: nn.Module
+        if isinstance(module, QuantizedLinear):
+            replacement = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            replacement.register_parameter("bias", module.bias)
+            replacement.weight = nn.Parameter(unpack(module.blocks, module.out_features).dequantized())
+        elif isinstance(module, QuantizedEmbedding):
+            rows = model.config.vocab_size
+            replacement = nn.Embedding.from_pretrained(unpack(module.blocks, rows).dequantized())  # type: ignore[no-untyped-call]
+        else:
+            continue
+        model.set_submodule(path, replacement)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_computes_with_what_its_codes_stand_for(name: str, mode: QuantizationMode) -> None:
+    model = tiny_model(name).requires_grad_(False)
+    quantize_plain(model, mode)
+    assert quantized_layers(model)
+    assert deviation(model, inflated(model)) < 0.06  # inputs are rounded to 8 bits
+    core = core_over(loaded_model(model))
+    (result,) = run(core, [TOKENS[0].tolist()], max_tokens=4)
+    core.runner.shutdown()
+    assert len(result.token_ids) == 4
+
+
+def test_more_bits_are_nearer_to_the_model_as_it_was() -> None:
+    plain = tiny_model("llama").requires_grad_(False)
+    models = {mode: copy.deepcopy(plain) for mode in ("int4", "int8")}
+    for mode, model in models.items():
+        quantize_plain(model, mode)  # type: ignore[arg-type]
+    assert deviation(models["int8"], plain) < 0.05
+    assert deviation(models["int8"], plain) < deviation(models["int4"], plain) / 4
+
+
+def test_an_embedding_shares_the_rows_of_the_output_layer_that_it_is_tied_to() -> None:
+    model = tiny_model("llama", tie_word_embeddings=True).requires_grad_(False)
+    quantize_plain(model, "int4")
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    assert isinstance(embedding, QuantizedEmbedding)
+    assert isinstance(output, QuantizedLinear)
+    assert embedding.blocks is output.blocks
+    assert output.bits == 8
+    assert quantized_layers(model) == {4: 21, 8: 1}
+
+
+def test_an_embedding_on_its_own_and_layers_of_uneven_inputs_stay_as_they_are() -> None:
+    model = tiny_model("llama", tie_word_embeddings=False, intermediate_size=80).requires_grad_(False)
+    quantize_plain(model, "int8")
+    assert type(model.get_input_embeddings()) is nn.Embedding
+    for layer in model.get_submodule("model.layers").children():
+        assert type(layer.get_submodule("mlp.down_proj")) is nn.Linear
+        assert isinstance(layer.get_submodule("mlp.up_proj"), QuantizedLinear)
+
+
+def save_stored(directory: Path, model: PreTrainedModel, bits: dict[str, int]) -> dict[str, QuantizedWeight]:
+    """Writes the model with these of its weights in few bits, as conversion does, and gives those back."""
+    weights = {name: quantized(model.get_parameter(name).detach(), number) for name, number in bits.items()}
+    left_out = {model.get_parameter(name).data_ptr() for name in weights}
+    model.save_pretrained(directory, state_dict={name: t for name, t in model.state_dict().items() if t.data_ptr() not in left_out})
+    write_quantized(directory, weights)
+    return weights
+
+
+STORED = {
+    "model.embed_tokens.weight": 8,
+    "model.layers.0.self_attn.q_proj.weight": 4,
+    "model.layers.0.self_attn.k_proj.weight": 4,
+    "model.layers.0.self_attn.v_proj.weight": 4,
+    "model.layers.1.mlp.gate_proj.weight": 8,
+}
+
+
+@pytest.fixture
+def stored_dir(tmp_path: Path) -> Path:
+    save_stored(tmp_path, tiny_model("qwen2", tie_word_embeddings=True), STORED)
+    return tmp_path
+
+
+def load(directory: Path, quantization: QuantizationMode, **settings: Any) -> LoadedModel:
+    return load_model(directory, "float32", "cpu", quantization=quantization, attn_implementation="eager", **settings)
+
+
+def test_stored_weights_are_served_as_they_are_or_inflated(stored_dir: Path) -> None:
+    plain, few_bits = load(stored_dir, "none").model, load(stored_dir, "auto").model
+    assert quantized_layers(plain) == {}
+    assert plain.get_parameter("lm_head.weight") is plain.get_parameter("model.embed_tokens.weight")
+    assert quantized_layers(few_bits) == {4: 3, 8: 2}
+    for name, number in STORED.items():
+        module = few_bits.get_submodule(name.removesuffix(".weight"))
+        assert isinstance(module, QuantizedEmbedding if "embed" in name else QuantizedLinear)
+        weight = unpack(module.blocks, plain.get_parameter(name).shape[0])
+        assert weight.bits == number
+        assert torch.equal(weight.dequantized(), plain.get_parameter(name))
+    assert few_bits.get_submodule("lm_head").blocks is few_bits.get_submodule("model.embed_tokens").blocks
+    assert deviation(few_bits, plain) < 0.03
+    assert not hasattr(plain.config, "quantization_config")
+
+
+def test_biases_beside_stored_weights_are_those_of_the_file(stored_dir: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    for mode in ("auto", "none", "int4"):
+        assert torch.equal(load(stored_dir, mode).model.get_parameter(name), tiny_model("qwen2").get_parameter(name))
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("int8", {4: 3, 8: 19}), ("int4", {4: 21, 8: 1})])
+def test_stored_weights_of_more_bits_than_were_asked_for_are_rounded(
+    stored_dir: Path, mode: QuantizationMode, expected: dict[int, int]
+) -> None:
+    assert quantized_layers(load(stored_dir, mode).model) == expected
+
+
+def test_an_embedding_that_does_more_than_look_up_is_inflated(tmp_path: Path) -> None:
+    """Gemma's scales its rows."""
+    save_stored(tmp_path, tiny_model("gemma3_text", tie_word_embeddings=True), {"model.embed_tokens.weight": 8})
+    plain, few_bits = load(tmp_path, "none").model, load(tmp_path, "auto").model
+    assert isinstance(few_bits.get_input_embeddings(), nn.Embedding)
+    assert isinstance(few_bits.get_output_embeddings(), QuantizedLinear)  # type: ignore[no-untyped-call]
+    assert torch.equal(few_bits.get_parameter("model.embed_tokens.weight"), plain.get_parameter("model.embed_tokens.weight"))
+    assert plain.get_buffer("model.embed_tokens.embed_scale") == few_bits.get_buffer("model.embed_tokens.embed_scale") == 8.0
+    assert deviation(few_bits, plain) < 0.03
+
+
+def test_a_missing_weight_is_still_an_error(stored_dir: Path) -> None:
+    names = [name for name in STORED if "q_proj" not in name]
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    write_quantized(stored_dir, {name: quantized(model.get_parameter(name).detach(), 8) for name in names})
+    with pytest.raises(ConfigurationError, match=r"lacks 1 of the model's weights: model\.layers\.0\.self_attn\.q_proj\.weight"):
+        load(stored_dir, "auto")
+
+
+@pytest.mark.parametrize("name", ["model.layers.9.odd.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_a_stored_weight_that_the_model_has_no_place_for_is_an_error(stored_dir: Path, name: str) -> None:
+    write_quantized(stored_dir, {name: quantized(torch.zeros(2, 32), 8)})
+    with pytest.raises(ConfigurationError, match=re.escape(name)):
+        load(stored_dir, "auto")
+
+
+@pytest.mark.parametrize("mode", ["auto", "none"])
+@pytest.mark.parametrize("rows", [16, 512])
+def test_a_stored_weight_of_another_shape_than_its_layer_is_an_error(stored_dir: Path, mode: QuantizationMode, rows: int) -> None:
+    stored = dict(read_quantized(stored_dir, torch.device("cpu")))
+    write_quantized(stored_dir, stored | {"model.embed_tokens.weight": quantized(torch.zeros(rows, 64), 8)})
+    with pytest.raises(ConfigurationError, match="shape"):
+        load(stored_dir, mode)
+
+
+@pytest.mark.parametrize("mode", ["auto", "none", "int4", "int8"])
+def test_a_skeleton_has_the_layers_of_the_loaded_model(stored_dir: Path, mode: QuantizationMode) -> None:
+    loaded = load_model(stored_dir, "float32", "cpu", quantization=mode)
+    fuse_linears(loaded.model)
+    pack_linears(loaded.model)
+    core = core_over(loaded)
+    skeleton = build_skeleton(stored_dir, torch.float32, mode, 16, False)
+    kinds = [[layer_kind(layer) for layer in decoder_layers(model, 3)] for model in (loaded.model, skeleton)]
+    assert kinds[0] == kinds[1]
+    core.runner.shutdown()
+
+
+def test_compiled_code_is_told_apart_by_the_bits_of_its_layers(stored_dir: Path) -> None:
+    kinds = [
+        layer_kind(decoder_layers(build_skeleton(stored_dir, torch.float32, mode, 16, False), 3)[2]) for mode in ("none", "int4", "int8")
+    ]
+    assert len(set(kinds)) == 3
+
+
+def test_a_model_without_a_layer_to_round_is_refused(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "head_dim": 12}
+    tiny_model("llama", **settings).save_pretrained(tmp_path)
+    assert quantized_layers(load(tmp_path, "auto").model) == {}
+    with pytest.raises(ConfigurationError, match=r"--quantization int4: this model has no layers"):
+        load(tmp_path, "int4")
+
+
+def test_a_gpu_refuses_few_bits_by_name_and_inflates_by_default() -> None:
+    gpu = torch.device("cuda")
+    for mode in ("int4", "int8"):
+        with pytest.raises(ConfigurationError, match=f"--quantization {mode} is for models on the CPU"):
+            resolve_quantization(mode, gpu)
+    assert resolve_quantization("auto", gpu) == resolve_quantization("none", gpu) == "none"
+
+
+def test_without_kernels_few_bits_are_for_those_who_ask(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("penstock.engine.quantization.can_quantize", lambda: False)
+    assert resolve_quantization("auto", torch.device("cpu")) == "none"
+    assert caplog.records == []
+    assert resolve_quantization("int8", torch.device("cpu")) == "int8"
+    assert "slow" in caplog.text

@@ -1,0 +1,314 @@
+"""Trying tokens ahead changes nothing but the number of steps."""
+
+import itertools
+import json
+import math
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.grammars import mask_fill
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.speculation import MAX_DRAFT, NgramProposer, Speculation
+from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
+from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from tests.fakes import (
+    END_THINK,
+    EOS,
+    LETTERS,
+    TOKENIZER,
+    VOCAB_SIZE,
+    content,
+    drive,
+    generate,
+    ids,
+    letter_after,
+    letter_like_before,
+    make_core,
+    make_request,
+    reasoning,
+    runner_of,
+    saying,
+    tokens,
+)
+from tests.matchers import Grammar, Walk
+
+EAGER = 1000.0  # rows for weights: whatever is guessed is tried
+
+
+def rambling(token_ids: Sequence[int]) -> int:
+    """Repeats itself, and sometimes closes its reasoning, begins a stop string or ends."""
+    number = zlib.crc32(repr(token_ids).encode()) % 61
+    return {0: EOS, 1: END_THINK, 2: ids("!")[0], 3: ids("?")[0]}.get(number, letter_like_before(token_ids))
+
+
+def share_of_drafts(core: EngineCore) -> float:
+    return core.stats().num_draft_tokens / core.stats().num_generation_tokens
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "prompt": (LETTERS[:3] * 20)[: draw(st.integers(1, 15))],
+        "n": draw(st.sampled_from([1, 1, 3])),
+        "max_tokens": draw(st.sampled_from([1, 2, 7, 25, 40])),
+        "seed": draw(st.integers(0, 30)),
+        "temperature": draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+    }
+    rules: dict[str, st.SearchStrategy[Any]] = {
+        "top_p": st.just(0.8),
+        "top_k": st.just(3),
+        "min_p": st.just(0.2),
+        "repetition_penalty": st.just(1.3),
+        "frequency_penalty": st.sampled_from([-0.5, 0.5]),
+        "presence_penalty": st.just(1.5),
+        "logit_bias": st.just({LETTERS[0]: 2.0, LETTERS[1]: -3.0}),
+        "allowed_token_ids": st.just((*LETTERS[:5], EOS)),
+        "bad_words": st.just(("ab", "cad")),
+        "min_tokens": st.just(5),
+        "stop": st.sampled_from([("!",), ("ab",), ("abc", "?")]),
+        "include_stop_str_in_output": st.booleans(),
+        "stop_token_ids": st.just((LETTERS[4],)),
+        "ignore_eos": st.just(True),
+        "logprobs": st.sampled_from([0, 2]),
+        "prompt_logprobs": st.just(1),
+        "thinking_token_budget": st.sampled_from([0, 6]),
+    }
+    for name in draw(st.lists(st.sampled_from(sorted(rules)), max_size=3, unique=True)):
+        options[name] = draw(rules[name])
+    options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
+    if draw(st.booleans()):
+        options["parser"] = deepseek_r1
+    if draw(st.integers(0, 2)) == 0:
+        seed, forces = draw(st.integers(0, 20)), draw(st.booleans())
+        options["grammar"] = Grammar(lambda: Walk(seed, forces=forces))
+    return options
+
+
+def said(core: EngineCore, plan: list[dict[str, Any]]) -> list[list[Any]]:
+    """Everything that every sequence of the plan came to, as far as it does not depend on how many tokens came at a time."""
+    for number, options in enumerate(plan):
+        core.add(make_request(str(number), **options))
+    answers = drive(core)
+    runner_of(core).shutdown()
+    core.masks.close()
+    return [
+        summary([delta for delta in answers[str(number)] if delta.index == index])
+        for number, options in enumerate(plan)
+        for index in range(options["n"])
+    ]
+
+
+def summary(deltas: list[SequenceDelta]) -> list[Any]:
+    end = deltas[-1]
+    logprobs = [
+        (entry.token_id, round(entry.logprob, 3), entry.rank, [token_id for token_id, _ in entry.top], entry.is_reasoning)
+        for delta in deltas
+        for entry in delta.logprobs
+    ]
+    prompt = None if deltas[0].prompt is None else deltas[0].prompt.logprobs
+    told = [[token_id for delta in deltas for token_id in delta.token_ids], content(deltas, end.index), reasoning(deltas, end.index)]
+    return [*told, logprobs, end.finish_reason, end.stop_reason, end.error, end.num_reasoning_tokens, prompt]
+
+
+@given(
+    plan=st.lists(requests(), min_size=1, max_size=5),
+    num_spare_blocks=st.integers(0, 20),
+    block_size=st.integers(1, 5),
+    max_num_batched_tokens=st.sampled_from([8, 20, 200]),
+    enable_prefix_caching=st.booleans(),
+)
+@settings(max_examples=60)
+def test_an_answer_is_the_same_as_without_drafts(
+    plan: list[dict[str, Any]], num_spare_blocks: int, block_size: int, max_num_batched_tokens: int, enable_prefix_caching: bool
+) -> None:
+    cores = [
+        make_core(
+            rambling,
+            max_model_len=60,
+            block_size=block_size,
+            num_blocks=-(-60 // block_size) + num_spare_blocks,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            rows_for_weights=rows_for_weights,
+        )
+        for rows_for_weights in (None, EAGER)
+    ]
+    plain, ahead = (said(core, plan) for core in cores)
+    assert ahead == plain
+    assert cores[1].stats().num_generation_tokens == cores[0].stats().num_generation_tokens
+
+
+def three_letters(token_ids: Sequence[int]) -> Tensor:
+    """The next of three letters, with odds that depend on the last one."""
+    logits = torch.full((VOCAB_SIZE,), -torch.inf)
+    logits[LETTERS[:3]] = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.6, 0.1, 0.3]])[LETTERS.index(token_ids[-1])].log()
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("params", "reshape"),
+    [
+        ({}, lambda odds: odds),
+        ({"temperature": 0.5}, lambda odds: [odd**2 for odd in odds]),
+        ({"top_p": 0.7}, lambda odds: [odd if sum(other for other in odds if other > odd) < 0.7 else 0.0 for odd in odds]),
+        ({"logit_bias": {LETTERS[2]: 1.0}}, lambda odds: [*odds[:2], odds[2] * math.e]),
+    ],
+)
+def test_tokens_are_drawn_from_the_models_own_distribution(params: dict[str, Any], reshape: Callable[[list[float]], list[float]]) -> None:
+    """Without a seed, against the probabilities of all answers of four letters (a chi-square test)."""
+    core = make_core(three_letters, rows_for_weights=EAGER, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=200)
+    runner_of(core).sampler = Sampler(VOCAB_SIZE, "cpu", seed=1)
+    num_answers = 2000
+    for number in range(num_answers // 20):
+        core.add(make_request(str(number), (LETTERS[:3] * 3)[:8], n=20, max_tokens=4, **({"temperature": 1.0} | params)))
+    answers = drive(core)
+    runner_of(core).shutdown()
+    counts = Counter(tuple(tokens(deltas, index)) for deltas in answers.values() for index in range(20))
+    expected = {}
+    for letters in itertools.product(LETTERS[:3], repeat=4):
+        chance = 1.0
+        for before, letter in itertools.pairwise((LETTERS[1], *letters)):
+            odds = reshape(three_letters([before])[LETTERS[:3]].exp().tolist())
+            chance *= odds[LETTERS.index(letter)] / sum(odds)
+        expected[letters] = num_answers * chance
+    assert all(expected[letters] > 0 for letters in counts)
+    likely = [letters for letters, count in expected.items() if count >= 5]
+    rest = num_answers - sum(expected[letters] for letters in likely)
+    pairs = [(counts[letters], expected[letters]) for letters in likely]
+    pairs += [(num_answers - sum(count for count, _ in pairs), rest)] if rest >= 5 else []
+    distance = sum((count - mean) ** 2 / mean for count, mean in pairs)
+    freedom = len(pairs) - 1
+    assert distance < freedom + 3.5 * math.sqrt(2 * freedom)
+    assert 0.2 < core.stats().num_accepted_tokens / core.stats().num_draft_tokens < 0.8
+
+
+def test_what_a_grammar_forbids_is_never_said_however_much_the_text_suggests_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_fill, "DRAFT_TIME", 60.0)
+    schema = '{"properties": {"a": {"type": "array", "items": {"enum": [1, 12]}}}, "required": ["a"], "additionalProperties": false}'
+    grammar = LlguidanceBackend(TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})).compile(GrammarSpec(GrammarKind.JSON_SCHEMA, schema))
+    prompt = '{"a": [1, 12, 1, 12, 13, 12, 1, 3]}'
+    prompt_ids = ids(prompt)
+
+    def copying(token_ids: Sequence[int]) -> int:
+        return prompt_ids[(len(token_ids) - len(prompt_ids)) % len(prompt_ids)]
+
+    texts = []
+    for rows_for_weights in (None, EAGER):
+        core = make_core(copying, rows_for_weights=rows_for_weights)
+        core.add(make_request("greedy", prompt, grammar=grammar, max_tokens=80))
+        core.add(make_request("drawn", prompt, grammar=grammar, max_tokens=80, temperature=1.0, seed=3, logprobs=1))
+        answers = drive(core)
+        assert all(deltas[-1].error is None for deltas in answers.values())
+        texts.append([content(deltas) for deltas in answers.values()])
+    assert texts[0] == texts[1]
+    assert core.stats().num_draft_tokens > core.stats().num_accepted_tokens > 0
+    assert all(set(json.loads(text)["a"]) == {1, 12} for text in texts[0])
+
+
+def test_a_text_that_does_not_repeat_itself_is_hardly_ever_guessed_at() -> None:
+    core = make_core(letter_after, max_model_len=1000, num_blocks=300, rows_for_weights=ROWS_FOR_WEIGHTS_CPU)
+    generate(core, make_request(max_tokens=900))
+    assert share_of_drafts(core) < 0.06  # of 16 letters, any two have stood together before
+    assert core.stats().num_steps > 880
+
+
+def test_a_text_that_repeats_itself_takes_few_steps() -> None:
+    core = make_core(saying("the quick brown fox jumps over the lazy dog. " * 10), max_model_len=500, num_blocks=150, rows_for_weights=12.0)
+    generate(core, make_request())
+    stats = core.stats()
+    assert stats.num_steps < stats.num_generation_tokens / 4
+    assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens
+    assert stats.num_drafts == sum(stats.accepted_lengths)
+    assert sum(length * count for length, count in enumerate(stats.accepted_lengths)) == stats.num_accepted_tokens
+
+
+def test_drafts_end_as_soon_as_they_stop_being_right() -> None:
+    text = "abcdefgh" * 12 + "".join(random.Random(0).choices("abcdefghijklmnop", k=300))
+    core = make_core(saying(text), max_model_len=500, num_blocks=150, rows_for_weights=12.0)
+    core.add(make_request())
+    while core.stats().num_generation_tokens < 96:
+        core.step()
+    before = core.stats()
+    drive(core)
+    assert before.num_accepted_tokens > 70
+    assert core.stats().num_draft_tokens - before.num_draft_tokens < 0.15 * 300
+
+
+def proposers_of(*accuracies: float) -> list[NgramProposer]:
+    proposers = [NgramProposer([1, 2, 3] * 9, 1) for _ in accuracies]
+    for proposer, accuracy in zip(proposers, accuracies, strict=True):
+        proposer.read()
+        proposer.accuracy = accuracy
+    return proposers
+
+
+@pytest.mark.parametrize(("num_sequences", "is_worth_it"), [(1, True), (8, True), (12, False), (64, False)])
+def test_many_sequences_need_surer_guesses(num_sequences: int, is_worth_it: bool) -> None:
+    def length(accuracy: float, limit: int) -> int:
+        return Speculation(12.0).share(proposers_of(accuracy), limit, num_rows=num_sequences, num_sequences=num_sequences)[0]
+
+    assert (length(0.5, 99) > 0) is is_worth_it
+    assert length(1.0, 99) == MAX_DRAFT
+    assert length(1.0, 5) == 5
+
+
+def test_the_likeliest_tokens_are_tried_first_and_no_more_than_others_can_bear() -> None:
+    lengths = Speculation(12.0).share(proposers_of(0.8, 0.2, 0.9, 0.7, 0.8, 0.9), 99, num_rows=6, num_sequences=6)
+    assert sum(lengths) == MAX_DRAFT
+    assert lengths[2] + lengths[5] > lengths[0] + lengths[4] > lengths[3] >= lengths[1] == 0
+    assert abs(lengths[2] - lengths[5]) <= 1
+    assert abs(lengths[0] - lengths[4]) <= 1
+    assert sum(Speculation(12.0).share(proposers_of(*[1.0] * 60), 999, num_rows=60, num_sequences=60)) == 36
+
+
+def test_nothing_is_tried_where_a_logits_processor_may_remember_what_it_saw() -> None:
+    seen: list[int] = []
+
+    def processor(token_ids: list[int], logits: Tensor) -> Tensor:
+        seen.append(len(token_ids))
+        return logits
+
+    core = make_core(saying("ab" * 20), rows_for_weights=EAGER)
+    generate(core, make_request(logits_processors=[lambda: processor]))
+    assert seen == list(range(1, 42))
+    assert core.stats().num_drafts == 0
+
+
+def test_tokens_tried_ahead_are_found_by_the_next_request_if_they_were_right() -> None:
+    core = make_core(saying("abcabcab" * 5), rows_for_weights=EAGER)
+    deltas = generate(core, make_request())
+    assert core.stats().num_accepted_tokens > 20
+    whole = [*ids("?"), *tokens(deltas)[:-1]]
+    again = generate(core, make_request("again", [*whole, LETTERS[7]], max_tokens=3))
+    assert again[0].prompt is not None
+    assert again[0].prompt.num_cached_tokens == len(whole) // 4 * 4
+
+
+def test_an_aborted_or_failed_step_leaves_nothing_of_its_drafts() -> None:
+    core = make_core(saying("ab" * 30), rows_for_weights=EAGER)
+    for name in ("aborted", "failed"):
+        core.add(make_request(name))
+    while not (step := core.schedule()) or not step.drafts:
+        assert step is not None
+        batch = core.build(step)
+        core.update(step, batch, core.runner.launch(batch).collect())
+    batch = core.build(step)
+    core.abort("aborted")
+    core.runner.launch(batch).collect()
+    assert list(core.fail(step, "it broke")) == ["failed"]
+    core.check_integrity()
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
+    assert generate(core, make_request("next"))[-1].finish_reason is FinishReason.STOP
