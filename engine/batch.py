@@ -1,4 +1,4 @@
-"""A step as tensors."""
+"""A step as tensors, and the placeholders for tokens that the step before it samples."""
 
 from dataclasses import dataclass, field, replace
 
@@ -6,12 +6,42 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.batch import placeholder
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 from penstock.engine.grammars.step_masks import StepMasks
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
+
+
+def placeholder(row: int) -> int:
+    """The input id that is replaced by the token that the previous step samples in this row. No token has such an id."""
+    return -1 - row
+
+
+class PendingTokens:
+    """The tokens that the previous step sampled. Belongs to the thread that runs the model."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._token_ids: list[int] | Tensor | None = None
+
+    def clear(self) -> None:
+        """Called when a step begins, since that may fail."""
+        self._token_ids = None
+
+    def keep(self, token_ids: list[int] | Tensor) -> None:
+        """One token for each row; any number where sampling failed, since that row is computed all the same."""
+        self._token_ids = token_ids
+
+    def fill_in(self, input_ids_1T: Tensor) -> None:
+        """Replaces the placeholders. Never waits for the device. Raises `RuntimeError` where the previous step failed."""
+        if self._token_ids is None:
+            raise RuntimeError("the previous step failed, which was to sample this step's tokens")
+        token_ids_B = torch.as_tensor(self._token_ids, dtype=torch.long, device=self._device).clamp(0, self._vocab_size - 1)
+        sampled_1T = token_ids_B[(-1 - input_ids_1T).clamp(min=0)]
+        input_ids_1T.copy_(torch.where(input_ids_1T < 0, sampled_1T, input_ids_1T))
+
 
 _NONE = range(0)
 
@@ -49,14 +79,14 @@ class Batch:
     """What crosses to the device for one step: T flat tokens, and which of their rows are turned into logits. It is built on the CPU.
 
     `kept_T` are the flat rows whose logits are computed. Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the
-    sampler may share one where sequences fork. `masks` is None where no grammar has a say; it is still being filled.
+    sampler may share one where sequences fork. `masks` is None where no row is constrained; it is still being filled.
 
-    To attention each token that is tried ahead, and each of up to `SHORT_CHUNK` that are known, is a sequence of its own with one new
-    token, on the blocks that they share: all keys are written before anybody attends, and decoding is what its kernels do best.
+    To attention each draft token, and each of up to `SHORT_CHUNK` known tokens, is a sequence of its own with one new token, on shared
+    blocks: all keys are written before any token attends, and decoding is what its kernels do best.
 
-    `has_unmasked` says that among its samplers are some that a grammar decides and that have no mask: it is shown what they sample.
+    `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample.
 
-    `num_pending` of the input ids are placeholders (`overlap/pending_tokens.py`) for what the step before this one samples.
+    `num_pending` of the input ids are placeholders for what the step before this one samples.
     """
 
     input_ids_1T: Tensor
@@ -78,10 +108,10 @@ class Batch:
             return self
         return replace(
             self,
-            input_ids_1T=sent(self.input_ids_1T, device),
-            positions_1T=sent(self.positions_1T, device),
+            input_ids_1T=to_device(self.input_ids_1T, device),
+            positions_1T=to_device(self.positions_1T, device),
             attention=self.attention.on(device),
-            kept_T=sent(self.kept_T, device),
+            kept_T=to_device(self.kept_T, device),
         )
 
 
@@ -163,5 +193,5 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
 
 
 def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | range:
-    """In order, and each once."""
+    """Their union, in order."""
     return sorted({*scored, *sampled, *wanted}) if scored or wanted else sampled

@@ -1,4 +1,4 @@
-"""Who holds which block of the KV cache, and which blocks can be used again by what is in them."""
+"""Which sequences hold which blocks of the KV cache, which free blocks can be found by their contents, and which are evicted first."""
 
 import hashlib
 import heapq
@@ -6,8 +6,37 @@ import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from penstock.engine.block_pool import DEFAULT_RETENTION, RetentionRule
+DEFAULT_RETENTION = 35
+MAX_RETENTION = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRule:
+    """Blocks of a lower priority, from 0 to 100, are evicted first. After `seconds`, if any, the priority is the default one again."""
+
+    priority: int = DEFAULT_RETENTION
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Rules for ranges (first token, end or None, rule) of the prompt, the first that touches a block, and one for the blocks after it.
+
+    Blocks that no rule is for keep the priority that they have: requests without any do not take it from those that share their blocks.
+    """
+
+    ranges: tuple[tuple[int, int | None, RetentionRule], ...] = ()
+    output: RetentionRule | None = None
+
+    def rule_of(self, block: int, block_size: int, num_prompt_tokens: int) -> RetentionRule | None:
+        """The rule for the sequence's block of that number."""
+        first, end = block * block_size, (block + 1) * block_size
+        if first >= num_prompt_tokens:
+            return self.output
+        touching = (rule for start, stop, rule in self.ranges if start < end and (stop is None or stop > first))
+        return next(touching, None)
 
 
 def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:
@@ -19,9 +48,9 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], 
 
 
 class BlockPool:
-    """Reference-counted blocks. A block that is free but still valid stays findable by its hash until its memory is needed.
+    """Reference-counted blocks. A block that is free but still valid can be found by its hash until it is evicted.
 
-    Free blocks that nobody can find are handed out first, then the least recently freed of those with the lowest retention priority.
+    Free blocks without a hash are handed out first, then the least recently freed of those with the lowest retention priority.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
@@ -52,7 +81,7 @@ class BlockPool:
             self._expire()
             block = next(iter(self._evictable[min(self._evictable)]))
             self._take_out(block)
-            self._unremember(block)
+            self._unpublish(block)
         self._num_references[block] = 1
         return block
 
@@ -78,29 +107,29 @@ class BlockPool:
         return self._num_references[block] > 1
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of them `share` would take from the free ones."""
+        """How many of them are free, which `share` would take."""
         return sum(self._num_references[block] == 0 for block in blocks)
 
-    def remember(self, block: int, block_hash: bytes) -> bool:
-        """The block can be found from now on, unless it or an equal one can be already: then False."""
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """Makes the block findable by its hash; False where it or an equal one is already."""
         if not self.enable_prefix_caching or block in self._hash_of or block_hash in self._block_of:
             return False
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         return True
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """These can no longer be found. Whoever holds them keeps them."""
+    def unpublish(self, blocks: Iterable[int]) -> None:
+        """Makes these blocks unfindable. Sequences that hold them keep them."""
         for block in blocks:
             if block not in self._hash_of:
                 continue
             if self._num_references[block] == 0:
                 self._take_out(block)
                 self._blank.append(block)
-            self._unremember(block)
+            self._unpublish(block)
 
     def retain(self, block: int, rule: RetentionRule) -> None:
-        """How long the block is to be kept once it is free, for as long as it can be found. One that cannot has nothing to keep."""
+        """Sets the eviction priority of a block that can be found; does nothing for others."""
         if block not in self._hash_of:
             return
         is_free = self._num_references[block] == 0
@@ -114,7 +143,7 @@ class BlockPool:
             self._put_in(block)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest prefix that is there. They are not referenced yet."""
+        """The blocks of the longest cached prefix. They are not referenced yet."""
         found = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -130,7 +159,7 @@ class BlockPool:
             heapq.heapify(self._expiries)
 
     def _expire(self) -> None:
-        """Blocks whose time has passed are as good as any from now on."""
+        """Gives blocks whose retention has expired the default priority."""
         while self._expiries and self._expiries[0][0] <= time.monotonic():
             until, block = heapq.heappop(self._expiries)
             if block not in self._retained or self._retained[block][1] != until:
@@ -154,7 +183,7 @@ class BlockPool:
         if not self._evictable[priority]:
             del self._evictable[priority]
 
-    def _unremember(self, block: int) -> None:
+    def _unpublish(self, block: int) -> None:
         del self._block_of[self._hash_of.pop(block)]
         self._retained.pop(block, None)
 

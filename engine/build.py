@@ -1,4 +1,4 @@
-"""From what the operator asked for to a running engine's parts."""
+"""Builds a running engine's parts from its configuration."""
 
 import functools
 import logging
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.attention import interface as attention
+from penstock.engine.attention import interface
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
@@ -37,7 +37,7 @@ NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
-    attention.register()
+    interface.register()
     choose_kernels(config.native_kernels)
     # Two OpenMP pools on the same cores put each other's threads to sleep: a step takes twice as long. Only the model's thread has one.
     torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
 
 
 def fuse(loaded: LoadedModel) -> None:
-    """Has one operation compute what several in the model's own code do."""
+    """Replaces several operations of the model's own code by one each."""
     fuse_linears(loaded.model)
     if loaded.device.type == "cuda":
         with torch.cuda.device(loaded.device):  # Triton launches on the current one
@@ -107,7 +107,7 @@ def decode_graphs(loaded: LoadedModel, config: EngineConfig) -> DecodeGraphs | N
 def release(core: EngineCore) -> None:
     """Takes the KV cache of an engine that has stopped off its model, which another engine may then be built over.
 
-    The memory is free once nobody holds the engine.
+    The memory is freed with the last reference to the engine.
     """
     model = core.runner.loaded.model
     vars(model).pop("forward", None)

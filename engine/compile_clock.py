@@ -61,7 +61,7 @@ class CompileClock:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """For what takes long once, whoever comes first, such as the start of a process. Not to be used within itself."""
+    """Excludes one-time work, such as starting a process, from the clocks of this thread. Not to be nested."""
     clocks = _CLOCKS.get()
     for clock in clocks:
         clock.stop()

@@ -71,7 +71,7 @@ class EngineConfig:
         return MAX_NUM_SEQS_CUDA if device_type == "cuda" else MAX_NUM_SEQS_CPU
 
     def is_async(self, device_type: str) -> bool:
-        """Whether the next step may be scheduled while one is under way, given where the model runs."""
+        """Whether the next step may be scheduled while one is in flight, given where the model runs."""
         return device_type == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     def rows_for_weights(self, device_type: str) -> float:

@@ -45,7 +45,7 @@ class UnsupportedKind(UnsupportedGrammar):
 class ConstraintTooLarge(UnsupportedGrammar):
     """A constraint whose size no backend could bear: those that would be asked next are spared the attempt.
 
-    A bound that comes of how one backend works, such as the size of its tables, is an `UnsupportedGrammar`.
+    A bound that is due to how one backend works, such as the size of its tables, is an `UnsupportedGrammar`.
     """
 
 

@@ -2,47 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from penstock.engine.structure import Structure
+# Part of the contract, and defined beside the structures that a spec may hold.
+from penstock.engine.structure import AdditionalProperties as AdditionalProperties
+from penstock.engine.structure import GrammarKind as GrammarKind
+from penstock.engine.structure import GrammarSpec as GrammarSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-# How a JSON Schema is read that names properties of an object and says nothing of others: it has no others, or any.
-AdditionalProperties = Literal["closed", "open"]
-
-
-class GrammarKind(StrEnum):
-    """What `GrammarSpec.text` holds."""
-
-    JSON_SCHEMA = "json_schema"  # a JSON Schema document, keys in the client's order
-    JSON_OBJECT = "json_object"  # no text: any JSON object
-    REGEX = "regex"
-    CHOICE = "choice"  # a JSON array of strings
-    LARK = "lark"  # a context-free grammar with a rule `start`
-    GBNF = "gbnf"  # one with a rule `root`, as llama.cpp and XGrammar ("EBNF") write them
-    STRUCTURE = "structure"  # no text: `GrammarSpec.structure`
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarSpec:
-    """One constraint as the client wrote it. `param` is the JSON path of its field, for error messages.
-
-    `whitespace_pattern` is a regex for what may stand between the tokens of JSON: None for the default, bounded one, "" for none at all.
-    Where `is_lenient`, keywords of a JSON Schema that a backend cannot enforce may be left out; the compiled grammar then names them.
-    `as_written` is the constraint whose closed reading this is: it is compiled instead where no backend takes this one.
-    """
-
-    kind: GrammarKind
-    text: str
-    param: str = "guided_json"
-    whitespace_pattern: str | None = None
-    is_lenient: bool = False
-    structure: Structure | None = None
-    as_written: "GrammarSpec | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from penstock.engine.text.answer import Answer
 class Request:
     """Token ids, how to sample, and how to read what comes out.
 
-    `make_answer` is called once per sequence. So are `logits_processors`, which `sampling.logits_processors.bind` makes: state belongs to
+    `make_answer` is called once per sequence. So are `logits_processors`, which `sampling.processors.bind` makes: state belongs to
     one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
     `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.

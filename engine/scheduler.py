@@ -1,4 +1,4 @@
-"""Who computes how many tokens in the next step. There are no prefill and decode phases: computed tokens catch up with known ones."""
+"""Which sequences compute how many tokens in a step. There is no prefill or decode phase: computed tokens catch up with known ones."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ class Step:
 
     `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
     values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask is not there yet.
-    `drafts` are the tokens that a sequence tries beyond those it knows. They are not in `num_tokens`.
+    `drafts` are the draft tokens of sequences. They are not in `num_tokens`.
     `is_counted` says that its tokens are among the computed ones of their sequences, although the step may still be under way.
     """
 
@@ -106,7 +106,7 @@ class Scheduler:
             num_tokens = budget.take(num_wanted, num_prompts + len(self.waiting))
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
-        # Whoever was just preempted would only be let in again to push out the next one.
+        # A sequence that was just preempted would only be admitted to preempt the next one.
         underway: set[bytes] = set()
         for sequence in self.running:
             underway.update(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
@@ -121,7 +121,7 @@ class Scheduler:
             if is_ahead and sequence.gate is not None:
                 break  # its mask would be filled for the step that is under way
             if self._is_next_block_among(underway, sequence):
-                continue  # whoever computes it now will have done so soon
+                continue  # the block is being computed, and can be shared soon
             if not self._admit(sequence):
                 break
             num_tokens = budget.take(sequence.num_uncomputed_tokens, len(self.waiting))
@@ -150,17 +150,17 @@ class Scheduler:
 
     @property
     def next_to_admit(self) -> Sequence | None:
-        """Whose turn it is of those that wait, if there is room for it."""
+        """The waiting sequence to be admitted next, if it fits."""
         sequence = next((waiting for waiting in self.waiting if not waiting.is_held_up), None)
         if sequence is None or self.num_places_taken + sequence.num_places > self.max_num_seqs:
             return None
         return sequence if self._fits(sequence, self._cached_blocks(sequence)) else None
 
-    def remember_new(self, sequence: Sequence) -> None:
-        """Of its tokens, all of them computed, the last was not known when the step was put together that computed it."""
+    def publish_last_block(self, sequence: Sequence) -> None:
+        """Publishes the block that ends with the sequence's last token, which was pending when the step was scheduled."""
         num_full = len(sequence.token_ids) // self.block_size
         if len(sequence.token_ids) % self.block_size == 0:
-            self._remember(sequence, num_full - 1, num_full)
+            self._publish(sequence, num_full - 1, num_full)
 
     def fork(self, parent: Sequence) -> None:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
@@ -177,23 +177,23 @@ class Scheduler:
         num_shared = num_prompt // self.block_size
         return num_shared + width * (-(-num_tokens // self.block_size) - num_shared)
 
-    def take_back(self, sequence: Sequence) -> None:
-        """The sequence could not sample from its last token, whose logits are gone: it is computed again, over itself."""
+    def uncompute_last(self, sequence: Sequence) -> None:
+        """Makes the last token be computed again, over itself: it could not be sampled from, and its logits are gone."""
         sequence.num_computed_tokens -= 1
 
     def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """What the sequence tried has turned out right: its first `num_tokens` tokens need not be computed again."""
+        """Accepts computed draft tokens: the sequence's first `num_tokens` tokens need not be computed again."""
         first = sequence.num_computed_tokens // self.block_size
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_tokens)
-        self._remember(sequence, first, sequence.num_computed_tokens // self.block_size)
+        self._publish(sequence, first, sequence.num_computed_tokens // self.block_size)
 
-    def withdraw(self, step: Step) -> None:
-        """The step failed: nobody may find what it was to compute."""
-        self.pool.forget(step.promised)
+    def unpublish_blocks(self, step: Step) -> None:
+        """Unpublishes the blocks that a failed step was to fill."""
+        self.pool.unpublish(step.promised)
 
-    def put_off(self, step: Step) -> None:
-        """The step before this one failed, so this one's results mean nothing: whoever has not ended with that one begins again."""
-        self.withdraw(step)
+    def cancel_step(self, step: Step) -> None:
+        """Cancels a step whose predecessor failed: its sequences that have not ended are preempted."""
+        self.unpublish_blocks(step)
         for sequence in step.num_tokens:
             if sequence.status is Status.RUNNING:
                 self._preempt(sequence)
@@ -238,18 +238,18 @@ class Scheduler:
         step.num_tokens[sequence] = num_tokens
         first = sequence.num_computed_tokens // self.block_size
         last = min(sequence.num_computed_tokens + num_tokens, len(sequence.token_ids)) // self.block_size
-        step.promised += self._remember(sequence, first, last)
+        step.promised += self._publish(sequence, first, last)
 
-    def _remember(self, sequence: Sequence, first: int, last: int) -> list[int]:
-        """Of the sequence's blocks [first, last), those that could not be found before and can be now."""
+    def _publish(self, sequence: Sequence, first: int, last: int) -> list[int]:
+        """Publishes the sequence's blocks [first, last), and returns those that were not before."""
         if not self.pool.enable_prefix_caching or first == last:
             return []
         chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         blocks = zip(sequence.block_table[first:last], sequence.block_hashes[first:last], strict=True)
-        return [block for block, block_hash in blocks if self.pool.remember(block, block_hash)]
+        return [block for block, block_hash in blocks if self.pool.publish(block, block_hash)]
 
     def _speculate(self, speculation: Speculation, step: Step, budget: TokenBudget) -> None:
-        """Gives drafts what the step has left of tokens and blocks; nobody is pushed out for them."""
+        """Gives drafts the tokens and blocks that the step leaves; no sequence is preempted for them."""
         ready = {
             sequence: proposer
             for sequence, num_tokens in step.num_tokens.items()
@@ -273,7 +273,7 @@ class Scheduler:
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)
         step.copies = [copy for copy in step.copies if copy[1] not in sequence.block_table]
-        self.pool.forget([block for block in step.promised if block in sequence.block_table])
+        self.pool.unpublish([block for block in step.promised if block in sequence.block_table])
         step.promised = [block for block in step.promised if block not in sequence.block_table]
 
     def _run(self, sequence: Sequence) -> None:
@@ -293,7 +293,7 @@ class Scheduler:
         return num_found < len(hashes) and hashes[num_found] in underway
 
     def _may_find(self, sequence: Sequence) -> bool:
-        # Whoever wants the prompt's log probabilities has to compute all of it.
+        # The prompt's log probabilities take its computation.
         return self.pool.enable_prefix_caching and sequence.prompt_logprobs is None
 
     def _usable_hashes(self, sequence: Sequence) -> list[bytes]:

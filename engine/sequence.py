@@ -1,8 +1,12 @@
 """One sequence of tokens and everything that is known of it. A request has n of them."""
 
+import copy
 import enum
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.grammars.grammar_gate import GrammarGate
@@ -10,19 +14,138 @@ from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.state import SamplingState
-from penstock.engine.sequence import SequenceOutputs
 from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 
-if TYPE_CHECKING:
-    from penstock.engine.beams.search import BeamSearch
+LOGITS = "logits"  # the one output that no module has to be looked at for
+
+
+@dataclass(slots=True)
+class RowBuffer:
+    """Rows of consecutive tokens, by output. `next_position` is that of the token whose row is still to come, if before `stop`."""
+
+    next_position: int
+    stop: int | None = None
+    num_rows: int = 0
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.next_position == self.stop
+
+    def add(self, first: int, rows: dict[str, Tensor]) -> None:
+        """Takes rows of the tokens from position `first` on; those that are there already are passed over."""
+        num_known = self.next_position - first
+        assert num_known >= 0, "outputs are missing"
+        num_wanted = None if self.stop is None else self.stop - first
+        fresh = {name: part[num_known:num_wanted] for name, part in rows.items()}
+        num_rows = min(map(len, fresh.values()), default=0)
+        if num_rows:
+            for name, part in fresh.items():
+                self.parts.setdefault(name, []).append(part)
+            self.num_rows += num_rows
+            self.next_position += num_rows
+
+    def first(self, num_rows: int) -> dict[str, Tensor]:
+        return {name: rows[:num_rows] for name, rows in self.joined().items()}
+
+    def take(self, num_rows: int) -> dict[str, Tensor]:
+        """The first rows, which are kept no longer."""
+        joined = self.joined()
+        self.num_rows -= num_rows
+        self.parts = {name: [rows[num_rows:]] for name, rows in joined.items()} if self.num_rows else {}
+        return {name: rows[:num_rows] for name, rows in joined.items()}
+
+    def joined(self) -> dict[str, Tensor]:
+        """All rows that are there: the same tensors until there are more."""
+        for parts in self.parts.values():
+            if len(parts) > 1:
+                parts[:] = [torch.cat(parts)]
+        return {name: parts[0] for name, parts in self.parts.items()}
+
+
+@dataclass(slots=True)
+class ContextOutputs:
+    """Those of the prompt, from its first token that had to be computed on. The n sequences of a request share them."""
+
+    rows: RowBuffer
+    first_token: int | None = None
+
+    def add(self, first: int, rows: dict[str, Tensor]) -> None:
+        if self.first_token is None:
+            self.first_token = self.rows.next_position = first
+        if not self.rows.is_whole:
+            self.rows.add(first, rows)
+
+
+@dataclass(slots=True)
+class SequenceOutputs:
+    """What one sequence has of the outputs that its request wants. `context` is None where the prompt's are not wanted.
+
+    A generated token's row is that of the token before it: what the model had computed when it said it.
+    """
+
+    generated: RowBuffer
+    context: ContextOutputs | None = None
+    _num_said: int = 0
+
+    @classmethod
+    def for_all(cls, num_sequences: int, num_prompt_tokens: int, *, with_context: bool) -> "list[SequenceOutputs]":
+        context = ContextOutputs(RowBuffer(0, stop=num_prompt_tokens)) if with_context else None
+        return [cls(RowBuffer(num_prompt_tokens - 1), context) for _ in range(num_sequences)]
+
+    @property
+    def next_position(self) -> int:
+        """Of the first token whose row is wanted and not there yet."""
+        return self.generated.next_position if self.context is None or self.context.rows.is_whole else self.context.rows.next_position
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """How many tokens at the beginning need not be computed where the cache has them: of the prompt, any while none has been."""
+        has_begun = self.context is None or self.context.first_token is not None
+        return self.next_position if has_begun else self.generated.next_position
+
+    def add(self, first: int, rows: dict[str, Tensor]) -> None:
+        """Rows of the tokens from position `first` on, which have been computed, perhaps not for the first time."""
+        if self.context is not None:
+            self.context.add(first, rows)
+        self.generated.add(first, rows)
+
+    def take(self, num_said: int) -> dict[str, Tensor]:
+        """The rows for as many more generated tokens as have been said, as far as they are there."""
+        self._num_said += num_said
+        num_rows = min(self._num_said, self.generated.num_rows)
+        self._num_said -= num_rows
+        return self.generated.take(num_rows) if num_rows else {}
+
+    def fork(self) -> "SequenceOutputs":
+        """An independent copy."""
+        own = copy.copy(self)
+        own.generated = copy.copy(self.generated)
+        own.generated.parts = {name: list(parts) for name, parts in self.generated.parts.items()}
+        return own
 
 
 class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class SequenceGroup(ABC):
+    """Sequences of one request that are decided on together, as the beams of a beam search are."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """How many sequences the group may come to run, and so has places for."""
+
+    @abstractmethod
+    def gather(self) -> "Sequence":
+        """Makes the others wait on the first, without anything that was computed, and returns it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -34,9 +157,9 @@ class Sequence:
     `queue_seconds` is None until the sequence is first scheduled. `is_overdue` once it has waited for so long that its priority does not
     count any more. `mask` is what the grammar allows next, from when that is asked for until
     it has been used; the next `num_masks_apart` masks hold up no step. `quick_mask` is filled again and again, where the grammar is quick.
-    `proposer` is None where nothing is ever to be tried ahead.
+    `proposer` is None where the sequence never has draft tokens.
     `stops` is None where no token sequence ends the answer.
-    `pending_row` is the row of the step under way that samples its next token, where another step is scheduled behind that one.
+    `pending_row` is the row of the step in flight that samples its next token, where another step is scheduled behind that one.
     """
 
     request: Request
@@ -53,7 +176,7 @@ class Sequence:
     thinking: ThinkingBudget | None = None
     proposer: NgramProposer | None = None
     stops: StopSequences | None = None
-    search: "BeamSearch | None" = None
+    search: "SequenceGroup | None" = None
     forks: list["Sequence"] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -87,7 +210,7 @@ class Sequence:
 
     @property
     def is_predictable(self) -> bool:
-        """Whether it goes on after its next token, if it does, by rules that do not depend on what that token is."""
+        """Whether the rules for the token after the next one do not depend on what the next one is."""
         return self.gate is None and self.thinking is None and not self.forks and self.sampling.is_predictable
 
     @property
@@ -98,12 +221,12 @@ class Sequence:
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
-        """Which goes first: those that have waited for long, then by lower priority, then by earlier arrival."""
+        """The scheduling order: overdue sequences first, then lower priority values, then earlier arrival."""
         return (not self.is_overdue, 0 if self.is_overdue else self.request.priority, self.arrival, self.index)
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the next token is a grammar's to decide."""
+        """Whether a grammar decides on the next token."""
         return self.gate is not None and self.gate.is_open(self.answer)
 
     @property
@@ -122,16 +245,13 @@ class Sequence:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether its mask was late and is not there yet: until then there is nothing to compute."""
+        """Whether its mask was late and is not there yet: until then nothing of it can be computed."""
         return self.mask is not None and self.mask.is_pending
 
     @property
     def ready_proposer(self) -> NgramProposer | None:
-        """Who may propose tokens to be tried in the next step.
-
-        Nobody before there is an answer, for a slow grammar, which would have masks to fill for them all, with a mask that came late and
-        whose other rows are those of an earlier draft, or while the model may yet open its reasoning.
-        """
+        """The proposer of draft tokens for the next step; None where the sequence gets none."""
+        # A late mask's other rows are those of an earlier draft, and a slow grammar would have a mask to fill for each draft token.
         is_late = self.mask is not None and self.mask is not self.quick_mask
         is_slow = self.num_masks_apart > 0 or (self.mask is not None and not self.has_quick_grammar)
         is_undecided = self.gate is not None and self.answer.phase is Phase.UNDECIDED and not self.gate.has_begun
@@ -154,7 +274,7 @@ class Sequence:
 
     @property
     def num_places(self) -> int:
-        """How many sequences may come of it."""
+        """How many running sequences it may become."""
         return len(self.family) if self.search is None else self.search.width
 
     def num_tokens_shared(self, other: "Sequence") -> int:
@@ -163,7 +283,7 @@ class Sequence:
         return next((place for place in range(start, stop) if self.token_ids[place] != other.token_ids[place]), stop)
 
     def branch(self, index: int, gate: GrammarGate | None) -> "Sequence":
-        """Another sequence that has said the same. It holds no blocks yet."""
+        """Another sequence with the same tokens. It holds no blocks yet."""
         return Sequence(
             request=self.request,
             index=index,
@@ -185,3 +305,29 @@ class Sequence:
         self.sampling.append(token_id)
         if self.stops is not None:
             self.stops.append(token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRow:
+    """The sequence's next token or, in the rows after that, the one after the first `num_drafted` tokens of its draft.
+
+    `sampling` is the sequence's own state, or as it will be if the draft is right so far, or once the token that is pending is there.
+    """
+
+    sequence: Sequence
+    sampling: SamplingState
+    num_drafted: int = 0
+
+
+def sampler_rows(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
+    """A row for the sequence's next token and one after each token of the draft; the forks of a prompt have one each."""
+    if sequence.pending_row is not None:
+        return [SamplerRow(sequence, sequence.sampling.after_any())]
+    rows = []
+    for member in sequence.sampling_sequences:
+        member.sampling.is_constrained = member.is_constrained
+        rows.append(SamplerRow(member, member.sampling))
+    assert not draft or len(rows) == 1
+    for num_drafted, token_id in enumerate(draft, start=1):
+        rows.append(SamplerRow(sequence, rows[-1].sampling.after(token_id), num_drafted))
+    return rows

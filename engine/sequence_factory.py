@@ -1,4 +1,4 @@
-"""From a request to the sequences that the engine runs for it."""
+"""Makes the sequences that the engine runs for a request."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFactory:
-    """`speculates` says that sequences may try tokens ahead. Those with logits processors, which may remember what they saw, never do.
-
-    Nor do those that want outputs, of which each token has its own.
-    """
+    """`speculates` says that sequences may have draft tokens."""
 
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
@@ -57,10 +54,10 @@ class SequenceFactory:
             early_stopping=beam.early_stopping,
         )
         reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_gate(request, answer))
-        first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
+        search = first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
         first.sampling.num_candidates = group.num_candidates
         first.sampling.block_stop = must_go_on(first, first.answer.phase)
-        return first.search
+        return search
 
     def _make_one(self, request: Request, index: int, arrival: int, bad_words_ids: list[list[int]]) -> Sequence:
         params = request.params
@@ -95,6 +92,7 @@ class SequenceFactory:
         )
 
     def _may_speculate(self, request: Request) -> bool:
+        # A logits processor may remember the tokens that it saw, and outputs are those of each token.
         return self.speculates and not request.logits_processors and not request.outputs and request.beam is None
 
     def _make_gate(self, request: Request, answer: Answer) -> GrammarGate | None:
@@ -111,14 +109,14 @@ class SequenceFactory:
         )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
-        """Also without a budget under a grammar: a model that would end its answer while it reasons has not given what it is held to."""
+        # Also without a budget under a grammar: an answer that ends within its reasoning lacks what the grammar demands.
         if (request.params.thinking_token_budget is None and request.grammar is None) or not answer.end_marker:
             return None
         return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
 
 
 def _is_free_of_other_rules(request: Request) -> bool:
-    """Whether nothing but the grammar can forbid a token, and nobody wants to see what else could have come in its place."""
+    """Whether nothing but the grammar can forbid a token, and no alternatives to a token are reported."""
     params = request.params
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
     return params.logprobs is None and request.beam is None and not request.outputs and not any(rules)

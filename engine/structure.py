@@ -1,10 +1,8 @@
-"""Constraints made of parts: markers, free text and constrained values in an order. Structural tags and tool calls come down to these."""
+"""What a constraint says: a schema, regex or grammar as the client wrote it, or a structure of markers, text and constrained values."""
 
+import typing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from penstock.engine.grammar import GrammarSpec
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +72,36 @@ class Repeat:
 
 
 Structure = Literal | Marker | FreeText | TextUntil | Value | Sequence | Either | Repeat
+
+# How a JSON Schema is read that names properties of an object and says nothing of others: it has no others, or any.
+AdditionalProperties = typing.Literal["closed", "open"]
+
+
+class GrammarKind(StrEnum):
+    """What `GrammarSpec.text` holds."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema document, keys in the client's order
+    JSON_OBJECT = "json_object"  # no text: any JSON object
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON array of strings
+    LARK = "lark"  # a context-free grammar with a rule `start`
+    GBNF = "gbnf"  # one with a rule `root`, as llama.cpp and XGrammar ("EBNF") write them
+    STRUCTURE = "structure"  # no text: `GrammarSpec.structure`
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """One constraint as the client wrote it. `param` is the JSON path of its field, for error messages.
+
+    `whitespace_pattern` is a regex for what may stand between the tokens of JSON: None for the default, bounded one, "" for none at all.
+    Where `is_lenient`, keywords of a JSON Schema that a backend cannot enforce may be left out; the compiled grammar then names them.
+    `as_written` is the constraint whose closed reading this is: it is compiled instead where no backend takes this one.
+    """
+
+    kind: GrammarKind
+    text: str
+    param: str = "guided_json"
+    whitespace_pattern: str | None = None
+    is_lenient: bool = False
+    structure: Structure | None = None
+    as_written: "GrammarSpec | None" = None

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine import deltas as engine
+from penstock.engine import deltas
 from penstock.engine.errors import GenerationFailed, InvalidRequest
 from penstock.engine.events import Reasoning, Text
 from penstock.engine.pooling.engine import PoolingOutput
@@ -41,7 +41,7 @@ class SequenceFold:
         self._beam_sum: float | None = None
         self._beam_score: float | None = None
 
-    def add(self, delta: engine.SequenceDelta) -> CompletionOutput:
+    def add(self, delta: deltas.SequenceDelta) -> CompletionOutput:
         """What is new. Raises `GenerationFailed`, `InvalidRequest` or `EngineUnavailable` where the sequence was cut off.
 
         A call is given whole with the last delta.
@@ -85,7 +85,7 @@ class SequenceFold:
             self._beam_score,
         )
 
-    def _new_logprobs(self, delta: engine.SequenceDelta) -> float | None:
+    def _new_logprobs(self, delta: deltas.SequenceDelta) -> float | None:
         """The sum so far, this delta's included."""
         if self._num_top is None:
             return None
@@ -107,11 +107,11 @@ class OutputFold:
         self._tokenizer = tokenizer
         self._sequences = [SequenceFold(index, prepared, tokenizer) for index in range(prepared.request.params.n)]
         self._num_unfinished = len(self._sequences)
-        self._prompt: engine.PromptInfo | None = None
+        self._prompt: deltas.PromptInfo | None = None
         self._started = time.monotonic()
         self._metrics = RequestMetrics(arrival_time=time.time())
 
-    def add(self, delta: engine.SequenceDelta) -> CompletionOutput:
+    def add(self, delta: deltas.SequenceDelta) -> CompletionOutput:
         """What is new. Raises as `SequenceFold.add`; then `fail` is to be told, or all of it given up."""
         self._time(delta)
         if delta.prompt is not None and delta.index == 0:
@@ -145,7 +145,7 @@ class OutputFold:
             0 if prompt is None else prompt.first_output_token,
         )
 
-    def _time(self, delta: engine.SequenceDelta) -> None:
+    def _time(self, delta: deltas.SequenceDelta) -> None:
         metrics, now = self._metrics, self._metrics.arrival_time + time.monotonic() - self._started
         if delta.prompt is not None and delta.index == 0:
             metrics.time_in_queue = delta.prompt.queue_seconds
@@ -164,7 +164,7 @@ class OutputFold:
         return [None if token is None else logprobs_of(token, num_top, self._tokenizer) for token in self._prompt.logprobs]
 
 
-def logprobs_of(token: engine.TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> TokenLogprobs:
+def logprobs_of(token: deltas.TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> TokenLogprobs:
     """The token itself first, then the `num_top` likeliest."""
     found = {token.token_id: Logprob(token.logprob, token.rank, tokenizer.token_text(token.token_id))}
     for rank, (other, logprob) in enumerate(token.top[:num_top], start=1):

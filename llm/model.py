@@ -260,7 +260,7 @@ class LocalModel:
     async def reset_prefix_cache(self) -> None:
         """Forgets what earlier prompts left in the KV cache. Requests that run keep what they hold."""
         pool = self.rest.awake().scheduler.pool
-        pool.forget(range(pool.num_blocks))
+        pool.unpublish(range(pool.num_blocks))
 
     async def close(self) -> None:
         """Ends what runs and gives everything back. May be called twice."""

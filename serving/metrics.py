@@ -60,9 +60,9 @@ class EngineCollector(Collector):
         yield families.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
         yield families.counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
         yield families.counter("forced_tokens", "Generated tokens that a grammar left no choice in: not sampled.", stats.num_forced_tokens)
-        yield families.counter("spec_decode_num_drafts", "Times that tokens were tried ahead.", stats.num_drafts)
-        yield families.counter("spec_decode_num_draft_tokens", "Tokens that were tried ahead.", stats.num_draft_tokens)
-        yield families.counter("spec_decode_num_accepted_tokens", "Tokens tried ahead that turned out right.", stats.num_accepted_tokens)
+        yield families.counter("spec_decode_num_drafts", "Drafts of speculative decoding.", stats.num_drafts)
+        yield families.counter("spec_decode_num_draft_tokens", "Draft tokens of speculative decoding.", stats.num_draft_tokens)
+        yield families.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.num_accepted_tokens)
         yield self._accepted_by_place(stats)
         yield families.counter("num_preemptions", "Sequences preempted for want of KV cache.", stats.num_preemptions)
 
@@ -70,7 +70,7 @@ class EngineCollector(Collector):
         return []  # the registry must not ask the engine before it runs
 
     def _accepted_by_place(self, stats: EngineStats) -> Metric:
-        help_text = "Drafts whose tokens turned out right up to this position, from 0."
+        help_text = "Drafts whose tokens were accepted up to this position, from 0."
         family = CounterMetricFamily(PREFIX + "spec_decode_num_accepted_tokens_per_pos", help_text, labels=["model_name", "position"])
         for position, count in enumerate(stats.accepted_by_place):
             family.add_metric([self._model_name, str(position)], count)

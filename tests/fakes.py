@@ -205,7 +205,7 @@ def make_core(
     rows_for_weights: float | None = None,
     is_async: bool = False,
 ) -> EngineCore:
-    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, tokens are tried ahead."""
+    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens."""
     assert num_blocks * block_size >= max_model_len
     scheduler = Scheduler(
         BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching),

@@ -30,13 +30,13 @@ from penstock.engine.quantization import quantized_layers
 logger = logging.getLogger(__name__)
 
 COMPILED_FROM = (
-    "attention/attention",
-    "attention/attention_metadata",
-    "decoder/decoder_layers",
-    "layers/fused_linear",
+    "attention/interface",
+    "attention/metadata",
+    "decoder/layers",
+    "layers/fused",
     "decoder/layer_compiler",
-    "layers/packed_linear",
-    "quantization/quantized_linear",
+    "layers/linear",
+    "layers/quantized",
 )
 # Relative, of a layer's output: what rounding in another order amounts to, with room. Quantized layers round their inputs to 8 bits.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -45,7 +45,7 @@ Runner = Callable[[list[Tensor]], list[Tensor]]
 
 
 class CompiledLayer:
-    """Stands in for one layer's `forward`.
+    """Replaces one layer's `forward`.
 
     Its first call computes the layer both ways and goes back to the layer as it was where the two disagree. Computing a layer twice is
     harmless: it writes the same keys and values to the same slots.

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch in place of the hundreds that a model's Python code makes.
 
 A graph repeats what the device did while it was captured, on the same memory. So there is one for each of a few batch sizes, with tensors
-of its own to read from, and a batch is padded to the next size. Whatever is no batch of decodes, or has no graph, runs as it is.
+of its own to read from, and a batch is padded to the next size. A batch that is not of decodes alone, or has no graph, runs without one.
 """
 
 import logging
@@ -23,7 +23,7 @@ Forward = Callable[[Tensor, Tensor, AttentionMetadata], Tensor]
 
 
 class Recorder(Protocol):
-    """What captures device work: CUDA, or a stand-in for it."""
+    """Captures device work: CUDA, or a fake of it."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Runs `work`, which touches the same tensors whenever it is called, and returns what repeats it on the device alone.
@@ -113,7 +113,7 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_num_rows)
         self._wanted = list(self._sizes)
         self._graphs: dict[int, _Graph] = {}
-        self._logits_SV: Tensor | None = None  # one for all graphs: whoever reads it does so before the next replay
+        self._logits_SV: Tensor | None = None  # one for all graphs: it is read before the next replay
 
     @property
     def sizes(self) -> list[int]:
@@ -140,7 +140,7 @@ class DecodeGraphs:
     def run(self, batch: Batch) -> Tensor | None:
         """The logits of the batch's kept rows, valid until the next run; None where the batch is to be run without a graph."""
         num_rows = batch.attention.num_sequences
-        # A decode is a sequence with one new token, so there is no other kind of batch in which nobody has more.
+        # A decode is a sequence with one new token, so no other kind of batch has a longest query of one.
         if batch.attention.max_query_len != 1 or num_rows > self._sizes[-1]:
             return None
         graph = self._graphs.get(next(size for size in self._sizes if size >= num_rows))

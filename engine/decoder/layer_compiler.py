@@ -15,7 +15,7 @@ from torch._inductor import aoti_compile_and_package, config
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock.engine.attention import interface as attention
+from penstock.engine.attention import interface
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata
 from penstock.engine.config import QuantizationMode
 from penstock.engine.decoder.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
@@ -52,12 +52,12 @@ def build_skeleton(
     directory: Path, dtype: torch.dtype, quantization: QuantizationMode, block_size: int, trust_remote_code: bool
 ) -> PreTrainedModel:
     """The model as the engine runs it, on the meta device: shapes and types without memory. `quantization` is resolved."""
-    attention.register()
+    interface.register()
     model_config = read_config(directory, trust_remote_code)
     layout = check_servable(model_config, trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            model_config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION, trust_remote_code=trust_remote_code
+            model_config, dtype=dtype, attn_implementation=interface.IMPLEMENTATION, trust_remote_code=trust_remote_code
         )
     put_in_stored(model, directory, leave_out(model, quantized_names(directory)), quantization, dtype)
     quantize_plain(model, quantization)

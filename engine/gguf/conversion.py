@@ -42,7 +42,7 @@ def converted_gguf(gguf_file: Path, *, verify: bool = False) -> Path:
 def convert_gguf(gguf_file: Path, directory: Path) -> None:
     """Writes config, weights, tokenizer and chat template of `gguf_file` into `directory`, as `from_pretrained` reads them.
 
-    Quantized matrices stay in few bits, in a file of their own (`quantized_file`). Other quantized weights come out as bfloat16: rounding
+    Quantized matrices stay in few bits, in a file of their own (`quantization.py`). Other quantized weights come out as bfloat16: rounding
     to it is far below the error that quantization made. F16 and F32 files keep their type.
     Raises `ConfigurationError` where the file or its architecture cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself, checked before anybody goes by it: a damaged count keeps readers busy for years.
+"""The header of a GGUF file, checked before it is used: a damaged count keeps readers busy for years.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -83,7 +83,7 @@ class _Walk:
         return self._integer("Q"), self._integer("Q")
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Where so many bytes begin; they are passed."""
+        """Skips so many bytes, and returns where they begin."""
         start = self._place
         if num_bytes > len(self._data) - start:
             raise BrokenHeader(f"{what} at byte {start} would take {num_bytes} bytes, and the file has {len(self._data)}")
@@ -161,7 +161,7 @@ class _Walk:
                 raise BrokenHeader(f"{what} would end at byte {begin + end}, and the file has {len(self._data)}")
 
     def _check_lengths(self, num_tensors: int) -> None:
-        """Models are made by these numbers before a weight is looked at."""
+        # Models are built by these numbers before a weight is read.
         for name, value in self._integers.items():
             last = name.rpartition(".")[2]
             if last == "block_count" and value > num_tensors:

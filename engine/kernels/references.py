@@ -16,7 +16,7 @@ def paged_decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The arguments and the result of `kernels.paged_decode`: prefill with one query per sequence."""
+    """The arguments and the result of `attention.paged_decode`: prefill with one query per sequence."""
     query_start_loc = torch.arange(query_BHD.shape[0] + 1, device=query_BHD.device)
     return varlen_prefill(
         query_BHD,
@@ -45,7 +45,7 @@ def varlen_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The arguments and the result of `kernels.varlen_prefill`; computed in float32. Rows of no sequence are zero."""
+    """The arguments and the result of `attention.varlen_prefill`; computed in float32. Rows of no sequence are zero."""
     num_tokens, num_heads, _ = query_THD.shape
     out = query_THD.new_zeros(num_tokens, num_heads, value_cache.shape[-1])
     starts = query_start_loc.tolist()
@@ -92,7 +92,7 @@ def _attend(
 
 
 def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor) -> None:
-    """The arguments and the effect of `kernels.kv_write`."""
+    """The arguments and the effect of `attention.kv_write`."""
     is_token_T = slot_mapping_T >= 0
     slots = slot_mapping_T[is_token_T]
     block_size = key_cache.shape[1]
@@ -102,7 +102,7 @@ def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache:
 
 
 def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None:
-    """The arguments and the effect of `kernels.bitmask_apply`."""
+    """The arguments and the effect of `sampling.bitmask_apply`."""
     vocab_size = logits_BV.shape[1]
     bits_RV = (bitmask_RW[:, :, None] >> torch.arange(32, device=bitmask_RW.device) & 1).flatten(1)[:, :vocab_size]
     is_allowed_RV = torch.nn.functional.pad(bits_RV, (0, vocab_size - bits_RV.shape[1])).bool()
@@ -120,7 +120,7 @@ def sample(
     top_ks_B: Tensor | None = None,
     max_top_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The arguments of `kernels.sample`, and what it would draw with other random numbers: `seeds_B` and `max_top_k` are not looked at."""
+    """The arguments of `sampling.sample`, and what it would draw with other random numbers: `seeds_B` and `max_top_k` are not looked at."""
     probs_BV = sampling_distribution(logits_BV, temperatures_B, top_ps_B, min_ps_B, top_ks_B)
     is_possible_B = logits_BV.amax(-1).isfinite()
     return torch.multinomial(probs_BV.where(is_possible_B[:, None], 1.0), 1)[:, 0], is_possible_B
@@ -151,13 +151,13 @@ def sampling_distribution(
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The arguments and the result of `kernels.rms_norm`."""
+    """The arguments and the result of `layers.rms_norm`."""
     scale = (states.float().pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
     return (states.float() * scale).to(states.dtype) * weight.to(states.dtype)
 
 
 def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD: Tensor) -> tuple[Tensor, Tensor]:
-    """The arguments and the result of `kernels.rotate`."""
+    """The arguments and the result of `layers.rotate`."""
 
     def turn(states_1HTD: Tensor) -> Tensor:
         states = states_1HTD.float()

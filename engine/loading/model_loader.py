@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.attention import interface as attention
+from penstock.engine.attention import interface
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import LayerKV, kv_layout
@@ -63,14 +63,14 @@ def load_model(
     max_len: int | None = None,
     quantization: QuantizationMode = "auto",
     trust_remote_code: bool = False,
-    attn_implementation: str = attention.IMPLEMENTATION,
+    attn_implementation: str = interface.IMPLEMENTATION,
 ) -> LoadedModel:
     """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
 
     Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read; or where none of
     them can be quantized as asked.
     """
-    attention.register()
+    interface.register()
     config = read_config(directory, trust_remote_code)
     layout = check_servable(config, trust_remote_code)
     context = max_model_len(config, max_len)
@@ -112,8 +112,8 @@ def load_model(
 
 def in_memory(model: PreTrainedModel, max_model_len: int) -> LoadedModel:
     """What `load_model` makes of a directory, of a model that is on its device and in its type already. The model itself is changed."""
-    attention.register()
-    model.set_attn_implementation(attention.IMPLEMENTATION)
+    interface.register()
+    model.set_attn_implementation(interface.IMPLEMENTATION)
     return LoadedModel(
         directory=Path(),
         model=model.train(False).requires_grad_(False),

@@ -48,7 +48,7 @@ struct Decoder {
     float epsilon;
 };
 
-// Views of the packed metadata; see engine/attention/attention_metadata.py.
+// Views of the packed metadata; see engine/attention/metadata.py.
 struct Step {
     int64_t num_tokens, num_sequences, table_width, num_decodes;
     const int64_t *slots, *query_starts, *context_lens, *block_table;

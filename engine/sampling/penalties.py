@@ -1,13 +1,14 @@
-"""Repetition, presence and frequency penalties, applied only to tokens that have occurred."""
+"""Repetition, presence and frequency penalties, and words that may not appear: what depends on the tokens so far."""
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.engine.device import sent
+from penstock.engine.device import to_device
 
 FIRST_CAPACITY = 64
 
@@ -33,7 +34,7 @@ class TokenCounts:
         self._slots = {token_id: slot for slot, token_id in enumerate(distinct)}
         self._ids = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._counts = torch.zeros(capacity, dtype=torch.float32, device=device)
-        self._ids[: len(distinct)] = sent(torch.tensor(distinct, dtype=torch.int64), device)
+        self._ids[: len(distinct)] = to_device(torch.tensor(distinct, dtype=torch.int64), device)
 
     @property
     def ids(self) -> Tensor:
@@ -44,7 +45,7 @@ class TokenCounts:
         return self._counts[: len(self._slots)]
 
     def copy(self) -> "TokenCounts":
-        """One that goes on by itself."""
+        """An independent copy."""
         other = copy.copy(self)
         other._slots = self._slots.copy()
         other._ids = self._ids.clone()
@@ -83,3 +84,37 @@ def apply_penalties(logits_BV: Tensor, rows: Sequence[int], counts: Sequence[Tok
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits -= frequency * occurrences + presence * (occurrences > 0)
     logits_BV[row_index, ids] = logits
+
+
+class BadWords:
+    """Which tokens would complete a forbidden sequence now.
+
+    A sequence is forbidden in the output alone: one that begins in the prompt is not caught. The caller tokenizes each word with and
+    without a leading space, and gives both.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
+        self._last_ids: dict[tuple[int, ...], list[int]] = {}  # by what comes before them
+        for sequence in sequences:
+            if sequence:
+                self._last_ids.setdefault(tuple(sequence[:-1]), []).append(sequence[-1])
+        self._lengths = sorted({len(beginning) for beginning in self._last_ids})
+        self._tail: deque[int] = deque(maxlen=max(self._lengths, default=0))
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._last_ids)
+
+    def append(self, token_id: int) -> None:
+        self._tail.append(token_id)
+
+    def copy(self) -> "BadWords":
+        """An independent copy."""
+        other = copy.copy(self)
+        other._tail = self._tail.copy()
+        return other
+
+    def completing_ids(self) -> list[int]:
+        tail = tuple(self._tail)
+        beginnings = (tail[len(tail) - length :] for length in self._lengths if length <= len(tail))
+        return [token_id for beginning in beginnings for token_id in self._last_ids.get(beginning, ())]

@@ -1,32 +1,125 @@
-"""From logits to tokens, batched over the sequences of a step."""
+"""From logits to tokens, batched over the sequences of a step, with their log probabilities."""
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.device import sent
+from penstock.engine.deltas import ClientFault, TokenLogprobs
+from penstock.engine.device import to_device
 from penstock.engine.grammars.bitmask import apply_bitmask
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.choice import draw, greedy_tokens, most_probable, most_probable_k, padded_width
+from penstock.engine.sampling.choice import choose_on_device, draw, greedy_tokens, most_probable, most_probable_k, padded_width
 from penstock.engine.sampling.penalties import apply_penalties
 from penstock.engine.sampling.processors import ProcessorPass
-from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, LaunchedSamples, SamplerOutput, token_logprobs, top_pairs
 from penstock.engine.sampling.state import SamplingState
 
+NO_TOKEN_LEFT = ClientFault("no token is left to choose from: together the constraints of this request allow none here")
+LOGPROBS_CHUNK_ELEMENTS = 2**22  # 16 MB of float32 at a time, however long the prompt
 # On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
 CPU_PASS_ELEMENTS = 2**19
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """One entry per row. `failures` maps a row to why it has no token; its token id and log probability then mean nothing.
+
+    Nor do they for a row whose state wants candidates: it has the best (token id, log probability) pairs in `candidates`, best first.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    failures: dict[int, str] = field(default_factory=dict)
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def extend(self, other: "SamplerOutput") -> None:
+        self.failures.update((len(self.token_ids) + row, reason) for row, reason in other.failures.items())
+        self.candidates.update((len(self.token_ids) + row, pairs) for row, pairs in other.candidates.items())
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedSamples:
+    """One entry per row, all of it on the device. `is_possible_B` is 0 where a row has no token; as the ids, it is int64.
+
+    `work_BV` are the float32 logits that were sampled from, and `reason` says of a row's raw ones and these why there is no token.
+    """
+
+    token_ids_B: Tensor
+    is_possible_B: Tensor
+    work_BV: Tensor
+    reason: Callable[[Tensor, Tensor], str]
+
+    def packed_2B(self) -> Tensor:
+        """What `read` is to be given: int64, in one tensor because that is one copy."""
+        return torch.stack([self.token_ids_B, self.is_possible_B])
+
+    def read(self, packed_2B: Tensor) -> SamplerOutput:
+        """From a copy of `packed_2B` on the CPU."""
+        token_ids, is_possible = packed_2B.tolist()
+        failed = [row for row, possible in enumerate(is_possible) if not possible]
+        failures = {row: self.reason(self.work_BV[row], self.work_BV[row]) for row in failed}
+        return SamplerOutput(token_ids, [None] * len(token_ids), failures)
+
+
+def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """One entry per row for `token_ids[row]`, with the row's `num_top[row]` most probable tokens.
+
+    Logits in any float dtype, computed in float32. Equal logits rank alike, and the lower id comes first among the top ones.
+    """
+    if not token_ids:
+        return []
+    logprobs_TV = logits_TV.log_softmax(-1, dtype=torch.float32)
+    chosen_T1 = logprobs_TV.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits_TV.device)[:, None])
+    most = min(max(num_top) + 1, logprobs_TV.shape[1])
+    # One more than asked for: it tells whether a tie was cut.
+    values, ids = logprobs_TV.topk(most) if max(num_top) else (chosen_T1, chosen_T1)
+    tops = [
+        top_pairs(logprobs_V, row_values, row_ids, count)
+        for logprobs_V, row_values, row_ids, count in zip(logprobs_TV, values.tolist(), ids.tolist(), num_top, strict=True)
+    ]
+    chosen = chosen_T1[:, 0].tolist()
+    ranks = logprobs_TV.gt_(chosen_T1).sum(-1).tolist()
+    return [
+        TokenLogprobs(token_id, logprob, int(rank) + 1, top)
+        for token_id, logprob, rank, top in zip(token_ids, chosen, ranks, tops, strict=True)
+    ]
+
+
+def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """The log probability of `next_token_ids[t]`, the token after position t. Logits [T, V], without the columns of padding."""
+    chunk = max(1, LOGPROBS_CHUNK_ELEMENTS // logits_TV.shape[1])
+    result: list[TokenLogprobs] = []
+    for start in range(0, len(next_token_ids), chunk):
+        token_ids = next_token_ids[start : start + chunk]
+        result += token_logprobs(logits_TV[start : start + chunk], token_ids, [num_top] * len(token_ids))
+    return result
+
+
+def top_pairs(logprobs_V: Tensor, values: list[float], ids: list[int], count: int) -> tuple[tuple[int, float], ...]:
+    """The first `count` of topk's answer, which orders ties and cuts them as it likes."""
+    if count == 0:
+        return ()
+    if count < len(values) and values[count - 1] == values[count]:
+        bound = values[count]
+        pairs = [(token_id, value) for token_id, value in zip(ids, values, strict=True) if value > bound]
+        tied = (logprobs_V == bound).nonzero()[: count - len(pairs), 0].tolist()
+        pairs += [(token_id, bound) for token_id in tied]
+    else:
+        pairs = list(zip(ids, values, strict=True))[:count]
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
 
 
 class Sampler:
     """Chooses the next token of every sequence.
 
     Order: logits processors, allowed ids, logit bias, penalties, bad words and held-off stop ids, grammar bitmask, temperature, top-k,
-    top-p, min-p. Log probabilities come from the raw logits. A row's token depends on that row and its seed alone.
+    top-p, min-p. Log probabilities are those of the raw logits. A row's token depends on that row and its seed alone.
 
     Where candidates are wanted, what comes before the temperature works on log probabilities, as in beam search of `transformers`.
     """
@@ -58,8 +151,8 @@ class Sampler:
         return output
 
     def launch(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> LaunchedSamples | None:
-        """Does what `sample` does without a mask, and does not wait for the device. None where some row asks for more than a token by
-        rules of its own.
+        """Like `sample` without a mask, but does not wait for the device. None where some row wants log probabilities, or rules that
+        depend on earlier tokens.
         """
         if not all(state.is_predictable and state.num_logprobs is None for state in states):
             return None
@@ -96,11 +189,11 @@ class Sampler:
         if searching:
             temperatures = torch.tensor([states[row].params.temperature or 1.0 for row in searching])
             rows = slice(None) if len(searching) == len(states) else searching
-            work_BV[rows] = (work_BV[rows] / sent(temperatures, work_BV.device)[:, None]).log_softmax(-1)
+            work_BV[rows] = (work_BV[rows] / to_device(temperatures, work_BV.device)[:, None]).log_softmax(-1)
         return work_BV
 
     def _run_processors(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> list[Tensor | str | None]:
-        """For each row what its logits processors made of it, [V], or why they failed; None where it has none."""
+        """For each row the processed logits, [V], or why processing failed; None for rows without processors."""
         results: list[Tensor | str | None] = [None] * len(states)
         rows = [row for row, state in enumerate(states) if state.processors]
         if rows:
@@ -113,7 +206,7 @@ class Sampler:
         return results
 
     def _edit(self, work_BV: Tensor, states: Sequence[SamplingState]) -> None:
-        """Everything that changes a few tokens of a few rows."""
+        """Applies allowed ids, logit bias, penalties, bad words and blocked stop ids."""
         for row, state in enumerate(states):
             if state.allowed_ids is not None:
                 kept = work_BV[row, state.allowed_ids]
@@ -126,7 +219,7 @@ class Sampler:
             apply_penalties(work_BV, *zip(*penalised, strict=True))
         masked = [(row, token_id) for row, state in enumerate(states) for token_id in state.masked_ids()]
         if masked:
-            rows, ids = sent(torch.tensor(masked), work_BV.device).unbind(1)
+            rows, ids = to_device(torch.tensor(masked), work_BV.device).unbind(1)
             work_BV[rows, ids] = -torch.inf
 
     def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:
@@ -138,10 +231,8 @@ class Sampler:
             apply_bitmask(work_BV[:, : self.vocab_size], bitmask_BW[rows], rows)
 
     def _choose(self, work_BV: Tensor, states: Sequence[SamplingState]) -> tuple[Tensor, Tensor]:
-        """A token for each row, and whether the row had any to give: int64 [B] both."""
+        """A token for each row, and whether any was possible: int64 [B] both."""
         if work_BV.is_cuda:
-            from penstock.engine.sampling.choice import choose_on_device  # needs triton
-
             return choose_on_device(work_BV, states, self._shared_generator)
         token_ids = most_probable(work_BV)
         is_possible_B = work_BV.gather(1, token_ids[:, None])[:, 0].isfinite().long()

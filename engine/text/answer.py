@@ -4,14 +4,131 @@ Text of a call goes around the reasoning parser.
 """
 
 import copy
+import re
 from collections.abc import Iterable, Sequence
 
-from penstock.engine.events import Event, Text
-from penstock.engine.parsing import Parser, Phase, ReasoningParser
-from penstock.engine.text.answer import BlankText, ParserChain, visible_events
+from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallStart
+from penstock.engine.parsing import Parser, Phase, ReasoningParser, is_in_call, release
 from penstock.engine.text.call_limits import NO_LIMITS, CallLimits, LimitedCalls
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.stops import StopStrings
+
+_PARTS = re.compile(r" ?\w+|\W")  # calls begin and end at no character of a word, nor at the blank before one
+
+
+class ParserChain:
+    """Feeds each parser the `Text` of the one before it; all other events pass by. Without parsers, everything is `Text`.
+
+    While the last parser is inside a call, text goes around the `reasoning` parser, which otherwise is the first: what looks like one of
+    its markers there belongs to the call's arguments. So does what that parser still holds when the call begins.
+    """
+
+    def __init__(self, parsers: Sequence[Parser], *, reasoning: Parser | None = None) -> None:
+        self._reasoning = reasoning
+        self._parsers = tuple(parsers)
+        self._has_calls = reasoning is not None and bool(self._parsers) and hasattr(self._parsers[-1], "is_in_call")
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether what comes next belongs to a call."""
+        return bool(self._parsers) and is_in_call(self._parsers[-1])
+
+    def feed(self, piece: str) -> list[Event]:
+        """The events that a piece of the answer completes."""
+        if self._reasoning is None:
+            return self._read_content([Text(piece)] if piece else [])
+        events: list[Event] = []
+        for part in split_at_calls(piece) if self._has_calls else (piece,):
+            if self.is_in_call:
+                events += self._read_content([Text(part)])
+                continue
+            events += self._read_content(self._reasoning.feed(part))
+            if self.is_in_call:
+                events += self._read_content(release(self._reasoning))
+        return events
+
+    def finish(self) -> list[Event]:
+        """Flushes in order: what one parser gives back is still read by those after it."""
+        events = [] if self._reasoning is None else list(self._reasoning.finish())
+        for parser in self._parsers:
+            events = [*_through(parser, events), *parser.finish()]
+        return events
+
+    def _read_content(self, events: Iterable[Event]) -> list[Event]:
+        for parser in self._parsers:
+            events = _through(parser, events)
+        return list(events)
+
+
+def split_at_calls(piece: str) -> Sequence[str]:
+    """The piece in parts, in none of which a call begins or ends but at its end."""
+    return (piece,) if len(piece) < 2 or isinstance(piece, SpecialText) else _PARTS.findall(piece)
+
+
+def _through(parser: Parser, events: Iterable[Event]) -> list[Event]:
+    passed: list[Event] = []
+    for event in events:
+        if isinstance(event, Text):
+            passed.extend(parser.feed(event.text))
+        else:
+            passed.append(event)
+    return passed
+
+
+def visible_events(events: Iterable[Event], *, skip_special_tokens: bool) -> list[Event]:
+    """Without hidden special tokens where those are skipped, every text a plain `str`, and neighbours of one kind joined."""
+    visible: list[Event] = []
+    for event in events:
+        if not isinstance(event, Text | Reasoning):
+            visible.append(event)
+            continue
+        if not event.text or (skip_special_tokens and isinstance(event.text, SpecialText) and event.text.is_hidden):
+            continue
+        last = visible[-1] if visible else None
+        if isinstance(last, Text | Reasoning) and type(last) is type(event):
+            visible[-1] = type(event)(last.text + event.text)
+        else:
+            visible.append(type(event)(str(event.text)))
+    return visible
+
+
+class BlankText:
+    """Leaves out content that is nothing but white space between reasoning, tool calls and the end of an answer that has calls.
+
+    White space is held until what follows it is known; next to any other content it stays as it was written.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._has_called = False
+        self._has_content = False  # since the last call
+
+    def feed(self, events: Iterable[Event]) -> list[Event]:
+        shown: list[Event] = []
+        for event in events:
+            if isinstance(event, Text):
+                text = self._take_held() + event.text
+                self._has_content = self._has_content or bool(text.strip())
+                if self._has_content:
+                    shown.append(Text(text))
+                else:
+                    self._held = text
+                continue
+            if isinstance(event, ToolCallStart):
+                self._take_held()
+                self._has_called = True
+                self._has_content = False
+            shown.append(event)
+        return shown
+
+    def finish(self) -> list[Event]:
+        """What was held, where there are no calls."""
+        held = self._take_held()
+        return [Text(held)] if held and not self._has_called else []
+
+    def _take_held(self) -> str:
+        held, self._held = self._held, ""
+        return held
 
 
 class _Tap:
@@ -110,7 +227,7 @@ class Answer:
         return self._visible(self._calls.feed(events))
 
     def branch(self) -> "Answer | None":
-        """One that goes on by itself and says where it ends. It reads tool calls only where reasoning is told from them.
+        """An independent copy, which finds where the answer ends. It reads tool calls only where reasoning is told from them.
 
         None where a parser cannot be copied.
         """
@@ -140,3 +257,27 @@ class Answer:
     def _visible(self, events: Iterable[Event]) -> list[Event]:
         visible = visible_events(events, skip_special_tokens=self._skip_special_tokens)
         return visible if self._blank is None else self._blank.feed(visible)
+
+
+class ThinkingBudget:
+    """At most `budget` tokens of reasoning, then the engine itself writes the end marker. None is no limit.
+
+    A model that would end its answer while it still reasons has its reasoning closed as well: a request with a budget or a grammar wants an
+    answer. So it has once: where it opens another block after that, it may end its answer there.
+    A marker that no longer fits into the answer is not begun: half of one would pass for something that the model said.
+    """
+
+    def __init__(self, budget: int | None, end_token_ids: list[int]) -> None:
+        self.budget = budget
+        self.end_token_ids = end_token_ids
+        self.has_closed = False
+        """Whether the end marker has been written."""
+
+    def must_close(self, answer: Answer, *, is_stopping: bool, room: int) -> bool:
+        """Whether the end marker takes the place of the token just sampled.
+
+        `is_stopping` says that this token would end the answer, `room` how many tokens the answer may still have, this one included.
+        """
+        is_spent = self.budget is not None and answer.num_reasoning_tokens >= self.budget
+        is_due = answer.phase is Phase.REASONING and (is_spent or (is_stopping and not self.has_closed))
+        return is_due and room >= len(self.end_token_ids)

@@ -45,7 +45,7 @@ class Detokenizer:
         return [before, special] if before else [special]
 
     def copy(self) -> "Detokenizer":
-        """One that goes on by itself."""
+        """An independent copy."""
         other = copy.copy(self)
         other._text = self._text.copy()
         return other

@@ -64,7 +64,7 @@ class Pool(RuleBasedStateMachine):
         table = data.draw(st.sampled_from(self.tables))
         block_hash = bytes([number])
         is_known = bool(self.pool.find([block_hash])) or table[-1] in self.contents
-        self.pool.remember(table[-1], block_hash)
+        self.pool.publish(table[-1], block_hash)
         if not is_known:
             self.contents[table[-1]] = block_hash
 
@@ -104,7 +104,7 @@ def test_the_least_recently_freed_goes_first_and_of_one_table_the_last_block() -
     pool = BlockPool(4)
     tables = [[pool.allocate(), pool.allocate()] for _ in range(2)]
     for number, block in enumerate(tables[0] + tables[1]):
-        pool.remember(block, bytes([number]))
+        pool.publish(block, bytes([number]))
     pool.free(tables[1])
     pool.free(tables[0])
     assert [pool.allocate() for _ in range(4)] == [*reversed(tables[1]), *reversed(tables[0])]
@@ -112,7 +112,7 @@ def test_the_least_recently_freed_goes_first_and_of_one_table_the_last_block() -
 
 def test_without_prefix_caching_nothing_is_found() -> None:
     pool = BlockPool(2, enable_prefix_caching=False)
-    pool.remember(pool.allocate(), b"hash")
+    pool.publish(pool.allocate(), b"hash")
     assert pool.find([b"hash"]) == []
 
 

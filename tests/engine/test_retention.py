@@ -12,7 +12,7 @@ def remembered(pool: BlockPool, count: int) -> list[int]:
     """Blocks that are in use and can be found."""
     blocks = [pool.allocate() for _ in range(count)]
     for block in blocks:
-        assert pool.remember(block, bytes([block]))
+        assert pool.publish(block, bytes([block]))
     return blocks
 
 
@@ -58,7 +58,7 @@ def test_a_rule_ends_with_its_time_or_with_the_blocks_contents() -> None:
     pool.free([second])
     time.sleep(0.001)
     assert pool.allocate() == first
-    pool.forget([second])
+    pool.unpublish([second])
     pool.check_integrity([[first]])
     pool.free([first])
     pool.check_integrity([])

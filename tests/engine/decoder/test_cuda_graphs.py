@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.attention import interface as attention
+from penstock.engine.attention import interface
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch, slots_of
 from penstock.engine.core import EngineCore
@@ -67,8 +67,8 @@ class Setup:
     """A tiny model over a cache with something in it, and graphs of it."""
 
     def __init__(self, name: str = "llama", max_num_rows: int = 4, recorder: TapeRecorder | None = None, **settings: Any) -> None:
-        attention.register()
-        self.model = tiny_model(name, attention.IMPLEMENTATION, **settings).requires_grad_(False)
+        interface.register()
+        self.model = tiny_model(name, interface.IMPLEMENTATION, **settings).requires_grad_(False)
         if name == "qwen3_moe":
             self.model.set_experts_implementation("batched_mm")  # on a CPU the others wait for the device
         self.cache = KVCache(kv_layout(self.model.config), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)

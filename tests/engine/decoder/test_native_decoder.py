@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.build import load
 from penstock.engine.config import EngineConfig, QuantizationMode
-from penstock.engine.decoder import native as decoder_trial
+from penstock.engine.decoder import native
 from penstock.engine.decoder.native import NativeDecoder, install_native_decoder
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.fused import fuse_linears
@@ -118,7 +118,7 @@ def test_other_types_run_as_they_are() -> None:
 def test_a_part_that_computes_something_else_under_its_name_is_found_out(part: str, caplog: pytest.LogCaptureFixture) -> None:
     loaded = bfloat16_model("llama")
     loaded.model.get_submodule(part).register_forward_hook(lambda _module, _args, output: output * 1.2)
-    caplog.set_level("INFO", logger=decoder_trial.__name__)
+    caplog.set_level("INFO", logger=native.__name__)
     assert not install_native_decoder(loaded, cache_for(loaded))
     assert "gives something else" in caplog.text
 

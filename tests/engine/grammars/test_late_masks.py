@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import loop as engine_module
+from penstock.engine import loop, mask_filler
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
-from penstock.engine.grammars import mask_fill, mask_filler
+from penstock.engine.grammars import mask_fill
 from penstock.engine.grammars.mask_fill import TOO_SLOW, MaskFill
 from penstock.engine.grammars.mask_worker import MaskTask, MaskWorker
 from penstock.engine.loop import Engine
@@ -227,7 +227,7 @@ def run(core: EngineCore, test: Coroutine[Any, Any, None]) -> None:
 
 
 def test_the_engine_wakes_when_a_late_mask_is_there(release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "PATIENCE", 1000.0)
+    monkeypatch.setattr(loop, "PATIENCE", 1000.0)
     core = make_core(grace=0.01)
     matcher = Blocked(1, release)
 

@@ -11,15 +11,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from penstock.engine.kernels import (
-    bitmask_apply_kernel,
-    kv_write_kernel,
-    paged_decode_kernel,
-    rms_norm_kernel,
-    rotate_kernel,
-    sample_kernel,
-    varlen_prefill_kernel,
-)
+from penstock.engine.kernels import attention_triton, layers_triton, sampling_triton
 from penstock.engine.kernels.attention import kv_write, paged_decode, varlen_prefill
 from penstock.engine.kernels.layers import rms_norm, rotate
 from penstock.engine.kernels.sampling import bitmask_apply, sample
@@ -27,14 +19,14 @@ from penstock.engine.kernels.sampling import bitmask_apply, sample
 MakeCase = Callable[..., Any]
 
 KERNELS = [
-    (paged_decode_kernel, "paged_decode_kernel"),
-    (paged_decode_kernel, "merge_splits_kernel"),
-    (varlen_prefill_kernel, "varlen_prefill_kernel"),
-    (kv_write_kernel, "kv_write_kernel"),
-    (bitmask_apply_kernel, "bitmask_apply_kernel"),
-    (sample_kernel, "sample_kernel"),
-    (rms_norm_kernel, "rms_norm_kernel"),
-    (rotate_kernel, "rotate_kernel"),
+    (attention_triton, "paged_decode_kernel"),
+    (attention_triton, "merge_splits_kernel"),
+    (attention_triton, "varlen_prefill_kernel"),
+    (attention_triton, "kv_write_kernel"),
+    (sampling_triton, "bitmask_apply_kernel"),
+    (sampling_triton, "sample_kernel"),
+    (layers_triton, "rms_norm_kernel"),
+    (layers_triton, "rotate_kernel"),
 ]
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227}  # KiB that one program may have, by compute capability
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers import linear as packed_linear
+from penstock.engine.layers import linear
 from penstock.engine.layers.linear import PackedLinear, can_pack, pack_linears
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
@@ -91,16 +91,16 @@ def test_a_tied_weight_stays_with_the_embedding_and_others_are_freed(dtype: torc
 @needs_packing
 def test_packed_weights_go_with_their_model() -> None:
     gc.collect()
-    before = len(packed_linear._packed)
+    before = len(linear._packed)
     model, other = Model().requires_grad_(False), Model().requires_grad_(False)
     pack_linears(other)
     pack_linears(model)
-    weight = weakref.ref(next(reversed(packed_linear._packed.values())))
+    weight = weakref.ref(next(reversed(linear._packed.values())))
     expected = other(torch.arange(5))
     del model
     gc.collect()
     assert weight() is None
-    assert len(packed_linear._packed) == before + 2
+    assert len(linear._packed) == before + 2
     pack_linears(third := Model())  # takes no number that is in use
     torch.testing.assert_close(other(torch.arange(5)), expected)
     del third

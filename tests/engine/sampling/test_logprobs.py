@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.sampling import sampler as logprobs
+from penstock.engine.sampling import sampler
 from penstock.engine.sampling.sampler import prompt_logprobs, token_logprobs
 
 
@@ -47,7 +47,7 @@ def test_chunks_of_a_long_prompt_give_what_the_whole_gives(monkeypatch: pytest.M
     tokens = list(range(11))
     whole = token_logprobs(logits_TV, tokens, [4] * 11)
     for elements in (1, 150, 10_000):
-        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(sampler, "LOGPROBS_CHUNK_ELEMENTS", elements)
         assert prompt_logprobs(logits_TV, tokens, 4) == whole
 
 

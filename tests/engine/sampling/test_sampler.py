@@ -15,7 +15,7 @@ from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.sampling import sampler as sampler_module
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput
-from penstock.engine.sampling.state import SamplingState, SeededNumbers
+from penstock.engine.sampling.state import CounterRng, SamplingState
 
 VOCAB = 40
 STOP_IDS = frozenset({3, 7})
@@ -109,7 +109,7 @@ def assert_drawn_from(
     while len(states) < draws:
         states.append(copy.copy(state))
         assert state.generator is not None
-        states[-1].generator = SeededNumbers(11, len(states))
+        states[-1].generator = CounterRng(11, len(states))
     bitmask_BW = None if bitmask_W is None else bitmask_W.expand(draws, -1).contiguous()
     output = sampler.sample(logits_V.expand(draws, -1), states, bitmask_BW)
     assert not output.failures

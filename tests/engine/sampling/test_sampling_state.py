@@ -103,7 +103,7 @@ def test_a_state_ahead_is_what_the_state_becomes(output: list[int], ahead: list[
     before = seen(state)
     tried = state
     for token_id in ahead:
-        tried = tried.ahead(token_id)
+        tried = tried.after(token_id)
     assert seen(tried) == seen(append_all(make_state([1, 5], words, **params), output + ahead))
     assert seen(state) == before
 

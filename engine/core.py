@@ -1,0 +1,378 @@
+"""The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.engine.batch import Batch, build_batch
+from penstock.engine.beams.processor import BeamProcessor
+from penstock.engine.beams.search import beam_search_of, check_beam_request
+from penstock.engine.deadlines import Deadlines
+from penstock.engine.deltas import SequenceDelta
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.grammar import CompiledGrammar
+from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.output import OutputProcessor
+from penstock.engine.request import Request
+from penstock.engine.runner import ModelRunner, StepOutput
+from penstock.engine.scheduler import Scheduler, Step
+from penstock.engine.sequence import Sequence, Status
+from penstock.engine.sequence_factory import SequenceFactory
+from penstock.engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The first three are of this moment, the others have counted since the start. Tokens are tokens, `kv_cache_usage` is from 0 to 1.
+
+    `accepted_lengths` counts drafts by how many of their tokens were right, none of them first.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    num_forced_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_draft_tokens: int = 0
+    accepted_lengths: tuple[int, ...] = ()
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self.accepted_lengths)
+
+    @property
+    def accepted_by_place(self) -> list[int]:
+        """In how many drafts the first token was right, the first two, and so on."""
+        return [sum(self.accepted_lengths[place:]) for place in range(1, len(self.accepted_lengths))]
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_by_place)
+
+
+class StepObserver(Protocol):
+    """Called on the engine's loop, twice for each step: must be quick and not raise. A step may begin before the previous one has ended."""
+
+    def begin(self, step: Step) -> None:
+        """The step has been scheduled, and not computed yet."""
+
+    def end(self, step: Step, deltas: dict[str, list[SequenceDelta]]) -> None:
+        """The step's results have been processed. `deltas` are those by request, empty where the step was cancelled."""
+
+
+def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
+    """Whether the step after `step`, which is in flight, would be the same whatever tokens this one samples.
+
+    All running sequences are scheduled ahead or none: in two halves, each waiting for its own results, they would read the weights twice.
+    Where one sequence's next step depends on the pending token, or is worth a draft, the results are waited for. A sequence with a grammar
+    is admitted while no step is in flight, or it and all behind it would wait until none is scheduled ahead any more.
+    """
+    if batch.masks is not None or batch.has_unmasked or step.drafts:
+        return False
+    sampling = {sampler.sequence for sampler in batch.samplers}
+    going_on = [sequence for sequence in scheduler.running if not (sequence in sampling and sequence.ends_with_next_token)]
+    if any(sequence.gate is not None or sequence.search is not None for sequence in going_on):
+        return False
+    num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
+    if any(sequence.gate is not None for sequence in scheduler.waiting.first(num_places)):
+        return False  # it is admitted when no step is in flight
+    if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
+        return False
+    newcomer = scheduler.next_to_admit
+    if newcomer is not None and newcomer.gate is not None:
+        return False
+    if scheduler.speculation is None:
+        return True
+    proposers = [sequence.proposer for sequence in going_on if sequence in sampling and sequence.proposer is not None]
+    return not scheduler.speculation.is_worthwhile(proposers, num_rows=len(going_on))
+
+
+DeltasByRequest = dict[str, list[SequenceDelta]]
+
+
+@dataclass(slots=True)
+class EngineCore:
+    """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others.
+
+    `is_async` allows `schedule_ahead`. `give_up` is called with each grammar whose backend turns out not to support it, and why.
+    """
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    is_async: bool = False
+    masks: MaskFiller = field(default_factory=MaskFiller)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    observer: StepObserver | None = None
+    give_up: Callable[[CompiledGrammar, str], None] | None = None
+    _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
+    _num_arrivals: int = 0
+    _num_steps: int = 0
+    _factory: SequenceFactory = field(init=False)
+    _outputs: OutputProcessor = field(init=False)
+    _beams: BeamProcessor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._factory = SequenceFactory(
+            tokenizer=self.tokenizer,
+            stop_token_ids=self.stop_token_ids,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            device=self.runner.loaded.device,
+            speculates=self.scheduler.speculation is not None,
+        )
+        # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
+        self.masks.samples_first = self.runner.loaded.device.type == "cpu"
+        self._outputs = OutputProcessor(
+            scheduler=self.scheduler,
+            masks=self.masks,
+            tokenizer=self.tokenizer,
+            stop_token_ids=self.stop_token_ids,
+            vocab_size=self.vocab_size,
+            retire=self._retire,
+            give_up=self._give_up,
+        )
+        self._beams = BeamProcessor(self._outputs)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
+        self._check(request)
+        self.scheduler.waiting.check_admission()
+        self._num_arrivals += 1
+        sequences = self._factory.make(request, self._num_arrivals)
+        self.scheduler.add(sequences[0])
+        self._sequences[request.request_id] = sequences
+        self.deadlines.add(request.request_id, request.deadline)
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request and frees its blocks at once. Unknown and finished requests are ignored."""
+        for sequence in self._sequences.pop(request_id, []):
+            if sequence.status is not Status.FINISHED:
+                self._release(sequence)
+        self.deadlines.discard(request_id)
+
+    def expire(self) -> DeltasByRequest:
+        """Ends the requests whose deadline has passed. May be called at any time, also between `schedule` and `update`."""
+        deltas: DeltasByRequest = {}
+        for request_id in self.deadlines.take_overdue():
+            unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
+            search = beam_search_of(unfinished[0])
+            timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
+            deltas[request_id] = list(timed_out)
+        return deltas
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def schedule(self) -> Step | None:
+        """The next step; None where nothing is to be computed, or all of it waits for late masks.
+
+        Each step must be passed to `update` or `fail`.
+        """
+        step = self.scheduler.schedule()
+        if not step:
+            assert step.num_held_up or not self.has_work, "there is work, and none of it can be scheduled"
+            return None
+        return step
+
+    def schedule_ahead(self, step: Step, batch: Batch) -> Step | None:
+        """The step after one in flight, where it does not depend on that one's results; None where it does.
+
+        It must be built before `update` gets that step's results, and passed to `update`, `fail` or `cancel_step` afterwards.
+        """
+        if not (self.is_async and can_look_ahead(self.scheduler, step, batch)):
+            return None
+        self.scheduler.count_computed(step)
+        for row, sampler in enumerate(batch.samplers):
+            sampler.sequence.pending_row = row
+        if not self.scheduler.has_room():
+            return None
+        return self.scheduler.schedule(is_ahead=True) or None
+
+    def build(self, step: Step) -> Batch:
+        """The step as a batch for the runner. Filling its masks begins."""
+        if self.observer is not None:
+            self.observer.begin(step)
+        return build_batch(
+            step,
+            self.masks,
+            block_size=self.scheduler.block_size,
+            vocab_size=self.vocab_size,
+            min_tokens=self.runner.min_tokens,
+            pin_masks=self.runner.loaded.device.type == "cuda",
+        )
+
+    def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
+        """Processes what a step computed. Requests that were aborted meanwhile are skipped; a sequence that fails, fails alone."""
+        self._num_steps += 1
+        self.masks.end()
+        for sequence, first_token, logprobs in output.prompt_logprobs:
+            assert sequence.prompt_logprobs is not None
+            sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
+        deltas: DeltasByRequest = {}
+        for wanted, outputs in zip(batch.outputs, output.outputs, strict=True):
+            if isinstance(outputs, str):
+                request_id = wanted.sequences[0].request.request_id
+                if any(sequence.status is Status.RUNNING for sequence in wanted.sequences):
+                    deltas[request_id] = self._fail_request(request_id, outputs)
+                continue
+            for sequence in wanted.sequences:
+                assert sequence.outputs is not None
+                sequence.outputs.add(wanted.first_token, outputs)
+        for sampler in batch.samplers:
+            sampler.sequence.pending_row = None
+        self.scheduler.count_computed(step)
+        for sequence in step.num_tokens:
+            if sequence.status is Status.RUNNING and sequence.forks and sequence.num_uncomputed_tokens == 0:
+                self.scheduler.fork(sequence)
+        samples = {row: position for position, row in enumerate(output.rows)}
+        for row, sampler in enumerate(batch.samplers):
+            sequence = sampler.sequence
+            if sampler.num_drafted or sequence.status is not Status.RUNNING:
+                continue
+            if sequence.search is not None:
+                self._take_beam(sequence, output, samples.get(row))
+                continue
+            if batch.num_pending:
+                self.scheduler.publish_last_block(sequence)
+            delta = SequenceDelta(sequence.index)
+            draft = step.drafts.get(sequence, [])
+            num_known = len(sequence.token_ids)
+            if row in samples:
+                rows = [samples[row + place] for place in range(len(draft) + 1) if row + place in samples]
+                self._outputs.take_samples(sequence, delta, output, rows, draft)
+            elif sequence.mask is not None and sequence.mask.needs_no_sample:
+                self._outputs.take_mask(sequence, delta, sequence.mask)
+            else:
+                self.scheduler.uncompute_last(sequence)
+                continue
+            if draft:
+                self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
+            self._outputs.take_certain(sequence, delta)
+            if not delta.token_ids and delta.finish_reason is None:
+                continue  # its token is computed again
+            if sequence.outputs is not None:
+                delta.outputs = sequence.outputs.take(len(delta.token_ids))
+            deltas.setdefault(sequence.request.request_id, []).append(delta)
+        deltas |= self._beams.settle()
+        self._show(step, deltas)
+        return deltas
+
+    def fail(self, step: Step, reason: str) -> DeltasByRequest:
+        """Ends every request of a step that failed as a whole; the others go on."""
+        deltas: DeltasByRequest = {}
+        self.masks.end()
+        self.scheduler.unpublish_blocks(step)
+        # By its sequences, not by name alone: a request that was aborted meanwhile may have given its id to another.
+        for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
+            deltas[request_id] = self._fail_request(request_id, reason)
+        self._show(step, deltas)
+        return deltas
+
+    def _fail_request(self, request_id: str, reason: str) -> list[SequenceDelta]:
+        unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
+        search = beam_search_of(unfinished[0])
+        if search is not None:
+            return self._beams.fail(search, reason)
+        deltas = [SequenceDelta(sequence.index) for sequence in unfinished]
+        for sequence, delta in zip(unfinished, deltas, strict=True):
+            self._outputs.fail(sequence, delta, reason)
+        return deltas
+
+    def cancel_step(self, step: Step) -> None:
+        """Cancels a step whose predecessor failed: its sequences that have not ended with that one are computed anew."""
+        self.scheduler.cancel_step(step)
+        self._show(step, {})
+
+    def step(self) -> DeltasByRequest:
+        """One whole step in this thread: schedule, launch, collect, update. Waits where all work waits for late masks."""
+        overdue = self.expire()
+        while (step := self.schedule()) is None:
+            if overdue or not self.has_work:
+                return overdue
+            self.masks.wait()
+            overdue = self.expire()
+        batch = self.build(step)
+        return overdue | self.update(step, batch, self.runner.launch(batch).collect())
+
+    def stats(self) -> EngineStats:
+        scheduler, speculation = self.scheduler, self.scheduler.speculation
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=sum(len(sequence.family) for sequence in scheduler.waiting),
+            kv_cache_usage=scheduler.pool.usage,
+            num_prefix_cache_queries=scheduler.num_prefix_queries,
+            num_prefix_cache_hits=scheduler.num_prefix_hits,
+            num_prompt_tokens=self._outputs.num_prompt_tokens,
+            num_generation_tokens=self._outputs.num_generation_tokens,
+            num_forced_tokens=self._outputs.num_forced_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_draft_tokens=0 if speculation is None else speculation.num_drafted,
+            accepted_lengths=() if speculation is None else tuple(speculation.lengths),
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts that blocks and sequences are accounted for."""
+        self.scheduler.check_integrity()
+        live = {sequence for sequences in self._sequences.values() for sequence in sequences if sequence.status is not Status.FINISHED}
+        known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.family}
+        assert live == known, "a sequence is lost between its request and the scheduler"
+
+    def _show(self, step: Step, deltas: DeltasByRequest) -> None:
+        if self.observer is not None:
+            self.observer.end(step, deltas)
+
+    def _check(self, request: Request) -> None:
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
+        if num_prompt > self.max_model_len or (num_prompt == self.max_model_len and request.params.max_tokens != 0):
+            limit = f"prompt and answer together may have {self.max_model_len}"
+            raise InvalidRequest(f"the prompt has {num_prompt} tokens, and {limit}", "prompt")
+        for token_id in (min(request.prompt_token_ids), max(request.prompt_token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(f"the prompt holds token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", "prompt")
+        request.params.check_token_ids(self.vocab_size)
+        check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
+        if request.params.n > self.scheduler.max_num_seqs:
+            raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
+        if request.outputs:
+            self.runner.outputs.check(request.outputs)
+        elif request.with_context_outputs:
+            raise InvalidRequest("`with_context_outputs` needs `outputs`, and the request names none", "with_context_outputs")
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+
+    def _take_beam(self, sequence: Sequence, output: StepOutput, position: int | None) -> None:
+        if position is not None:
+            self._beams.take_samples(sequence, output.samples, position)
+        elif sequence.mask is not None and sequence.mask.needs_no_sample:
+            self._beams.take_mask(sequence, sequence.mask)
+        else:
+            self.scheduler.uncompute_last(sequence)
+
+    def _give_up(self, grammar: CompiledGrammar, reason: str) -> None:
+        if self.give_up is not None:
+            self.give_up(grammar, reason)
+
+    def _release(self, sequence: Sequence) -> None:
+        for member in sequence.family:
+            self.masks.abandon(member)
+        self.scheduler.finish(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        siblings = self._sequences.get(sequence.request.request_id, [])
+        if all(sibling.status is Status.FINISHED for sibling in siblings):
+            self._sequences.pop(sequence.request.request_id, None)
+            self.deadlines.discard(sequence.request.request_id)

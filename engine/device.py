@@ -1,0 +1,37 @@
+"""Tensors on their way to the device, and results on their way back while it goes on computing."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to the device, through pinned memory so that the copy does not wait for work in flight."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class HostCopies(Protocol):
+    """Copies results to the host: CUDA, or a fake of it."""
+
+    def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts a copy and returns at once. The function that it returns waits, in any thread, for the copy and returns it."""
+        ...
+
+
+class CudaHostCopies:
+    """Copies after the work queued on the current stream so far, and concurrently with later work."""
+
+    def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        # A waiting thread sleeps: by default CUDA would spin on a core.
+        is_there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        is_there.record()
+
+        def wait() -> Tensor:
+            is_there.synchronize()
+            return host
+
+        return wait

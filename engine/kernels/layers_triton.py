@@ -1,0 +1,113 @@
+# mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
+"""Device code of the layer kernels, which `layers.py` launches. It needs Triton, so its launchers import it when they are called."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_inner"])
+def rms_norm_kernel(
+    output: tl.tensor,
+    states: tl.tensor,
+    weight: tl.tensor,
+    epsilon: tl.tensor,
+    num_inner: tl.tensor,
+    outer_stride: tl.tensor,
+    inner_stride: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """One program: one row. Row r of the output is row r % num_inner of row r // num_inner. Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, PADDED)
+    is_dim = dims < SIZE
+    source = states + row // num_inner * outer_stride + row % num_inner * inner_stride + dims
+    stored = tl.load(source, mask=is_dim, other=0.0)
+    number = stored.to(tl.float32)
+    number *= tl.rsqrt(tl.sum(number * number, 0) / SIZE + epsilon)
+    # Rounded before it is weighted, as the models that this stands in for do.
+    number = number.to(stored.dtype).to(tl.float32) * tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+    tl.store(output + row * SIZE + dims, number, mask=is_dim)
+
+
+@triton.jit
+def rotate_heads(
+    output: tl.tensor,  # of the token, [heads, SIZE], as the states
+    states: tl.tensor,
+    cosines: tl.tensor,  # of the token, [SIZE], as the sines
+    sines: tl.tensor,
+    first_head: tl.tensor,
+    head_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+) -> None:
+    heads = first_head + tl.arange(0, TILE_HEADS)
+    dims = tl.arange(0, HALF_PADDED)
+    is_dim = dims < SIZE // 2
+    is_stored = (heads < NUM_HEADS)[:, None] & is_dim[None, :]
+    source = states + heads[:, None] * head_stride + dims[None, :]
+    first = tl.load(source, mask=is_stored, other=0.0).to(tl.float32)
+    second = tl.load(source + SIZE // 2, mask=is_stored, other=0.0).to(tl.float32)
+    first_cosine = tl.load(cosines + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    second_cosine = tl.load(cosines + dims + SIZE // 2, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    first_sine = tl.load(sines + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    second_sine = tl.load(sines + dims + SIZE // 2, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    target = output + heads[:, None] * SIZE + dims[None, :]
+    tl.store(target, first * first_cosine - second * first_sine, mask=is_stored)
+    tl.store(target + SIZE // 2, second * second_cosine + first * second_sine, mask=is_stored)
+
+
+@triton.jit
+def rotate_kernel(
+    query_output: tl.tensor,
+    key_output: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    query_token_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_token_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    cosine_stride: tl.tensor,
+    sine_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+) -> None:
+    """One program: some heads of one token's query or key. Grid (T, tiles of query heads and then of key heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    cosines += token * cosine_stride
+    sines += token * sine_stride
+    num_query_tiles: tl.constexpr = (NUM_HEADS + TILE_HEADS - 1) // TILE_HEADS
+    if tile < num_query_tiles:
+        rotate_heads(
+            query_output + token * NUM_HEADS * SIZE,
+            query + token * query_token_stride,
+            cosines,
+            sines,
+            tile * TILE_HEADS,
+            query_head_stride,
+            NUM_HEADS,
+            SIZE,
+            HALF_PADDED,
+            TILE_HEADS,
+        )
+    else:
+        rotate_heads(
+            key_output + token * NUM_KV_HEADS * SIZE,
+            key + token * key_token_stride,
+            cosines,
+            sines,
+            (tile - num_query_tiles) * TILE_HEADS,
+            key_head_stride,
+            NUM_KV_HEADS,
+            SIZE,
+            HALF_PADDED,
+            TILE_HEADS,
+        )

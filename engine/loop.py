@@ -1,0 +1,275 @@
+"""The engine as the server sees it: an asyncio task that turns requests into streams of deltas."""
+
+import asyncio
+import functools
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.batch import Batch
+from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
+from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.mask_filler import PATIENCE
+from penstock.engine.request import Request
+from penstock.engine.runner import StepHandle
+from penstock.engine.scheduler import Step
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
+STEP_FAILED = "the model failed while it computed this request; the error has been logged"
+ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
+
+
+class EngineLife:
+    """Whether an engine takes what it is given. The engine sets `idle` when it has nothing to do, and counts its failures in a row."""
+
+    def __init__(self) -> None:
+        self.idle = asyncio.Event()
+        self.num_failed_steps = 0
+        self.is_accepting = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._task is not None
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once several steps in a row have failed, or when the engine is not running."""
+        return self._is_running and self.num_failed_steps < MAX_FAILED_STEPS
+
+    @property
+    def _is_running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def begin(self, run: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """An engine is started once: the thread that its model runs in ends with it."""
+        assert self._task is None, "the engine was started before"
+        self._task = asyncio.create_task(run(), name=name)
+        self.is_accepting = True
+
+    def check_accepting(self) -> None:
+        """Raises `EngineUnavailable` before the start, after a failure and from the beginning of the shutdown."""
+        if not self.is_accepting or not self._is_running:
+            is_stopping = self.has_begun and not self.is_accepting
+            raise EngineUnavailable("the server is shutting down" if is_stopping else "the engine is not running")
+
+    async def drain(self, seconds: float, has_work: Callable[[], object]) -> bool:
+        """Waits so long for the work that is left; False where some of it is left then, unless the engine has failed."""
+        try:
+            async with asyncio.timeout(seconds):
+                while has_work() and self._is_running:
+                    self.idle.clear()
+                    await self.idle.wait()
+        except TimeoutError:
+            return not has_work()  # the last of it may have gone in the same moment
+        return True
+
+    async def end(self) -> None:
+        """Waits for the step in flight."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def done(future: Future[Any]) -> None:
+    """Waits for a future and leaves its outcome to `result`: one of asyncio's own never ends where the model raises StopIteration."""
+    loop = asyncio.get_running_loop()
+    is_done = asyncio.Event()
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(is_done.set))
+    await is_done.wait()
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Deltas on their way to one client. `unfinished` are the sequences whose last one has not been put in yet."""
+
+    request: Request
+    unfinished: set[int]
+    queue: "asyncio.Queue[list[SequenceDelta]]" = field(default_factory=asyncio.Queue)
+
+    def put(self, deltas: list[SequenceDelta]) -> None:
+        self.unfinished -= {delta.index for delta in deltas if delta.finish_reason is not None}
+        self.queue.put_nowait(deltas)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step in flight; it has no batch where that could not be built."""
+
+    step: Step
+    batch: Batch | None
+    handle: StepHandle
+
+
+class Engine:
+    """Runs an `EngineCore` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._streams: dict[str, _Stream] = {}
+        self._wake = asyncio.Event()
+        self._life = EngineLife()
+
+    async def start(self) -> None:
+        """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
+        loop = asyncio.get_running_loop()
+        self._core.masks.wake = functools.partial(_set_from_elsewhere, loop, self._wake)
+        self._life.begin(self._run, "engine")
+        threading.Thread(target=self._core.runner.optimize, name="optimize", daemon=True).start()
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Takes no more requests, lets those that run finish for `drain_seconds`, ends the others and waits for the step in flight."""
+        self._life.is_accepting = False
+        if not self._life.has_begun:
+            return
+        if not await self._life.drain(drain_seconds, lambda: self._streams):
+            logger.warning("requests cut off by the shutdown: %d", len(self._streams))
+        self._end_all(FinishReason.ABORT)
+        await self._life.end()
+        self._core.masks.close()
+        await asyncio.to_thread(self._core.runner.shutdown)
+
+    @property
+    def core(self) -> EngineCore:
+        """What it runs, to be looked at and observed on its own loop."""
+        return self._core
+
+    @property
+    def is_accepting(self) -> bool:
+        """False before the start and from the beginning of the shutdown."""
+        return self._life.is_accepting
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once several steps in a row have failed, or when the engine is not running."""
+        return self._life.is_healthy
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def check_integrity(self) -> None:
+        self._core.check_integrity()
+
+    def check_admission(self) -> None:
+        """Raises `EngineUnavailable` or `QueueFull` where a request would be refused anyway: to be called before preparing one."""
+        self._life.check_accepting()
+        self._core.scheduler.waiting.check_admission()
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
+        """The deltas of the request's n sequences as they come; each one's last has a `finish_reason`. Closing the iterator aborts.
+
+        Raises `EngineUnavailable`, `QueueFull` or `InvalidRequest` before the first delta.
+        """
+        self._life.check_accepting()
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        self._core.add(request)
+        stream = self._streams[request.request_id] = _Stream(request, set(range(request.params.n)))
+        self._wake.set()
+        num_unfinished = request.params.n
+        try:
+            while num_unfinished:
+                for delta in await stream.queue.get():
+                    num_unfinished -= delta.finish_reason is not None
+                    yield delta
+        finally:
+            del self._streams[request.request_id]
+            self._core.abort(request.request_id)
+            self._wake.set()
+            if not self._streams:
+                self._life.idle.set()
+
+    async def _run(self) -> None:
+        deltas: DeltasByRequest = {}
+        flight: _InFlight | None = None
+        try:
+            while True:
+                for request_id, last in self._core.expire().items():
+                    deltas.setdefault(request_id, []).extend(last)
+                flight = flight or self._launch(self._core.schedule())
+                follower = None
+                if flight is not None and flight.batch is not None:
+                    follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
+                self._publish(deltas)  # of the previous step, while the next one is computed
+                if flight is None:
+                    self._wake.clear()
+                    await self._awake()
+                else:
+                    await done(flight.handle.future)
+                    deltas, flight = self._collect(flight, follower)
+        except Exception:  # a defect of the scheduler: the engine ends, and no client may be left waiting
+            logger.exception("The engine has failed")
+            self._publish(deltas)
+            self._end_all(FinishReason.ERROR, ENGINE_FAILED)
+
+    async def _awake(self) -> None:
+        """Waits until a request is added or aborted or, where a mask is late, until that is there or may be overdue."""
+        if not self._core.has_work:
+            await self._wake.wait()
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), self._core.deadlines.seconds_left(PATIENCE))
+
+    def _launch(self, step: Step | None) -> _InFlight | None:
+        if step is None:
+            return None
+        try:
+            batch = self._core.build(step)
+            return _InFlight(step, batch, self._core.runner.launch(batch))
+        except Exception as error:  # collected like a failure of the model
+            return _InFlight(step, None, StepHandle.failed(error))
+
+    def _collect(self, flight: _InFlight, follower: _InFlight | None) -> tuple[DeltasByRequest, _InFlight | None]:
+        """Processes the results of a step: its deltas, and the step in flight after it."""
+        step = flight.step
+        try:
+            output = flight.handle.collect()
+            assert flight.batch is not None
+            deltas = self._core.update(step, flight.batch, output)
+            self._life.num_failed_steps = 0
+            return deltas, follower
+        except Exception:  # whatever the model raised: it ends the requests of this step and nothing else
+            logger.exception("A step over %d sequences failed", len(step.num_tokens))
+            self._life.num_failed_steps += 1
+            deltas = self._core.fail(step, STEP_FAILED)
+            self._end_unreported(step, deltas)
+            if follower is not None:
+                self._core.cancel_step(follower.step)
+            return deltas, None
+
+    def _end_unreported(self, step: Step, fresh: DeltasByRequest) -> None:
+        """Adds a last delta for sequences that ended in an update which then failed, and so lost theirs."""
+        for request in {sequence.request.request_id: sequence.request for sequence in step.num_tokens}.values():
+            stream = self._streams.get(request.request_id)
+            if stream is None or stream.request is not request:  # aborted meanwhile; the id may belong to another request
+                continue
+            self._core.abort(request.request_id)
+            deltas = fresh.setdefault(request.request_id, [])
+            lost = stream.unfinished - {delta.index for delta in deltas}
+            deltas += [SequenceDelta(index, finish_reason=FinishReason.ERROR, error=STEP_FAILED) for index in sorted(lost)]
+
+    def _publish(self, deltas_by_request: DeltasByRequest) -> None:
+        """Puts the deltas into their requests' streams."""
+        for request_id, deltas in deltas_by_request.items():
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put(deltas)
+        deltas_by_request.clear()
+
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """A last delta for every sequence that has had none."""
+        for request_id, stream in self._streams.items():
+            stream.put([SequenceDelta(index, finish_reason=reason, error=error) for index in sorted(stream.unfinished)])
+            self._core.abort(request_id)
+
+
+def _set_from_elsewhere(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the loop is closed: no task waits any more
+        loop.call_soon_threadsafe(event.set)

@@ -1,0 +1,280 @@
+"""Processes a step's results: appends tokens, reads them as text and events, and ends answers."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from penstock.engine.deltas import FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import CompiledGrammar
+from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
+from penstock.engine.grammars.mask_fill import MaskFill, failure_of
+from penstock.engine.mask_filler import MaskFiller
+from penstock.engine.parsing import Phase
+from penstock.engine.request import Request
+from penstock.engine.runner import StepOutput
+from penstock.engine.sampling.sampler import SamplerOutput
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Sequence, Status
+from penstock.engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputProcessor:
+    """Turns what was sampled for one sequence into its delta. A sequence that fails, fails alone.
+
+    `retire` is called with each sequence that has ended, once its delta is whole, and `give_up` with each grammar that turned out to be
+    unsupported, and why.
+    """
+
+    scheduler: Scheduler
+    masks: MaskFiller
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+    vocab_size: int
+    retire: Callable[[Sequence], None]
+    give_up: Callable[[CompiledGrammar, str], None]
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_forced_tokens: int = 0
+
+    def take_samples(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, rows: list[int], draft: list[int]) -> None:
+        """Takes the next token, and those after it for as long as the draft tokens before them were accepted.
+
+        A draft token is accepted with the probability that the model gives it, and the token in its place otherwise has the distribution
+        of the others: rejection sampling (Leviathan et al., arXiv:2211.17192) with a deterministic proposer.
+        """
+        num_known = len(sequence.token_ids)
+        is_constrained = sequence.is_constrained
+        is_masked = sequence.mask is not None or not is_constrained
+        num_right = 0
+        while num_right < len(rows):
+            if num_right:
+                self.scheduler.keep_computed(sequence, len(sequence.token_ids))
+            if is_masked:
+                self._take_sample(sequence, delta, output.samples, rows[num_right])
+            else:
+                self._take_unmasked(sequence, delta, output, rows[num_right])
+                if sequence.token_ids[num_known:] == draft[: num_right + 1]:
+                    self.take_certain(sequence, delta)  # as a mask would do, which allows nothing else after that token
+            said = sequence.token_ids[num_known:]
+            if sequence.status is not Status.RUNNING or len(said) == num_right or said != draft[: len(said)]:
+                break
+            if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
+                break  # the rows after this one were sampled by other rules
+            if not is_masked and not self.masks.samples_unmasked(sequence):
+                break
+            num_right = len(said)
+
+    def settle(self, sequence: Sequence, draft: list[int], said: list[int]) -> None:
+        """Counts how many draft tokens were accepted, and keeps what was computed for them."""
+        assert self.scheduler.speculation is not None
+        pairs = enumerate(zip(said, draft, strict=False))
+        num_right = next((place for place, (token_id, drafted) in pairs if token_id != drafted), min(len(said), len(draft)))
+        self.scheduler.speculation.count(len(draft), num_right)
+        if sequence.status is Status.RUNNING:
+            num_known = len(sequence.token_ids) - len(said)
+            self.scheduler.keep_computed(sequence, min(num_known + num_right, len(sequence.token_ids) - 1))  # the last one is sampled from
+
+    def _take_sample(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, row: int) -> None:
+        sequence.mask = None
+        if row in samples.failures:
+            self.fail(sequence, delta, samples.failures[row])
+        else:
+            self._read_or_fail(sequence, delta, lambda: self._accept(sequence, delta, samples.token_ids[row], samples.logprobs[row]))
+
+    def _take_unmasked(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, row: int) -> None:
+        assert output.sample_again is not None
+        token_id = None if row in output.samples.failures else output.samples.token_ids[row]
+        sample_again = partial(output.sample_again, row)
+        self._read_or_fail(sequence, delta, lambda: self._accept_unmasked(sequence, delta, token_id, sample_again))
+
+    def _accept_unmasked(
+        self, sequence: Sequence, delta: SequenceDelta, token_id: int | None, sample_again: Callable[[Tensor], SamplerOutput]
+    ) -> None:
+        """Advances the grammar by a token that was sampled without its mask; samples another under the mask where it is rejected."""
+        # The mask also decides whether the answer may end here. And where logits are not finite, those that the mask leaves may be.
+        gate = sequence.gate
+        assert gate is not None
+        is_refused = token_id is None or self._ends(sequence, token_id) or not gate.advance_guess(sequence.answer, token_id)
+        taken = None if is_refused else token_id
+        if not gate.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that delays no step
+            gate.rollback(int(taken is not None))
+            sequence.num_masks_apart = 1
+            self.scheduler.uncompute_last(sequence)
+        elif taken is not None:
+            self._append(sequence, taken, delta)
+        elif (mask := self.masks.fill_at_once(sequence, self.vocab_size)).needs_no_sample:
+            self.take_mask(sequence, delta, mask)
+        else:
+            self._take_sample(sequence, delta, sample_again(mask.row_W), 0)
+
+    def take_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
+        if mask.error is not None:
+            self.fail(sequence, delta, mask.error)
+        else:
+            sequence.mask = None
+            self._read_or_fail(sequence, delta, lambda: self._accept_mask(sequence, delta, mask))
+
+    def take_certain(self, sequence: Sequence, delta: SequenceDelta) -> None:
+        """Takes the tokens that a quick grammar forces, which are computed in the next step with the rest (jump-forward).
+
+        Where they are many, the mask keeps the rest for the next step, which samples nothing.
+        """
+        while sequence.status is Status.RUNNING and sequence.has_quick_grammar:
+            mask = self.masks.fill_at_once(sequence, self.vocab_size, only_forced=self.masks.samples_unmasked(sequence))
+            if not mask.needs_no_sample or len(delta.token_ids) > MAX_FORCED_TOKENS:
+                break
+            self.take_mask(sequence, delta, mask)
+
+    def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
+        """Calls `accept`, unless nothing but the prompt was asked for. An error ends the sequence."""
+        try:
+            if sequence.num_output_tokens == 0:
+                delta.prompt = self.prompt_info(sequence)
+            if sequence.max_tokens == 0:
+                self._finish(sequence, delta, FinishReason.LENGTH)
+            else:
+                accept()
+        except UnsupportedGrammar as error:
+            self.fail(sequence, delta, failure_of(error))
+        except Exception as error:  # a plug-in's parser or grammar: whatever it raises ends its own sequence
+            logger.exception("An answer could not be read")
+            self.fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
+
+    def _accept_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
+        """Ends the answer where only the end can follow, or appends the forced tokens as if they had been sampled."""
+        assert sequence.gate is not None
+        if mask.is_finished:
+            return self._finish(sequence, delta, FinishReason.STOP)
+        for token_id in mask.forced:
+            if not sequence.gate.advance(sequence.answer, token_id):
+                return self.fail(sequence, delta, "the grammar does not allow the token that it forced")
+            self.num_forced_tokens += 1
+            self._append(sequence, token_id, delta)
+            if delta.finish_reason is not None:
+                return
+
+    def _accept(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Appends a sampled token, or what the engine puts in its place, and adds it to `delta`."""
+        is_stopping = self._ends(sequence, token_id)
+        room = sequence.max_tokens - sequence.num_output_tokens
+        if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping, room=room):
+            for forced in sequence.thinking.end_token_ids:
+                if delta.finish_reason is None:
+                    certain = TokenLogprobs(forced, 0.0, 1)  # nothing else could have come here
+                    self._append(sequence, forced, delta, None if sequence.request.params.logprobs is None else certain)
+            sequence.sampling.block_stop = not sequence.thinking.has_closed
+            sequence.thinking.has_closed = True
+            return
+        if sequence.gate is not None and not is_stopping and not sequence.gate.advance(sequence.answer, token_id):
+            return self.fail(sequence, delta, "the grammar does not allow the token that was sampled")
+        if is_stopping:
+            delta.token_ids.append(token_id)
+            if logprobs is not None:
+                delta.logprobs.append(logprobs)
+            self.num_generation_tokens += 1
+            named = token_id in sequence.request.params.stop_token_ids
+            if named and sequence.request.params.include_stop_str_in_output:
+                delta.events += sequence.answer.feed(token_id)
+            if sequence.gate is not None and not sequence.gate.is_open(sequence.answer):
+                # The marker that would have ended the reasoning has no room.
+                return self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
+            return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
+        was_reasoning = sequence.answer.phase is Phase.REASONING
+        self._append(sequence, token_id, delta, logprobs)
+        if was_reasoning and sequence.gate is not None and sequence.answer.phase is Phase.CONTENT and delta.finish_reason is None:
+            self._begin_grammar(sequence, sequence.gate, delta)
+
+    def _begin_grammar(self, sequence: Sequence, gate: GrammarGate, delta: SequenceDelta) -> None:
+        """Applies the grammar to what follows the end of the reasoning in the same token: a tag that ends it, or text."""
+        # White space there belongs to the marker, and what the grammar does not begin with to the reasoning. The next token is no end.
+        events = gate.begin(sequence.answer, delta.events, self.tokenizer)
+        if events is None:
+            return self.fail(sequence, delta, UNFIT_START)
+        delta.events = events
+        if self._is_grammar_finished(sequence):
+            self._finish(sequence, delta, FinishReason.STOP)
+        elif not gate.has_begun:
+            sequence.sampling.block_stop = True
+
+    def _ends(self, sequence: Sequence, token_id: int) -> bool:
+        params = sequence.request.params
+        if token_id in params.stop_token_ids:
+            return True
+        return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
+
+    def _is_grammar_finished(self, sequence: Sequence) -> bool:
+        # A slow grammar must not be asked here, on the loop: its next mask will tell.
+        return sequence.gate is not None and not sequence.num_masks_apart and sequence.gate.is_finished(sequence.answer)
+
+    def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
+        sequence.append(token_id)
+        self.num_generation_tokens += 1
+        delta.token_ids.append(token_id)
+        num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        events = sequence.answer.feed(token_id)
+        delta.events += events if sequence.gate is None else sequence.gate.shown(sequence.answer, events)
+        if logprobs is not None:
+            is_reasoning = sequence.answer.num_reasoning_tokens > num_reasoning_tokens
+            delta.logprobs.append(replace(logprobs, is_reasoning=True) if is_reasoning else logprobs)
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        if sequence.answer.has_ended:
+            self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
+        elif sequence.stop_match is not None:
+            self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
+        elif self._is_grammar_finished(sequence):
+            self._finish(sequence, delta, FinishReason.STOP)
+        elif sequence.num_output_tokens >= sequence.max_tokens:
+            self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
+
+    def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        delta.events += sequence.answer.finish()
+        if reason is FinishReason.LENGTH and sequence.answer.has_ended:
+            # What a parser had held back completed a stop string after all, or was a call too many.
+            reason, stop_reason = FinishReason.STOP, sequence.answer.stop_match
+        delta.finish_reason = reason
+        delta.stop_reason = stop_reason
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        self.retire(sequence)
+
+    def time_out(self, sequence: Sequence) -> SequenceDelta:
+        """Ends the sequence where it is, with what it has said."""
+        delta = SequenceDelta(sequence.index)
+        try:
+            self._finish(sequence, delta, FinishReason.TIMED_OUT)
+        except Exception as error:  # as in `_read_or_fail`
+            logger.exception("An answer could not be read")
+            self.fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
+        return delta
+
+    def fail(self, sequence: Sequence, delta: SequenceDelta, reason: str) -> None:
+        delta.finish_reason = FinishReason.ERROR
+        delta.error = reason
+        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        self.report(sequence.request, reason)
+        self.retire(sequence)
+
+    def report(self, request: Request, reason: str) -> None:
+        """Where a request has failed because of its grammar."""
+        if request.grammar is not None and isinstance(reason, GrammarFault):
+            self.give_up(request.grammar, reason)
+
+    def prompt_info(self, sequence: Sequence) -> PromptInfo:
+        if sequence.index == 0:
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+        logprobs = sequence.prompt_logprobs
+        context = None if sequence.outputs is None else sequence.outputs.context
+        return PromptInfo(
+            sequence.num_prompt_tokens,
+            sequence.num_cached_tokens,
+            None if logprobs is None else tuple(logprobs),
+            sequence.queue_seconds or 0.0,
+            {} if context is None else context.rows.joined(),
+            0 if context is None else context.first_token or 0,
+        )

@@ -1,0 +1,245 @@
+"""The forward pass and the sampling of one step, in the one thread that touches the model."""
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
+from penstock.engine.decoder.compiled_layers import LayerCompilation
+from penstock.engine.decoder.cuda_graphs import DecodeGraphs
+from penstock.engine.decoder.layers import compute_logits
+from penstock.engine.decoder.outputs import Capture, ModelOutputs, owned_rows
+from penstock.engine.deltas import TokenLogprobs
+from penstock.engine.device import HostCopies, to_device
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.loading.model_loader import LoadedModel
+from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
+from penstock.engine.sequence import LOGITS, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Sampled tokens, an entry for each of `rows` of `Batch.samplers`, and the log probabilities of the prompt tokens computed.
+
+    `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names, or why it has none. `sample_again` samples an entry
+    under a mask, int32 [ceil(V / 32)], that it was sampled without; it is there where the batch `has_unmasked` rows, until the next step
+    begins.
+    """
+
+    samples: SamplerOutput
+    rows: list[int]
+    prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
+    outputs: list[dict[str, Tensor] | str] = field(default_factory=list)
+    sample_again: Callable[[int, Tensor], SamplerOutput] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A step in flight. The thread that launched it must not touch what the step reads."""
+
+    future: "Future[StepOutput]"
+
+    @classmethod
+    def failed(cls, error: Exception) -> "StepHandle":
+        """The handle of a step that could not be launched."""
+        future: Future[StepOutput] = Future()
+        future.set_exception(error)
+        return cls(future)
+
+    def collect(self) -> StepOutput:
+        """Waits for the step. Raises whatever the model raised."""
+        return self.future.result()
+
+
+def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
+    """The logits of these rows of the batch's samplers."""
+    kept_rows = [batch.sample_rows[row] for row in rows]
+    return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[_index(kept_rows, logits_KV.device)]
+
+
+def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput:
+    """Samples the rows whose masks are there, once the step has waited for them."""
+    rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
+    logits_BV = _logits_of(batch, rows, logits_KV)
+    bitmask_BW = None
+    if batch.masks is not None:
+        bitmask_BW = batch.masks.bitmask_BW
+        bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[_index(rows, bitmask_BW.device)]
+        bitmask_BW = bitmask_BW.to(logits_BV.device, non_blocking=True)
+    states = [batch.samplers[row].sampling for row in rows]
+    output = StepOutput(sampler.sample(logits_BV, states, bitmask_BW), rows)
+    if batch.has_unmasked:
+        output.sample_again = lambda place, mask_W: sampler.sample(
+            logits_BV[place, None], [states[place]], mask_W.to(logits_BV.device)[None]
+        )
+    return output
+
+
+def _index(rows: list[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(rows, dtype=torch.long), device)
+
+
+def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:
+    return started.result()()
+
+
+def _output_rows(outputs: list[OutputRows], logits_KV: Tensor, capture: Capture | None) -> Iterator[dict[str, Tensor] | str]:
+    """For each entry its rows of each of its names, on the CPU, by one copy per name.
+
+    An entry is the reason, a string, where one of its names has no rows.
+    """
+    captured = {} if capture is None else {name: states.cpu() for name, states in capture.rows.items()}
+    failures = {} if capture is None else capture.failures
+    if any(LOGITS in rows.names for rows in outputs):
+        logits_KV = logits_KV.cpu()
+    start = 0
+    for rows in outputs:
+        stop = start + rows.stop - rows.start
+        kept = slice(rows.first_kept, rows.first_kept + stop - start)
+        failed = next((failures[name] for name in rows.names if name in failures), None)
+        yield failed or {
+            name: owned_rows(logits_KV[kept], torch.float32) if name == LOGITS else owned_rows(captured[name][start:stop])
+            for name in rows.names
+        }
+        start = stop
+
+
+class ModelRunner:
+    """Runs batches, one at a time, in a thread of its own: torch releases the interpreter lock in its kernels, so the loop goes on.
+
+    `min_tokens` is the least number of tokens in a batch: a compiler would make a special case of one. With `copies`, the thread
+    launches a step and goes on to the next one; another thread waits for the results.
+    """
+
+    min_tokens = 2
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: KVCache,
+        *,
+        vocab_size: int,
+        compilation: LayerCompilation | None = None,
+        graphs: DecodeGraphs | None = None,
+        copies: HostCopies | None = None,
+        seed: int | None = None,
+        num_threads: int,
+    ) -> None:
+        self.loaded = loaded
+        self.num_threads = num_threads
+        self._compilation = compilation
+        self._graphs = graphs
+        self._copies = copies
+        self.cache = cache
+        self.sampler = Sampler(vocab_size, loaded.device, seed)
+        self._pending = PendingTokens(vocab_size, loaded.device)
+        self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
+        self._waiting = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
+
+    def _prepare_thread(self) -> None:
+        torch.set_num_threads(self.num_threads)  # OpenMP keeps it per thread
+        if self.loaded.device.type == "cuda":
+            torch.cuda.set_device(self.loaded.device)  # Triton launches on the thread's current device
+
+    def launch(self, batch: Batch) -> StepHandle:
+        if self._waiting is None:
+            return StepHandle(self.thread.submit(self.run, batch))
+        return StepHandle(self._waiting.submit(_finish, self.thread.submit(self.start, batch)))
+
+    def optimize(self) -> None:
+        """Captures and compiles what makes steps faster, and swaps it in between two steps. Takes long, outside the model's thread."""
+        self._capture_graphs()
+        self._compile_layers()
+
+    def _capture_graphs(self) -> None:
+        if self._graphs is None:
+            return
+        with suppress(RuntimeError):  # the runner was shut down meanwhile
+            while self.thread.submit(self._graphs.capture_next).result():
+                pass  # one at a time: steps go on in between
+        if self._graphs.sizes:
+            logger.info("Decode steps of up to %d sequences run as CUDA graphs.", self._graphs.sizes[-1])
+
+    def _compile_layers(self) -> None:
+        if self._compilation is None or not self._compilation.compile():
+            return
+        try:
+            self.thread.submit(self._compilation.install).result()
+        except RuntimeError as error:  # the runner was shut down meanwhile, or what the compiler made does not load
+            logger.warning("The decoder layers run uncompiled: %s", error)
+        else:
+            logger.info("The decoder layers are compiled.")
+
+    def shutdown(self) -> None:
+        """Waits for the step in flight."""
+        if self._compilation is not None:
+            self._compilation.cancel()
+        self.thread.shutdown()
+        if self._waiting is not None:
+            self._waiting.shutdown()
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Computes a step and waits for its results."""
+        return self.start(batch)()
+
+    @torch.inference_mode()
+    def start(self, batch: Batch) -> Callable[[], StepOutput]:
+        """Launches a step on the device. The function that it returns waits for the results and returns them."""
+        if batch.masks is not None:
+            batch.masks.begin()
+        batch = batch.on(self.loaded.device)
+        if batch.num_pending:
+            self._pending.fill_in(batch.input_ids_1T)
+        self._pending.clear()
+        self.cache.copy_blocks(batch.copies)
+        names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
+        if names:
+            logits_KV, capture = self._forward_seen(batch, names)
+        else:
+            logits_KV, capture = self.forward(batch), None
+        outputs = list(_output_rows(batch.outputs, logits_KV, capture))
+        rows = list(range(len(batch.samplers)))
+        if self._copies is not None and batch.masks is None and not batch.has_unmasked and not batch.prompts:
+            launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.samplers])
+            if launched is not None:
+                self._pending.keep(launched.token_ids_B)
+                wait = self._copies.begin(launched.packed_2B())
+                return lambda: StepOutput(launched.read(wait()), rows, outputs=outputs)
+        output = sample_rows(batch, logits_KV, self.sampler)
+        self._pending.keep(output.samples.token_ids)
+        output.prompt_logprobs = [self._score(logits_KV, rows) for rows in batch.prompts]
+        output.outputs = outputs
+        return lambda: output
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """The logits of the batch's kept rows, [K, V], valid until the next call."""
+        batch = batch.on(self.loaded.device)
+        logits_KV = None if self._graphs is None else self._graphs.run(batch)
+        if logits_KV is None:
+            logits_KV = self._forward_plainly(batch)
+        return logits_KV
+
+    def _forward_plainly(self, batch: Batch) -> Tensor:
+        return compute_logits(self.loaded.model, batch.input_ids_1T, batch.positions_1T, batch.attention, batch.kept_T)
+
+    def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
+        """As `forward`, by the model's own modules, with the outputs captured on the way."""
+        rows_R = _index([row for rows in batch.outputs for row in range(rows.start, rows.stop)], self.loaded.device)
+        with self.outputs.capturing(names, rows_R, batch.input_ids_1T.shape[1]) as capture:
+            return self._forward_plainly(batch), capture
+
+    def _score(self, logits_KV: Tensor, rows: PromptRows) -> tuple[Sequence, int, list[TokenLogprobs]]:
+        sequence = rows.sequence
+        count = rows.stop - rows.start
+        targets = sequence.token_ids[rows.first_token : rows.first_token + count]
+        num_top = sequence.request.params.prompt_logprobs or 0
+        return sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop, : self.sampler.vocab_size], targets, num_top)

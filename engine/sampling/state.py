@@ -1,0 +1,173 @@
+"""What the sampler knows of one sequence, from its first token to its last."""
+
+import copy
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from struct import pack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.device import to_device
+from penstock.engine.hooks import LogitsRow
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.penalties import BadWords, Penalties, TokenCounts
+from penstock.engine.sampling.processors import SequenceProcessor
+
+MAX_LOGIT_BIAS = 100.0
+
+
+class CounterRng:
+    """Counter-based uniform numbers in [0, 1): a hash of the seed, the token's position in the answer, and the draws at that position.
+
+    So what a seed gives does not depend on the number of draft tokens in a step, or on samples that are rejected.
+    """
+
+    __slots__ = ("_num_drawn", "_position", "_seed")
+
+    def __init__(self, seed: int, position: int = 0) -> None:
+        self._seed = seed % 2**64
+        self._position = position
+        self._num_drawn = 0
+
+    def random(self) -> float:
+        digest = blake2b(pack("<QQQ", self._seed, self._position, self._num_drawn), digest_size=8).digest()
+        self._num_drawn += 1
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+    def again(self) -> "CounterRng":
+        """The numbers of the same position, from the first one on."""
+        return CounterRng(self._seed, self._position)
+
+    def at_next_position(self) -> "CounterRng":
+        return CounterRng(self._seed, self._position + 1)
+
+
+class SamplingState:
+    """Parameters, penalties' counts and random numbers of one sequence. Nothing in it belongs to the cache: it survives preemption.
+
+    `is_constrained` is set when the grammar's gate opens; from then on `min_tokens` does not apply. `block_stop` keeps stop ids from being
+    sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
+    `processors` are what the request's makers gave, in any form. Where `num_candidates` is not 0, the row is not sampled from: beam search
+    chooses among that many tokens.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        stop_token_ids: frozenset[int],
+        bad_words_ids: list[list[int]],
+        processors: list[Any],
+        seed_offset: int,
+        device: torch.device | str,
+        request_id: str = "",
+        client_id: int | str | None = None,
+    ) -> None:
+        device = torch.device(device)
+        self.params = params
+        self.is_constrained = False
+        self.block_stop = False
+        self.num_output_tokens = 0
+        self.num_candidates = 0
+        self.generator = None if params.seed is None else CounterRng(params.seed + seed_offset)
+        self.token_ids = list(prompt_token_ids) if processors else []
+        row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
+        self.processors = [SequenceProcessor.of(made, row) for made in processors]
+        self._vocab_size = vocab_size
+        self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
+        self._bad_words = BadWords(ids for ids in bad_words_ids if all(token_id < vocab_size for token_id in ids))
+        self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        self.counts: TokenCounts | None = None
+        if self.penalties != Penalties(1.0, 0.0, 0.0):
+            # Placeholders of images and the like have ids beyond the vocabulary.
+            in_vocabulary = (token_id for token_id in prompt_token_ids if 0 <= token_id < vocab_size)
+            self.counts = TokenCounts(in_vocabulary if params.repetition_penalty != 1 else (), device)
+        self.allowed_ids = _ids_tensor(params.allowed_token_ids, device)
+        self.bias_ids = _ids_tensor(params.logit_bias, device)
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
+        self.biases = to_device(biases.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float(), device)
+
+    @property
+    def top_k(self) -> int | None:
+        """The `top_k` that takes something away, else None."""
+        return self.params.top_k if 0 < self.params.top_k < self._vocab_size else None
+
+    @property
+    def takes_first(self) -> bool:
+        """Whether nothing is drawn for it."""
+        return self.params.is_greedy or self.num_candidates > 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives go with the sampled token; None where no log probability is wanted, or nothing is sampled."""
+        return None if self.num_candidates else self.params.logprobs
+
+    @property
+    def takes_most_probable(self) -> bool:
+        """Whether the next token is the one that the model finds most probable, and nothing else is asked."""
+        rules = (self.counts, self.allowed_ids, self.bias_ids, self.params.logprobs)
+        is_plain = self.params.is_greedy and not self.num_candidates and not self.processors and all(rule is None for rule in rules)
+        return is_plain and not self.masked_ids()
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether the tokens said so far make no difference to how the next one is chosen, but for their number."""
+        return not self.processors and not self.num_candidates and self.counts is None and not self._bad_words
+
+    @property
+    def numbers(self) -> CounterRng | None:
+        """For one draw of the next token. A step that is dropped has used up none of them."""
+        return None if self.generator is None else self.generator.again()
+
+    def append(self, token_id: int) -> None:
+        """A token was added to the output, sampled or forced."""
+        self.num_output_tokens += 1
+        self.block_stop = False
+        self.generator = None if self.generator is None else self.generator.at_next_position()
+        self._bad_words.append(token_id)
+        if self.counts is not None and token_id < self._vocab_size:
+            self.counts.append(token_id)
+        if self.processors:
+            self.token_ids.append(token_id)
+
+    def fork(self) -> "SamplingState":
+        """An independent copy. What logits processors remember is copied, as far as `copy.deepcopy` finds it."""
+        state = copy.copy(self)
+        state._bad_words = self._bad_words.copy()
+        state.counts = None if self.counts is None else self.counts.copy()
+        state.token_ids = list(self.token_ids)
+        state.processors = [processor.fork(state.token_ids) for processor in self.processors]
+        return state
+
+    def after(self, token_id: int) -> "SamplingState":
+        """A copy with the token appended. Not for sequences with logits processors, which are expensive to copy."""
+        assert not self.processors
+        state = self.fork()
+        state.append(token_id)
+        return state
+
+    def after_any(self) -> "SamplingState":
+        """A copy as it will be after the next token, whichever that is."""
+        assert self.is_predictable
+        state = copy.copy(self)
+        state.num_output_tokens += 1
+        state.block_stop = False
+        state.generator = None if self.generator is None else self.generator.at_next_position()
+        return state
+
+    def masked_ids(self) -> list[int]:
+        """Tokens that may not come next: the last ones of bad words, and stop ids while they are blocked."""
+        masked = self._bad_words.completing_ids()
+        is_too_short = self.num_output_tokens < self.params.min_tokens and not self.is_constrained
+        if self.block_stop or is_too_short:
+            masked += self._stop_token_ids
+        return masked
+
+
+def _ids_tensor(token_ids: Iterable[int], device: torch.device) -> Tensor | None:
+    ids = list(token_ids)
+    return to_device(torch.tensor(ids, dtype=torch.int64), device) if ids else None

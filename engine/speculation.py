@@ -1,0 +1,126 @@
+"""Speculative decoding by n-grams: draft tokens for each sequence, and how many of them are worth a row."""
+
+import heapq
+from dataclasses import dataclass, field
+
+MATCH_LENGTH = 2
+MAX_READ = 4096  # tokens at a time: it is the event loop that reads
+FIRST_ACCURACY = 0.4
+MEMORY = 0.8  # the weight of the accuracy so far, in its moving average
+MAX_DRAFT = 16  # tokens
+MIN_ACCURACY = 0.3  # of so few remembered guesses, less may be chance
+MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
+
+
+class NgramProposer:
+    """Proposes the tokens that followed the last occurrence of the last `MATCH_LENGTH` tokens (prompt lookup decoding; Saxena 2023).
+
+    Every token is looked at once, and guessed whether or not a draft is wanted: `accuracy`, the share of recent guesses that were right,
+    is known without computing any draft. It belongs to one sequence, whose `token_ids` it reads as they grow.
+    """
+
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+        self._token_ids = token_ids
+        self._num_prompt_tokens = num_prompt_tokens
+        self._followers: dict[tuple[int, ...], int] = {}  # the position of the token that last followed these
+        self._num_read = 0
+        self._source: int | None = None
+        self.accuracy = FIRST_ACCURACY
+
+    @property
+    def has_guess(self) -> bool:
+        return self._source is not None
+
+    def propose(self, num_tokens: int) -> list[int]:
+        """A draft of so many tokens. All tokens must have been read, and `has_guess`."""
+        assert self._source is not None
+        ids = self._token_ids
+        draft = ids[self._source : self._source + num_tokens]
+        while len(draft) < num_tokens:  # the text ends within what it repeats, and so on
+            draft.append(draft[len(draft) - (len(ids) - self._source)])
+        return draft
+
+    def read(self) -> bool:
+        """Reads at most `MAX_READ` new tokens. False where more are left."""
+        stop = min(len(self._token_ids), self._num_read + MAX_READ)
+        self._read_prompt(min(stop, self._num_prompt_tokens - 1))
+        for position in range(self._num_read, stop):
+            self._read_token(position)
+        self._num_read = stop
+        return stop == len(self._token_ids)
+
+    def _read_prompt(self, stop: int) -> None:
+        """Reads the prompt but for its last token: nothing is guessed there, so it is quicker."""
+        if stop <= self._num_read:
+            return
+        start = max(0, self._num_read + 1 - MATCH_LENGTH)
+        ids = self._token_ids[start:stop]
+        keys = zip(*(ids[shift:] for shift in range(MATCH_LENGTH)), strict=False)
+        self._followers.update(zip(keys, range(start + MATCH_LENGTH, stop + 1), strict=False))
+        self._num_read = stop
+
+    def _read_token(self, position: int) -> None:
+        ids = self._token_ids
+        if self._source is not None:
+            is_right = ids[self._source] == ids[position]
+            self.accuracy = MEMORY * self.accuracy + (1 - MEMORY) * is_right
+            self._source = self._source + 1 if is_right else None
+        if position + 1 < MATCH_LENGTH:
+            return
+        key = tuple(ids[position + 1 - MATCH_LENGTH : position + 1])
+        if self._source is None:
+            self._source = self._followers.get(key)
+        self._followers[key] = position + 1
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Decides how many draft tokens each sequence gets in a step, by what they cost and how accurate its proposer has been.
+
+    A step over R rows takes about as long as `rows_for_weights` + R rows would if the weights cost nothing to read: one more row adds
+    1 / (`rows_for_weights` + R) to the step. With S sequences, a draft's row gains a token of S with the probability that it and all
+    before it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R). The likeliest come first,
+    and all together they make a step at most half as long again, or are no more than one sequence may have: sequences without drafts
+    gain nothing by those of others.
+
+    `lengths` counts drafts by how many of their tokens were accepted.
+    """
+
+    rows_for_weights: float
+    num_drafted: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
+
+    def share(self, proposers: list[NgramProposer], limit: int, *, num_rows: int, num_sequences: int) -> list[int]:
+        """How many tokens each may propose, at most `limit` in all, in a step of `num_rows` rows without them for `num_sequences`."""
+        limit = min(limit, max(MAX_DRAFT, int((self.rows_for_weights + num_rows) / 2)))
+        lengths = [0] * len(proposers)
+        queue = [
+            (-proposer.accuracy, index)
+            for index, proposer in enumerate(proposers)
+            if proposer.read() and proposer.has_guess and proposer.accuracy >= MIN_ACCURACY
+        ]
+        heapq.heapify(queue)
+        for num_drafted in range(limit):
+            if not queue or -queue[0][0] * (self.rows_for_weights + num_rows + num_drafted) <= num_sequences:
+                break
+            probability, index = queue[0]
+            lengths[index] += 1
+            if lengths[index] < MAX_DRAFT:
+                heapq.heapreplace(queue, (probability * proposers[index].accuracy, index))
+            else:
+                heapq.heappop(queue)
+        return lengths
+
+    def is_worthwhile(self, proposers: list[NgramProposer], *, num_rows: int) -> bool:
+        """Whether any proposer, as accurate as it is now, would get a draft token in a step of `num_rows` sequences."""
+        return any(
+            proposer.read()
+            and proposer.has_guess
+            and proposer.accuracy >= MIN_ACCURACY
+            and proposer.accuracy * (self.rows_for_weights + num_rows) > num_rows
+            for proposer in proposers
+        )
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        self.num_drafted += num_drafted
+        self.lengths[num_accepted] += 1

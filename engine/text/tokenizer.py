@@ -1,0 +1,360 @@
+"""Text to token ids and back, over one model directory's tokenizer, and the bytes that each token adds to a text.
+
+Nearly every decoder in use is local: what a token adds depends on that token alone, and on whether it is the first. Such a decoder is asked
+once per token and never again. One that looks further (a suffix at a word's end, neighbours that are merged) is called opaque.
+"""
+
+import enum
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.engine.grammar import Vocabulary
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ANCHOR = "a"  # stands for "there was text before": no decoder joins anything to it or takes anything from it
+REPLACEMENT = "\ufffd"
+CHARS_PER_TOKEN = 16  # more than prose has, so that the first beginning usually suffices
+_CUT_MARGIN = 64
+
+
+class DecoderKind(enum.Enum):
+    """How much of a text one token decides."""
+
+    BYTE_LEVEL = "byte_level"  # every token spells bytes
+    LOCAL = "local"  # every token spells text, byte tokens aside
+    OPAQUE = "opaque"  # only windows of tokens can be decoded
+
+
+class TokenTable:
+    """The bytes of one tokenizer's tokens, kept once asked for. Tokens are given as their entry in the vocabulary."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._decoder = backend.decoder
+        steps = list(_decoder_steps(self._decoder))
+        self.kind = _kind_of(steps)
+        self._has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
+        self._byte_of = _byte_of_character() if self.kind is DecoderKind.BYTE_LEVEL else {}
+        self._later: dict[str, bytes] = {}
+
+    def bytes_of(self, token: str, is_first: bool = False) -> bytes:
+        """What `token` adds to the text. `is_first`: no text precedes it; some decoders then drop a leading space."""
+        if is_first and self.kind is not DecoderKind.BYTE_LEVEL:
+            return self._first_bytes_of(token)
+        found = self._later.get(token)
+        if found is None:
+            found = self._later[token] = self._later_bytes_of(token)
+        return found
+
+    def decode(self, tokens: list[str]) -> str:
+        """The text of a run of tokens, as the tokenizer itself has it."""
+        return " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
+
+    def _later_bytes_of(self, token: str) -> bytes:
+        if self.kind is DecoderKind.BYTE_LEVEL:
+            # A token with a character outside the map is one that was added as plain text.
+            if all(character in self._byte_of for character in token):
+                return bytes(self._byte_of[character] for character in token)
+            return token.encode()
+        byte = self._byte_token(token)
+        if byte is not None:
+            return byte
+        return self.decode([_ANCHOR, token]).removeprefix(_ANCHOR).encode()
+
+    def _first_bytes_of(self, token: str) -> bytes:
+        byte = self._byte_token(token)
+        if byte is not None and not byte.isascii():
+            return byte
+        return self.decode([token]).encode()
+
+    def _byte_token(self, token: str) -> bytes | None:
+        match = _BYTE_TOKEN.fullmatch(token) if self._has_byte_tokens else None
+        return bytes([int(match[1], 16)]) if match else None
+
+
+def _decoder_steps(decoder: Any) -> Iterable[dict[str, Any]]:
+    """The decoder's components in order, sequences opened. Without a decoder tokens are joined by spaces, which is local."""
+    if decoder is None:
+        return
+    pending = [json.loads(decoder.__getstate__())]
+    while pending:
+        step = pending.pop(0)
+        if step["type"] == "Sequence":
+            pending[:0] = step["decoders"]
+        else:
+            yield step
+
+
+def _kind_of(steps: list[dict[str, Any]]) -> DecoderKind:
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return DecoderKind.BYTE_LEVEL
+    return DecoderKind.LOCAL if all(_is_local(step) for step in steps) else DecoderKind.OPAQUE
+
+
+def _is_local(step: dict[str, Any]) -> bool:
+    match step["type"]:
+        case "ByteFallback" | "Fuse" | "Metaspace" | "WordPiece":
+            return True
+        case "Replace":
+            return len(step["pattern"].get("String", "")) == 1  # longer ones may match across tokens
+        case "Strip":
+            return bool(step["stop"] == 0)
+        case _:
+            return False
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The printable characters that byte-level BPE (GPT-2's encoder) writes bytes with: its own where it prints, else from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokenInfo:
+    """A marker that the vocabulary holds as one token. `is_special`: `skip_special_tokens` leaves it out."""
+
+    text: str
+    is_special: bool
+
+
+class Tokenizer:
+    """A model's tokenizer. Immutable once made; every method may be called from any thread.
+
+    `config` is the content of tokenizer_config.json, `chat_templates` the templates by name, `eos_token_ids` every id that ends an answer.
+    """
+
+    def __init__(
+        self, backend: Backend, config: Mapping[str, Any], chat_templates: Mapping[str, str], eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        _add_tokens(backend, config)
+        # What a tokenizer file says of truncation and padding belongs to training; it would cut prompts silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.table = TokenTable(backend)
+        self.chat_templates = chat_templates
+        self.response_template: Mapping[str, Any] | None = config.get("response_template")
+        self.special_tokens_map: Mapping[str, str] = dict(_named_tokens(config))
+        self.added_tokens: Mapping[int, AddedTokenInfo] = {
+            token_id: AddedTokenInfo(token.content, token.special)
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special or not _is_plain(self.table.bytes_of(token.content).decode(errors="replace").strip())
+        }
+        eos_token = self.special_tokens_map.get("eos_token")
+        eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
+        self.eos_token_ids = frozenset(eos_token_ids) | ({eos_token_id} if eos_token_id is not None else frozenset())
+
+    @classmethod
+    def load(cls, directory: str | Path, trust_remote_code: bool = False) -> "Tokenizer":
+        """Reads the tokenizer of a model directory.
+
+        tokenizer.json is taken as it is; without one, transformers converts the other files (which takes seconds).
+        Raises `ConfigurationError` where there is no tokenizer that can be used.
+        """
+        directory = Path(directory)
+        if (directory / "tokenizer.json").is_file():
+            try:
+                backend = Backend.from_file(str(directory / "tokenizer.json"))
+            except Exception as error:  # the library raises nothing narrower
+                raise ConfigurationError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from error
+        else:
+            backend = _convert(directory, trust_remote_code)
+        config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
+        return cls(backend, config, _read_chat_templates(directory, config), _read_eos_token_ids(directory))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default template; None where the model has none."""
+        return self.chat_templates.get("default")
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def serialized(self) -> str:
+        """As the content of a tokenizer.json."""
+        return self._backend.to_str()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; added tokens written out in it become those tokens. Raises `InvalidRequest` for lone surrogates."""
+        try:
+            # Unlike `encode`, the batched form gives the interpreter lock up, and it skips the offsets, which takes most of the time.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            raise InvalidRequest("The text holds a lone surrogate and cannot be encoded as UTF-8") from None
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """A beginning of `text` that holds its first `num_tokens` tokens, found without tokenizing much more; all of it where it is short.
+
+        Beginnings of growing length are tokenized until one has twice as many tokens: the cut changes only tokens close to it.
+        """
+        size = CHARS_PER_TOKEN * num_tokens
+        while size < len(text):
+            if len(self.encode(text[:size], add_special_tokens=False)) > 2 * num_tokens + _CUT_MARGIN:
+                return text[:size]
+            size *= 4
+        return text
+
+    def encode_pair(
+        self, text: str, pair: str | None = None, *, max_tokens: int | None = None, max_pair_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Token ids and token type ids of a text, or of two as one input, with special tokens as the model was trained with.
+
+        Beyond `max_pair_tokens` the second text is cut at its end. Beyond `max_tokens` the longer of the two is, then both alike; special
+        tokens stay. Raises `InvalidRequest` for lone surrogates, and for a `max_tokens` that holds nothing but special tokens.
+        """
+        texts = [text] if pair is None else [text, pair]
+        if max_tokens is not None:
+            texts = [self.beginning(part, max_tokens) for part in texts]
+        if max_pair_tokens is not None:
+            texts[-1] = self.beginning(texts[-1], max_pair_tokens)
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:
+            raise InvalidRequest("The text holds a lone surrogate and cannot be encoded as UTF-8") from None
+        if max_pair_tokens is not None:
+            encodings[-1].truncate(max_pair_tokens)
+        if max_tokens is not None:
+            room = max_tokens - self._backend.num_special_tokens_to_add(pair is not None)
+            if room < len(texts):
+                raise InvalidRequest(f"{max_tokens} tokens hold nothing of the text")
+            for encoding, size in zip(encodings, _longest_first([len(encoding) for encoding in encodings], room), strict=True):
+                encoding.truncate(size)
+        whole = self._backend.post_process(encodings[0], encodings[1] if pair is not None else None, True)
+        return whole.ids, whole.type_ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling; None where the id is unknown, as in logits wider than the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by the vocabulary's own spelling, or of an added token by its text."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What a token adds to a text that has begun; None for an added or unknown token, which is not text."""
+        token = None if token_id in self.added_tokens else self.token(token_id)
+        return None if token is None else self.table.bytes_of(token)
+
+    def token_text(self, token_id: int) -> str:
+        """A token's own text, for showing; U+FFFD stands for each part of a character. Empty for an unknown id."""
+        added = self.added_tokens.get(token_id)
+        if added is not None:
+            return added.text
+        return (self.token_bytes(token_id) or b"").decode(errors="replace")
+
+    def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary:
+        """The tokens as bytes, for grammar backends. Takes time in proportion to the vocabulary: call it off the event loop."""
+        token_bytes = tuple(self._matchable_bytes(token_id) for token_id in range(min(self.vocab_size, logits_width)))
+        stop_token_ids = frozenset(stop_token_ids)
+        digest = hashlib.sha256(f"{logits_width} {sorted(stop_token_ids)}\n".encode())
+        digest.update(b"".join(b"-" if data is None else b"%d:%b" % (len(data), data) for data in token_bytes))
+        added_token_ids = {token.text: token_id for token_id, token in self.added_tokens.items() if token_id < logits_width}
+        digest.update(repr(sorted(added_token_ids.items())).encode())
+        return Vocabulary(token_bytes, logits_width, stop_token_ids, digest.hexdigest(), added_token_ids, self._encode_text)
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
+    def _matchable_bytes(self, token_id: int) -> bytes | None:
+        # A token without text could be repeated for ever, and the bytes of some in an opaque decoder cannot be known.
+        data = self.token_bytes(token_id)
+        if data and self.table.kind is DecoderKind.OPAQUE and REPLACEMENT.encode() in data:
+            return None
+        return data or None
+
+
+def _longest_first(lengths: list[int], room: int) -> list[int]:
+    """Lengths that together are no more than `room`, the longest having been cut first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first <= second:
+        first = min(first, max(room - second, room // 2))
+        return [first, min(second, room - first)]
+    second = min(second, max(room - first, room // 2))
+    return [min(first, room - second), second]
+
+
+def _is_plain(text: str) -> bool:
+    """White space, a word, a number or a character: some vocabularies add these too (ERNIE its digits), and they are no markers."""
+    return not text or text.isalnum() or len(text) == 1
+
+
+def _convert(directory: Path, trust_remote_code: bool) -> Backend:
+    from transformers import AutoTokenizer  # costs seconds, and most models never need it
+
+    try:
+        converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigurationError(f"{directory} holds no tokenizer that can be loaded: {error}") from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise ConfigurationError(f"{directory} has a {type(converted).__name__}, which cannot be converted to a tokenizer.json")
+    return backend
+
+
+def _add_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Adds what tokenizer_config.json lists beyond tokenizer.json, where its ids fit, and marks the named tokens as special."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token_id, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        text = token["content"]
+        next_id = backend.get_vocab_size(with_added_tokens=True)
+        if text not in known and int(token_id) in (backend.token_to_id(text), next_id):
+            flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in token}
+            backend.add_tokens([AddedToken(text, **flags)])
+            known.add(text)
+    backend.add_special_tokens([text for _, text in _named_tokens(config) if text not in known and backend.token_to_id(text) is not None])
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """`bos_token`, `eos_token` and the like, with their texts, as templates use them."""
+    extra = config.get("extra_special_tokens")
+    for name, token in [*config.items(), *(extra.items() if isinstance(extra, dict) else ())]:
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str) and text:
+            yield name, text
+
+
+def _read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. The files win over what tokenizer_config.json holds, as in transformers."""
+    listed = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template") or []
+    templates = {"default": listed} if isinstance(listed, str) else {entry["name"]: entry["template"] for entry in listed}
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if (directory / "chat_template.jinja").is_file():
+        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+def _read_eos_token_ids(directory: Path) -> list[int]:
+    """From generation_config.json, or without one from config.json, which transformers then reads for it."""
+    config = _read_json(directory / "generation_config.json") or _read_json(directory / "config.json")
+    found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    return found if isinstance(found, list) else [found] if found is not None else []
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} does not hold a JSON object")
+    return content
