@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.header import check_gguf_header
-from penstock.engine.loading.model_cache import build_once
+from penstock.engine.model_cache import build_once
 
 if TYPE_CHECKING:
     import gguf

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf.conversion import CONVERSION_VERSION, convert_gguf
-from penstock.engine.loading.model_cache import build_once
+from penstock.engine.model_cache import build_once
 
 MAX_NEW_TOKENS = 1024  # small models lose themselves now and then
 _ELSEWHERE = "pass --model with a local directory, a .gguf file or a Hugging Face id instead"

@@ -13,7 +13,7 @@ import torch
 from penstock.engine.cache_directory import COMPILER_CACHES, check_private, make_private, redirect_compiler_caches
 from penstock.engine.decoder.compiled_layers import LayerCompilation
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading.model_cache import build_once
+from penstock.engine.model_cache import build_once
 from penstock.engine.native import library as native
 from penstock.plugins.grammars.outlines_core.backend import to_pattern
 from penstock.plugins.grammars.regex.tree import Literal

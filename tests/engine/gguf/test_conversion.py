@@ -19,8 +19,8 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.gguf import conversion
 from penstock.engine.gguf.conversion import convert_gguf, converted_gguf
 from penstock.engine.gguf.matrices import EXACT_TYPES, read_blocks
-from penstock.engine.loading.model_cache import MANIFEST, build_once
 from penstock.engine.loading.model_loader import load_model
+from penstock.engine.model_cache import MANIFEST, build_once
 from penstock.engine.quantization import quantized_names, read_quantized
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
