@@ -208,6 +208,7 @@ def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple
 Fields = TypeVar("Fields", bound=RequestFields)
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # br and zstd where aiohttp has their libraries
 IGNORED_HEADER = "x-ignored-fields"
 MAX_HEADER = 1000
 MIN_BYTES_PER_SECOND = 16 * 1024
@@ -253,11 +254,15 @@ def check_priority(options: ServerOptions, priority: int | None) -> None:
 
 
 async def receive(request: web.Request) -> bytes:
-    """The body as it was sent, inflated. Raises aiohttp's 413 where it is larger than it may be, and 408 where it arrives too slowly.
+    """The body as it was sent, inflated. Raises aiohttp's 415 for an encoding that is not known, 413 where the body is larger than it may
+    be, and 408 where it arrives too slowly.
 
     The deadline is extended by what arrives, at a minimum rate. A total deadline that suits a large body on a slow link would be just as
     long for a client that sends a byte now and then.
     """
+    if (encoding := request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()) not in CONTENT_ENCODINGS:
+        known = ", ".join(sorted(CONTENT_ENCODINGS))
+        raise web.HTTPUnsupportedMediaType(text=f"a body may be encoded as {known}, got {encoding[:100]!r}")
     await send_continue(request)
     options = request.app[SHARED].options
     body = bytearray()

@@ -62,7 +62,7 @@ TEMPLATES = {
     "that adds lists": "{{ ([[1]*1000000]*300)|sum(start=[]) }}",
     "of JSON": "{{ (['b'*1000000]*2000)|tojson }}",
     "that loops": "{% for i in range(10**9) %}{{ i }}{% endfor %}",
-    "of a power": "{{ 9**9**9 }}",
+    "of a power": "{{ 9**(9**9) }}",
 }
 ESCAPES = (
     "{{ cycler.__init__.__globals__.os.popen('id').read() }}",

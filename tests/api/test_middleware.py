@@ -1,6 +1,7 @@
 """Request ids, the access log, keys, CORS, sizes, and errors as OpenAI's body."""
 
 import asyncio
+import gzip
 import json
 import logging
 
@@ -257,6 +258,17 @@ def test_a_body_beyond_the_limit_is_413(is_announced: bool) -> None:
         assert (await server.post("/v1/chat/completions", CHAT))[0] == 200
 
     serve(scenario, ServerOptions(max_body_bytes=1000))
+
+
+def test_a_body_in_an_encoding_that_is_not_known_is_415() -> None:
+    async def scenario(server: Running) -> None:
+        for encoding in ("gzip, gzip", "compress"):
+            headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+            async with server.http.post("/v1/chat/completions", data=gzip.compress(gzip.compress(b"{}")), headers=headers) as response:
+                assert response.status == 415
+                assert encoding in (await response.json())["error"]["message"]
+
+    serve(scenario)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
