@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.hooks import LogitsRow
+from penstock import LogitsRow
 from penstock.llm.executor import Executor, LogitsProcessorConfig, OutputConfig, Request
 
 NO_INPUT = OutputConfig(exclude_input_from_output=True)

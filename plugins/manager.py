@@ -17,18 +17,19 @@ import pluggy
 from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.format_info import FormatInfo
+from penstock.engine.format_info import Format, FormatInfo
 from penstock.engine.sampling.logits_processors import as_registered
 from penstock.engine.turn import Turn
-from penstock.plugins import reasoning, tools
+from penstock.plugins import tools
 from penstock.plugins.recognition import Evidence
 from penstock.plugins.registry import AUTO, NONE, Registry
 
 GROUP = "penstock"
 MIN_BEGINNING = 4  # letters: names that share fewer have nothing else in common
 DEFAULT_TOOL_PARSER = "hermes"
-FOLDERS = (reasoning, tools)  # each module in them is a plug-in
+FOLDERS = (tools,)  # each module in them is a plug-in
 BUILT_INS = (
+    "penstock.plugins.reasoning.formats",
     "penstock.plugins.processors.no_repeat_ngram",
     "penstock.plugins.grammars.llguidance.backend",
     "penstock.plugins.grammars.outlines_core.backend",
@@ -65,7 +66,8 @@ class Plugins:
     """Everything that plug-ins have registered, by kind and name.
 
     Nothing is loaded by making one: call `load_builtins`, `load_entry_points` and `load`, in this order, and `check` at the end, or use
-    `start`. Every mistake is a `ConfigurationError` that names the plug-in. `without` drops plug-ins or single registered names.
+    `start`. Every mistake is a `ConfigurationError` that names the plug-in. `without` drops plug-ins and single names; of a
+    file or module that `load` was asked for, none.
     """
 
     def __init__(self, without: Iterable[str] = ()) -> None:
@@ -78,6 +80,7 @@ class Plugins:
         self._origins: dict[str, Origin] = {}
         self._without = frozenset(without)
         self._dropped: set[str] = set()
+        self._asked_for: set[str] = set()  # files and modules: their names are never dropped
 
     @classmethod
     def start(
@@ -184,6 +187,7 @@ class Plugins:
             if not path.is_file():
                 raise ConfigurationError(f"`--plugin {name}`: there is no such file")
             if str(path) not in self._origins:
+                self._asked_for.add(str(path))
                 self._add(Origin(str(path)), partial(_load_file, path))
             return str(path)
         if not _is_module(name):
@@ -191,6 +195,7 @@ class Plugins:
         # An installed plug-in is known by its entry point's name, and may be asked for by its module's.
         loaded = self._manager.get_name(sys.modules.get(name))
         if loaded is None:
+            self._asked_for.add(name)
             self._add(_module_origin(name), partial(importlib.import_module, name))
         return loaded or name
 
@@ -281,9 +286,11 @@ class Plugins:
                 raise ConfigurationError(f"{described}: {error}") from error
         elif not callable(factory):
             raise ConfigurationError(f"{described}: it takes a name and a factory, and perhaps a FormatInfo")
+        if info is None and isinstance(factory, Format):
+            info = factory.info
         if {AUTO, NONE} & {name, *(info.aliases if info else ())}:
             raise ConfigurationError(f"plug-in {origin} cannot register {name!r}: {AUTO!r} and {NONE!r} mean something else")
-        if name in self._without:
+        if name in self._without and origin.plugin not in self._asked_for:
             self._dropped.add(name)
             return
         for spelling in (name, *(info.aliases if info else ())):

@@ -25,8 +25,10 @@ from penstock.api.workers import Workers
 from penstock.assembly import UNLEARNED_THINKING_BUDGET, build_chat_template, evidence_of, knows_marker, thinking_budget, unlearned_parser
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.tokenizer import Tokenizer
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import bind, main, stopping_line
+
+deepseek_r1 = FORMATS["deepseek_r1"]
 
 ROOT = Path(__file__).parent.parent
 

@@ -2,11 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock import hookimpl
-from penstock.engine.events import Event, Reasoning, Text
-from penstock.engine.parsing import Phase
-from penstock.engine.turn import Turn
-from penstock.plugins.markers import MarkerBuffer
+from penstock import Event, MarkerBuffer, Phase, Reasoning, Text, Turn, hookimpl
 
 
 class ThoughtTags:

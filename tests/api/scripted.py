@@ -24,7 +24,7 @@ from penstock.engine.outputs import FinishReason, PromptInfo, SequenceDelta, Tok
 from penstock.engine.request import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.plugins.reasoning import deepseek_r1
+from penstock.plugins.reasoning.formats import FORMATS
 
 CHATML = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
@@ -237,7 +237,7 @@ def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, worker
 async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bool = False, **settings: Any) -> AsyncIterator[Scripted]:
     """Serves on a free local port. `engine` are `ScriptedEngine`'s fields, `settings` the context's. `thinks` activates deepseek_r1."""
     if thinks:
-        settings["reasoning_parser"] = deepseek_r1.deepseek_r1
+        settings["reasoning_parser"] = FORMATS["deepseek_r1"]
     replay, compiler = ScriptedEngine(**{"tokenizer": byte_tokenizer()} | dict(engine or {})), RecordingCompiler()
     with Workers() as workers:
         context = scripted_context(replay, compiler, workers, **settings)

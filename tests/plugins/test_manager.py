@@ -15,8 +15,9 @@ from penstock.plugins.manager import Plugins
 WriteFile = Callable[[str, str], str]
 
 REASONING = """
-    from penstock import hookimpl
-    from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+    from penstock import ThinkFormat, hookimpl
+
+    deepseek_r1 = ThinkFormat(models="")
 
     @hookimpl
     def register_reasoning_parsers(register):
@@ -143,14 +144,12 @@ def test_a_file_that_implements_no_hook_is_refused(write: WriteFile) -> None:
 
 def test_a_file_with_several_parsers_has_to_be_narrowed_down(write: WriteFile) -> None:
     source = """
-        from penstock import hookimpl
-        from penstock.plugins.reasoning.qwen3 import qwen3
-        from penstock.plugins.reasoning.granite import granite
+        from penstock import ThinkFormat, hookimpl
 
         @hookimpl
         def register_reasoning_parsers(register):
-            register("one", qwen3)
-            register("two", granite)
+            register("one", ThinkFormat(models="One"))
+            register("two", ThinkFormat(models="Two"))
     """
     path = write("several.py", source)
     with pytest.raises(ConfigurationError, match=r"several reasoning parsers.*one, two"):
@@ -160,13 +159,14 @@ def test_a_file_with_several_parsers_has_to_be_narrowed_down(write: WriteFile) -
 
 def test_several_names_of_one_parser_need_no_choice(write: WriteFile) -> None:
     source = """
-        from penstock import hookimpl
-        from penstock.plugins.reasoning.qwen3 import qwen3
+        from penstock import ThinkFormat, hookimpl
+
+        ONE = ThinkFormat(models="One")
 
         @hookimpl
         def register_reasoning_parsers(register):
-            register("one", qwen3)
-            register("also_one", qwen3)
+            register("one", ONE)
+            register("also_one", ONE)
     """
     assert Plugins.start([write("aliases.py", source)]).reasoning_parsers.active == "one"
 
@@ -196,7 +196,7 @@ def test_a_logits_processor_that_clashes_or_is_none_is_an_error_that_says_where(
 
 def test_a_name_registered_twice_is_an_error_that_names_both_plugins(write: WriteFile) -> None:
     path = write("again.py", REASONING.format(name="qwen3"))
-    with pytest.raises(ConfigurationError, match=r"'qwen3' is registered twice.*plugins\.reasoning\.qwen3.*again\.py"):
+    with pytest.raises(ConfigurationError, match=r"'qwen3' is registered twice.*plugins\.reasoning\.formats.*again\.py"):
         Plugins.start([path])
 
 
@@ -223,7 +223,7 @@ def test_a_hook_that_raises_names_its_plugin(write: WriteFile) -> None:
     [
         ("lambda turn: {}['marker']", "KeyError: 'marker'"),
         ("lambda: None", "TypeError"),
-        ("lambda turn: deepseek_r1", "without `feed`, `finish`, `start_marker`, `end_marker`, `phase`"),
+        ("lambda turn: deepseek_r1", "without `feed`, `finish`, `start_marker`, `end_marker`"),
     ],
 )
 def test_a_selected_parser_is_made_once_at_start(write: WriteFile, factory: str, words: str) -> None:
@@ -283,7 +283,7 @@ def test_a_dropped_plugin_is_not_even_imported(install: Callable[[str, str, str]
 
 def test_a_single_name_can_be_dropped_and_taken_by_another(write: WriteFile) -> None:
     path = write("again.py", REASONING.format(name="qwen3"))
-    plugins = Plugins.start([path], without=["penstock.plugins.reasoning.qwen3", "hermes"])
+    plugins = Plugins.start([path], without=["qwen3", "hermes"])
     assert plugins.reasoning_parsers.origins["qwen3"] == path
     assert "hermes" not in plugins.tool_parsers
 

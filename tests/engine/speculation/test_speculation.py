@@ -24,7 +24,7 @@ from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculation.ngram_proposer import NgramProposer
 from penstock.engine.speculation.speculation import MAX_DRAFT, Speculation
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     END_THINK,
     EOS,
@@ -45,6 +45,8 @@ from tests.fakes import (
     tokens,
 )
 from tests.matchers import Grammar, Walk
+
+deepseek_r1 = FORMATS["deepseek_r1"]
 
 EAGER = 1000.0  # rows for weights: whatever is guessed is tried
 
