@@ -265,7 +265,7 @@ def tool_prompt(plugins: Plugins, tokenizer: Tokenizer) -> ToolPrompt:
     registry = plugins.tool_parsers
     if registry.active is None or registry.active_factory is None:
         return ToolPrompt()
-    tool_format = getattr(registry.active_factory(Turn(response_template=tokenizer.response_template)), "tool_format", None)
+    tool_format = registry.active_factory(Turn(response_template=tokenizer.response_template)).tool_format
     info = registry.infos.get(registry.active)
     return ToolPrompt(tool_format, "" if info is None else info.example, is_default=registry.is_default)
 

@@ -8,7 +8,7 @@ import pluggy
 
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.grammar import GrammarBackend, Vocabulary
-from penstock.engine.parsing import Parser, ReasoningParser
+from penstock.engine.parsing import ReasoningParser, ToolParser
 from penstock.engine.turn import Turn
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class BatchLogitsProcessor(Protocol):
 
 
 ReasoningParserFactory = Callable[[Turn], ReasoningParser]
-ToolParserFactory = Callable[[Turn], Parser]
+ToolParserFactory = Callable[[Turn], ToolParser]
 # A factory, or a processor of any form; one with parameters of its own is no instance of the protocols.
 RegisteredLogitsProcessor = Callable[..., Any] | BatchLogitsProcessor
 GrammarBackendFactory = Callable[[Vocabulary], GrammarBackend]

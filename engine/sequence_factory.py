@@ -111,7 +111,7 @@ class SequenceFactory:
             stop_token_ids=self.stop_token_ids,
             client_stop_ids=frozenset(request.params.stop_token_ids),
             may_force=_is_free_of_other_rules(request),
-            is_quick=getattr(request.grammar, "has_quick_masks", False),
+            is_quick=request.grammar.has_quick_masks,
         )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:

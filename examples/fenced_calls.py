@@ -9,13 +9,13 @@ Run it: `penstock --plugin examples/fenced_calls.py`
 
 import json
 
-from penstock import Event, MarkerBuffer, Register, Text, ToolCallArguments, ToolCallStart, Turn, hookimpl, new_call_id
+from penstock import Event, MarkerBuffer, Register, Text, ToolCallArguments, ToolCallStart, ToolParser, Turn, hookimpl, new_call_id
 
 START = "```call\n"
 END = "\n```"  # JSON has no line break inside a string, so this cannot stand in the arguments
 
 
-class FencedCalls:
+class FencedCalls(ToolParser):
     """A block is held back until it is whole, then it is a call, or text where it is none."""
 
     def __init__(self, turn: Turn) -> None:

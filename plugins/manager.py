@@ -18,6 +18,7 @@ from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.format_info import Format, FormatInfo
+from penstock.engine.parsing import Parser, ReasoningParser, ToolParser
 from penstock.engine.sampling.logits_processors import as_registered
 from penstock.engine.turn import Turn
 from penstock.plugins import tools
@@ -214,8 +215,8 @@ class Plugins:
         self._check_selected(Turn())
 
     def _check_selected(self, turn: Turn) -> None:
-        self._check_active(self.reasoning_parsers, ("feed", "finish", "start_marker", "end_marker", "phase"), turn)
-        self._check_active(self.tool_parsers, ("feed", "finish"), turn)
+        self._check_active(self.reasoning_parsers, ReasoningParser, turn)
+        self._check_active(self.tool_parsers, ToolParser, turn)
 
     def listing(self) -> list[Listing]:
         """What is loaded, by kind and name."""
@@ -227,7 +228,7 @@ class Plugins:
                 rows.append(Listing(registry.kind, name, origin, source.distribution, source.version, name == registry.active, aliases))
         return rows
 
-    def _check_active(self, registry: Registry[Any], promised: Sequence[str], turn: Turn) -> None:
+    def _check_active(self, registry: Registry[Any], contract: type[Parser], turn: Turn) -> None:
         """Makes a parser as each answer will, so that the first answer is not where a mistake shows."""
         if registry.active is None or registry.active_factory is None:
             return
@@ -236,9 +237,12 @@ class Plugins:
             parser = registry.active_factory(turn)
         except Exception as error:
             raise ConfigurationError(f"{described} cannot be made: {type(error).__name__}: {error}") from error
-        missing = [name for name in promised if not hasattr(parser, name)]
+        made = type(parser).__name__
+        if not isinstance(parser, contract):
+            raise ConfigurationError(f"{described} makes a {made}, which does not derive from `penstock.{contract.__name__}`")
+        missing = [f"`{name}`" for name in contract.__annotations__ if not hasattr(parser, name)]
         if missing:
-            raise ConfigurationError(f"{described} makes a {type(parser).__name__} without {', '.join(f'`{name}`' for name in missing)}")
+            raise ConfigurationError(f"{described} makes a {made} without {' and '.join(missing)}")
 
     def _add(self, origin: Origin, load: Callable[[], object]) -> None:
         """Imports a plug-in, checks its hooks and runs them."""

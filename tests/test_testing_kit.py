@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import ReasoningParser, ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins.markers import MarkerBuffer
 from penstock.testing import check_cost, check_logits_processor, check_parser, join_atoms, merged, read, split_atoms
@@ -13,7 +14,7 @@ from penstock.testing import check_cost, check_logits_processor, check_parser, j
 SAMPLES = ["why<end>because", "no end", "<en", "<end><end>", ""]
 
 
-class Sound:
+class Sound(ToolParser):
     """Reasoning up to `<end>`: keeps every promise."""
 
     def __init__(self, turn: Turn) -> None:
@@ -67,9 +68,9 @@ class GivesEmptyText(Sound):
         return [*super().feed(text), Text("")]
 
 
-class LosesAPhase(Sound):
+class LosesAPhase(Sound, ReasoningParser):
     @property
-    def phase(self) -> str:
+    def phase(self) -> str:  # type: ignore[override]
         return "content"
 
 
@@ -78,7 +79,7 @@ class MisnumbersCalls(Sound):
         return [ToolCallStart(1, "f", "id"), *super().feed(text)] if text == "no end" else super().feed(text)
 
 
-class DeniesItsCalls:
+class DeniesItsCalls(ToolParser):
     """Gives out arguments as they come, and does not say that it is inside a call."""
 
     is_in_call = False
@@ -97,7 +98,7 @@ class DeniesItsCalls:
         return []
 
 
-class RescansWithMethods:
+class RescansWithMethods(ToolParser):
     """Right, and quadratic: it looks at the whole text again with every piece."""
 
     def __init__(self, turn: Turn) -> None:
@@ -145,6 +146,11 @@ def test_arguments_outside_of_calls_are_found() -> None:
 def test_reading_again_what_has_been_read_is_found(parser: type[RescansWithMethods]) -> None:
     with pytest.raises(AssertionError, match="what has been read is read again"):
         check_cost(parser, "why<end>because", Turn())
+
+
+def test_what_derives_from_no_parser_is_told_so() -> None:
+    with pytest.raises(AssertionError, match=r"`str` must derive from `penstock.ReasoningParser` or `penstock.ToolParser`"):
+        check_parser(lambda turn: "", SAMPLES)  # type: ignore[arg-type,return-value]
 
 
 def test_no_samples_are_no_check() -> None:

@@ -16,7 +16,7 @@ from penstock.engine.text.stop_strings import StopStrings
 from penstock.engine.text.visible_events import visible_events
 
 
-class _Tap:
+class _Tap(Parser):
     """Lets content pass, and keeps what came with the last token."""
 
     def __init__(self) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 
 from penstock.engine.events import Event, Reasoning, Text
-from penstock.engine.parsing import Phase, ReasoningParser, release
+from penstock.engine.parsing import Phase, ReasoningParser
 from penstock.engine.turn import Turn
 from penstock.plugins.markers import MarkerBuffer
 
 
-class ContentTags:
+class ContentTags(ReasoningParser):
     """Takes tags such as `<answer>` … `</answer>` out of the content that another reasoning parser gives.
 
     The opening tag counts only where the content begins, with the white space before it, and the closing tag only after it. A line break
@@ -40,7 +40,7 @@ class ContentTags:
 
     def release(self) -> list[Event]:
         """Gives back what both hold: a tool call has begun before it. Reading goes on after the call."""
-        events = self._through(release(self._parser))
+        events = self._through(self._parser.release())
         return [*events, *self._texts(self._buffer.finish())]
 
     def _through(self, inner: Iterable[Event]) -> list[Event]:
@@ -90,7 +90,7 @@ class ContentTags:
         return [Text(piece) for piece in pieces if piece]
 
 
-class NonemptyContent:
+class NonemptyContent(ReasoningParser):
     """Moves the reasoning that another parser gives to the content, where that has nothing but white space.
 
     Which of the two it was is known when content comes, or at the end: until then it is held back.
@@ -120,7 +120,7 @@ class NonemptyContent:
 
     def release(self) -> list[Event]:
         """Gives back what the other parser holds: a tool call has begun before it. Reading goes on after the call."""
-        return self._through(release(self._parser))
+        return self._through(self._parser.release())
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
         if self._is_decided:
@@ -134,7 +134,7 @@ class NonemptyContent:
         return released
 
 
-class AppendThink:
+class AppendThink(ReasoningParser):
     """Gives `<think>` and then the whole answer, markers too. Nothing is reasoning, so constraints hold from the first token."""
 
     start_marker = "<think>"

@@ -2,7 +2,7 @@
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text
 from penstock.engine.format_info import FormatInfo
-from penstock.engine.parsing import Phase
+from penstock.engine.parsing import Phase, ReasoningParser
 from penstock.engine.turn import Turn
 from penstock.plugins.markers import EdgeSpace, join_pieces
 from penstock.plugins.response_templates.response_template import CALLS_FIELD, REASONING_FIELDS, Delimiter, Field, after_anchor, template_of
@@ -12,7 +12,7 @@ MAX_BETWEEN = 100
 """Characters between two fields that pass for part of their delimiters, where the template has no field for them."""
 
 
-class TemplateReasoning:
+class TemplateReasoning(ReasoningParser):
     """Fields that hold reasoning are reasoning, what opens and closes fields is taken out, and calls stay whole for the tool parser.
 
     Where the answer starts is what the prompt's tail, read by the template, leads to.

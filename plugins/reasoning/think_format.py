@@ -158,7 +158,7 @@ NEXT = {
 }
 
 
-class ThinkParser:
+class ThinkParser(ReasoningParser):
     """Reads one answer in a `ThinkFormat`.
 
     Content that a grammar holds stays as it is: no block begins in it, and no end marker is taken out.

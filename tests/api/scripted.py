@@ -171,7 +171,7 @@ class RecordingCompiler:
 
 
 @dataclass(frozen=True)
-class NoGrammar:
+class NoGrammar(CompiledGrammar):
     warnings: tuple[str, ...] = ()
     num_bytes = 0
 

@@ -11,6 +11,7 @@ from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 from penstock.engine.events import Event, Text
+from penstock.engine.parsing import ToolParser
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
@@ -223,7 +224,7 @@ def test_equal_requests_are_held_to_equal_grammars() -> None:
     asyncio.run(run())
 
 
-class OlderParser:
+class OlderParser(ToolParser):
     """Reads no calls, and does not say how they are written either."""
 
     def __init__(self, turn: Turn) -> None:

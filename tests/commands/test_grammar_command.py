@@ -21,7 +21,7 @@ from penstock.commands.grammar_report import percentile, trial_as_json, trial_as
 from penstock.commands.grammar_trial import NUM_COMPILATIONS, Case, Malformed, Trial, read_cases, run_trial
 from penstock.commands.instance_walk import Walker
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammars import grammar_limits
 from penstock.engine.grammars.grammar_cache import TIME_LIMIT
 from penstock.engine.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ VOCABULARY = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
 
 
 @dataclass
-class ListMatcher:
+class ListMatcher(GrammarMatcher):
     """Allows what some of the texts begin with. `is_deaf` allows tokens that it then does not take."""
 
     texts: Sequence[bytes]
@@ -64,7 +64,7 @@ class ListMatcher:
 
 
 @dataclass
-class ListGrammar:
+class ListGrammar(CompiledGrammar):
     texts: Sequence[bytes]
     is_deaf: bool = False
     warnings: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class ListGrammar:
         return ListMatcher(self.texts, self.is_deaf)
 
 
-class ListBackend:
+class ListBackend(GrammarBackend):
     """Takes schemas such as {"accepts": [texts]}, with {"soft": ...} leniently only, with {"hard": ...} not at all."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

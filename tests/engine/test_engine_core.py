@@ -12,6 +12,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Event, Text
 from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.parsing import ToolParser
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from tests.fakes import (
@@ -41,7 +42,7 @@ def last(deltas: list[SequenceDelta], index: int = 0) -> SequenceDelta:
     return ours[-1]
 
 
-class Parser:
+class Parser(ToolParser):
     """A tool parser that raises when it is told `poison`, or at the end if that is `poison`."""
 
     def __init__(self, poison: str | None) -> None:

@@ -223,7 +223,7 @@ def test_a_hook_that_raises_names_its_plugin(write: WriteFile) -> None:
     [
         ("lambda turn: {}['marker']", "KeyError: 'marker'"),
         ("lambda: None", "TypeError"),
-        ("lambda turn: deepseek_r1", "without `feed`, `finish`, `start_marker`, `end_marker`"),
+        ("lambda turn: deepseek_r1", "makes a ThinkFormat, which does not derive from `penstock.ReasoningParser`"),
     ],
 )
 def test_a_selected_parser_is_made_once_at_start(write: WriteFile, factory: str, words: str) -> None:

@@ -8,6 +8,7 @@ from penstock.engine.events import Event
 from penstock.engine.grammars.bitmask import allocate_bitmask
 from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.outputs import FinishReason, SequenceDelta
+from penstock.engine.parsing import ToolParser
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.turn import Turn
@@ -281,7 +282,7 @@ def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar) -> lis
     return generate(make_core(saying(text)), make_request(grammar=grammar, make_answer=answer))
 
 
-class Swallowing:
+class Swallowing(ToolParser):
     """A tool parser that lets nothing through."""
 
     tool_format = None

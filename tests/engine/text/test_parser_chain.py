@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Parser
 from penstock.engine.text.parser_chain import ParserChain
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.formats import FORMATS
@@ -70,7 +71,7 @@ def test_markers_in_arguments_change_nothing_however_the_text_is_cut() -> None:
         ]
 
 
-class Letters:
+class Letters(Parser):
     """Holds everything back until the end."""
 
     def __init__(self, name: str) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.parsing import ToolParser
 from penstock.engine.structure import Literal, Marker
 from penstock.engine.structure import Sequence as Parts
 from penstock.engine.tool_format import CallableTool
@@ -43,7 +44,7 @@ SHAPES = {
 shapes = pytest.mark.parametrize(("tool_format", "markers", "two_calls"), SHAPES.values(), ids=SHAPES)
 
 
-class ObjectsAfter:
+class ObjectsAfter(ToolParser):
     """Reads the JSON objects between an opening and what cannot be a call any more: enough of a parser for every shape here."""
 
     def __init__(self, turn: Turn, tool_format: JsonToolFormat, closing: str) -> None:
