@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
     from penstock.engine.format_info import Format, FormatInfo
     from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-    from penstock.engine.hooks import BatchLogitsProcessor, LogitsProcessor, LogitsRow, Register, hookimpl
+    from penstock.engine.hooks import Register, hookimpl
+    from penstock.engine.logits_processor import LogitsProcessor, LogitsRow, per_row, per_sequence
     from penstock.engine.parsing import Parser, Phase, ReasoningParser, ToolParser
     from penstock.engine.pooling.pooling_params import PoolingParams
     from penstock.engine.tool_format import CallableTool, ToolFormat
@@ -66,7 +67,8 @@ _PLUGIN_API = {
     "penstock.engine.events": ("Event", "Reasoning", "SpecialText", "Text", "ToolCallArguments", "ToolCallStart"),
     "penstock.engine.format_info": ("Format", "FormatInfo"),
     "penstock.engine.grammar": ("CompiledGrammar", "GrammarBackend", "GrammarKind", "GrammarMatcher", "GrammarSpec", "Vocabulary"),
-    "penstock.engine.hooks": ("BatchLogitsProcessor", "LogitsProcessor", "LogitsRow", "Register", "hookimpl"),
+    "penstock.engine.hooks": ("Register", "hookimpl"),
+    "penstock.engine.logits_processor": ("LogitsProcessor", "LogitsRow", "per_row", "per_sequence"),
     "penstock.engine.parsing": ("Parser", "Phase", "ReasoningParser", "ToolParser"),
     "penstock.engine.tool_format": ("CallableTool", "ToolFormat"),
     "penstock.engine.turn": ("Turn",),
@@ -125,7 +127,6 @@ _MODULE_OF = {name: module for module, names in (*_PLUGIN_API.items(), *_LIBRARY
 __all__ = [
     "LLM",
     "AsyncLLM",
-    "BatchLogitsProcessor",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -200,6 +201,8 @@ __all__ = [
     "hookimpl",
     "new_call_id",
     "parameter_calls",
+    "per_row",
+    "per_sequence",
     "read_attribute_tag",
     "structure",
     "uncounted",

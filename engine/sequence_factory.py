@@ -77,7 +77,7 @@ class SequenceFactory:
             vocab_size=self.vocab_size,
             stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
             bad_words_ids=bad_words_ids,
-            processors=[make() for make in request.logits_processors],
+            processors=request.logits_processors,
             seed_offset=index,
             device=self.device,
             request_id=request.request_id,

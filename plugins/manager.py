@@ -18,8 +18,8 @@ from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.format_info import Format, FormatInfo
+from penstock.engine.logits_processor import LogitsProcessor, as_processor
 from penstock.engine.parsing import Parser, ReasoningParser, ToolParser
-from penstock.engine.sampling.logits_processors import as_registered
 from penstock.engine.turn import Turn
 from penstock.plugins import tools
 from penstock.plugins.recognition import Evidence
@@ -74,7 +74,7 @@ class Plugins:
     def __init__(self, without: Iterable[str] = ()) -> None:
         self.reasoning_parsers = Registry[hooks.ReasoningParserFactory]("reasoning parser", "register_reasoning_parsers", is_choice=True)
         self.tool_parsers = Registry[hooks.ToolParserFactory]("tool parser", "register_tool_parsers", is_choice=True)
-        self.logits_processors = Registry[hooks.RegisteredLogitsProcessor]("logits processor", "register_logits_processors")
+        self.logits_processors = Registry[LogitsProcessor]("logits processor", "register_logits_processors")
         self.grammar_backends = Registry[hooks.GrammarBackendFactory]("grammar backend", "register_grammar_backends")
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
@@ -201,7 +201,7 @@ class Plugins:
         return loaded or name
 
     def register_logits_processors(self, processors: Mapping[str, hooks.RegisteredLogitsProcessor], origin: str) -> None:
-        """Registers what a caller has at hand, in any of the forms that a plug-in may register. `origin` says where that was, in errors."""
+        """Registers what a caller has at hand, as a plug-in would. `origin` says where that was, in errors."""
         source = self._origins.setdefault(origin, Origin(origin))
         for name, processor in processors.items():
             self._register(self.logits_processors, source, name, processor)
@@ -285,7 +285,7 @@ class Plugins:
             raise ConfigurationError(f"{described}: it takes a name and a factory, and perhaps a FormatInfo")
         if registry is self.logits_processors:
             try:
-                factory = as_registered(factory)
+                factory = as_processor(factory)
             except TypeError as error:
                 raise ConfigurationError(f"{described}: {error}") from error
         elif not callable(factory):

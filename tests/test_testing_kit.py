@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock import LogitsProcessor, per_sequence
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import ReasoningParser, ToolParser
 from penstock.engine.turn import Turn
@@ -191,8 +192,8 @@ def raising(token_ids: list[int], logits: Tensor) -> Tensor:
     raise KeyError("no such token")
 
 
-class LooksAside:
-    def process_batch(self, rows: object, logits: Tensor) -> Tensor:
+class LooksAside(LogitsProcessor):
+    def process(self, rows: object, logits: Tensor) -> Tensor:
         return logits - logits.mean()
 
 
@@ -202,4 +203,4 @@ class LooksAside:
 )
 def test_a_logits_processor_that_breaks_a_promise_is_found(processor: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_logits_processor(processor)
+        check_logits_processor(processor if isinstance(processor, LogitsProcessor) else per_sequence(lambda: processor))

@@ -1,12 +1,12 @@
 """What an executor is asked to generate. Names, order and meanings are those of TensorRT-LLM's `Request`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from penstock.engine.hooks import RegisteredLogitsProcessor
+from penstock.engine.logits_processor import LogitsProcessor
 from penstock.llm.executor_api.checks import check_flags, check_integers, check_numbers, check_type, token_ids, words, wrong
 from penstock.llm.executor_api.guide import GuidedDecodingParams
 from penstock.llm.executor_api.output import OutputConfig
@@ -69,7 +69,7 @@ class Request:
     num_return_sequences: int | None = None
     logits_processors: str | Sequence[str | LogitsProcessorConfig] = ()
     logits_post_processor_name: str | None = None
-    logits_post_processor: RegisteredLogitsProcessor | None = None
+    logits_post_processor: Callable[..., None] | LogitsProcessor | None = None
     guided_decoding_params: GuidedDecodingParams | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
     allotted_time: float | timedelta | None = None

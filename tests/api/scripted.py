@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from penstock import LogitsProcessor, LogitsRow, per_row, per_sequence
 from penstock.api.app import build_app, build_runner
 from penstock.api.context import ServerContext, ServerOptions
 from penstock.api.templates.chat_template import ChatTemplate
@@ -199,23 +200,23 @@ def double(*, factor: float = 2.0) -> Any:
     return lambda token_ids, logits: logits * factor
 
 
-def add(request_id: str, logits: Any, token_ids: list[int], client_id: Any, *, amount: float = 1.0) -> Any:
+def add(row: LogitsRow, logits: Any, *, amount: float = 1.0) -> Any:
     return logits + amount
 
 
-class Scale:
+class Scale(LogitsProcessor):
     def begin(self, factor: float) -> float:
         if factor <= 0:
             raise ValueError("factor must be positive")
         return factor
 
-    def process_batch(self, rows: Any, logits: Any) -> Any:
+    def process(self, rows: Any, logits: Any) -> Any:
         return [row.state * own for row, own in zip(rows, logits, strict=True)]
 
 
 def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, workers: Workers, **settings: Any) -> ServerContext:
     plugins = Plugins()
-    plugins.register_logits_processors({"double": double, "add": add, "scale": Scale}, "tests")
+    plugins.register_logits_processors({"double": per_sequence(double), "add": per_row(add), "scale": Scale}, "tests")
     plugins.grammar_backends.add("recording", "tests", cast(Any, None))
     defaults: dict[str, Any] = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}}
     settings = defaults | {"chat_template": ChatTemplate(CHATML, workers=workers), "max_model_len": MAX_MODEL_LEN} | settings

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock import LogitsProcessor, per_row
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.events import Text
 from penstock.engine.turn import Turn
@@ -171,27 +172,28 @@ def test_several_names_of_one_parser_need_no_choice(write: WriteFile) -> None:
     assert Plugins.start([write("aliases.py", source)]).reasoning_parsers.active == "one"
 
 
-def test_logits_processors_in_any_form_are_registered_at_construction() -> None:
-    class Batched:
-        def process_batch(self, rows: object, logits: object) -> None: ...
+def test_logits_processors_and_their_classes_are_registered_at_construction() -> None:
+    class Batched(LogitsProcessor):
+        def process(self, rows: object, logits: object) -> None: ...
 
-    def of_row(request_id: str, logits: object, token_ids: list[int], client_id: object) -> None: ...
-
+    of_row = per_row(lambda row, logits: None)
     plugins = Plugins.start()
-    plugins.register_logits_processors({"batched": Batched, "of_row": of_row, "made": lambda size: of_row}, "LLM(logits_processors=...)")
+    plugins.register_logits_processors({"batched": Batched, "of_row": of_row}, "LLM(logits_processors=...)")
     assert isinstance(plugins.logits_processors["batched"], Batched)
     assert plugins.logits_processors["of_row"] is of_row
-    assert {row.plugin for row in plugins.listing() if row.name in ("batched", "of_row", "made")} == {"LLM(logits_processors=...)"}
+    assert {row.plugin for row in plugins.listing() if row.name in ("batched", "of_row")} == {"LLM(logits_processors=...)"}
 
 
 def test_a_logits_processor_that_clashes_or_is_none_is_an_error_that_says_where() -> None:
     plugins = Plugins.start()
     with pytest.raises(ConfigurationError, match=r"'no_repeat_ngram' is registered twice.*processors\.no_repeat_ngram.*'my script'"):
-        plugins.register_logits_processors({"no_repeat_ngram": lambda: None}, "my script")
-    with pytest.raises(ConfigurationError, match=r"'my script' called register\('five'.*process_batch"):
-        plugins.register_logits_processors({"five": lambda one, logits, three, four, five: None}, "my script")
+        plugins.register_logits_processors({"no_repeat_ngram": per_row(lambda row, logits: None)}, "my script")
+    with pytest.raises(
+        ConfigurationError, match=r"'my script' called register\('five'.*does not derive from `penstock.LogitsProcessor`; `per_sequence"
+    ):
+        plugins.register_logits_processors({"five": lambda one, logits, three, four, five: None}, "my script")  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match="'none' mean"):
-        plugins.register_logits_processors({"none": lambda: None}, "my script")
+        plugins.register_logits_processors({"none": per_row(lambda row, logits: None)}, "my script")
 
 
 def test_a_name_registered_twice_is_an_error_that_names_both_plugins(write: WriteFile) -> None:
