@@ -19,7 +19,7 @@ from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.format_info import Format, FormatInfo
 from penstock.engine.logits_processor import LogitsProcessor, as_processor
-from penstock.engine.parsing import Parser, ReasoningParser, ToolParser
+from penstock.engine.parsing import ReasoningParser, ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins import tools
 from penstock.plugins.recognition import Evidence
@@ -228,7 +228,7 @@ class Plugins:
                 rows.append(Listing(registry.kind, name, origin, source.distribution, source.version, name == registry.active, aliases))
         return rows
 
-    def _check_active(self, registry: Registry[Any], contract: type[Parser], turn: Turn) -> None:
+    def _check_active(self, registry: Registry[Any], contract: type[Any], turn: Turn) -> None:
         """Makes a parser as each answer will, so that the first answer is not where a mistake shows."""
         if registry.active is None or registry.active_factory is None:
             return

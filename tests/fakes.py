@@ -243,7 +243,7 @@ def make_request(
     tail: str = "",
     make_answer: Callable[[], Answer] | None = None,
     grammar: Any = None,
-    logits_processors: Sequence[Callable[[], Any]] = (),
+    logits_processors: Sequence[Callable[[], Any] | ChosenProcessor] = (),
     priority: int = 0,
     cache_salt: str = "",
     bad_sequences: tuple[tuple[int, ...], ...] = (),

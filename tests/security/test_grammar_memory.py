@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_cache import MAX_GROWTH, GrammarCompiler
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.plugins.grammars.grammar_walks import VOCABULARY
@@ -42,6 +42,9 @@ class Grown(CompiledGrammar):
     def __init__(self, backend: Growing, text: str) -> None:
         self.backend, self.text = backend, text
         backend.alive.add(text)
+
+    def matcher(self) -> GrammarMatcher:
+        raise AssertionError("nothing here runs a grammar")
 
     def __del__(self) -> None:
         self.backend.alive.discard(self.text)

@@ -49,6 +49,7 @@ class ObjectsAfter(ToolParser):
 
     def __init__(self, turn: Turn, tool_format: JsonToolFormat, closing: str) -> None:
         self.tool_format = tool_format
+        self._opening = tool_format.opening
         self._closing = closing
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._is_open = False
@@ -61,7 +62,7 @@ class ObjectsAfter(ToolParser):
     def finish(self) -> Iterable[Event]:
         events: list[Event] = []
         while True:
-            pieces, marker = self._buffer.take_until(self.tool_format.opening)
+            pieces, marker = self._buffer.take_until(self._opening)
             events += map(Text, pieces)
             if marker is None:
                 return events
