@@ -35,8 +35,7 @@ from penstock.engine.quantization.quantization import quantized_layers
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
-from penstock.plugins.recognition import Evidence
-from penstock.plugins.registry import Registry
+from penstock.plugins.registry import Evidence, Registry
 
 log = logging.getLogger(__name__)
 

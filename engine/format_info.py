@@ -9,7 +9,7 @@ from penstock.engine.turn import Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatInfo:
-    """Comes with a parser when it is registered; docs/parsers.md is made of these.
+    """Comes with a parser's factory when that is registered; docs/parsers.md is made of these.
 
     `models` are the families that write the format, `markers` what they write, `quirks` what else a reader should know, in a sentence.
     `aliases` are the names by which other servers' users know the parser.

@@ -22,14 +22,14 @@ GrammarBackendFactory = Callable[[Vocabulary], GrammarBackend]
 
 
 class Register(Protocol):
-    """What a hook calls for each thing that it offers. Parsers may say what their format is known by."""
+    """What a hook calls for each thing that it offers. A parser's factory may come with a description; a `Format` has its own."""
 
     def __call__(self, name: str, factory: Any, info: FormatInfo | None = None) -> None: ...
 
 
 @hookspec
 def register_reasoning_parsers(register: Register) -> None:
-    """register(name, factory, info=None): factory(turn) returns a ReasoningParser for one answer."""
+    """register(name, factory, info=None): factory(turn) returns a ReasoningParser for one answer; a ThinkFormat is such a factory."""
 
 
 @hookspec

@@ -22,8 +22,7 @@ from penstock.engine.logits_processor import LogitsProcessor, as_processor
 from penstock.engine.parsing import ReasoningParser, ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins import tools
-from penstock.plugins.recognition import Evidence
-from penstock.plugins.registry import AUTO, NONE, Registry
+from penstock.plugins.registry import AUTO, NONE, Evidence, Registry
 
 GROUP = "penstock"
 MIN_BEGINNING = 4  # letters: names that share fewer have nothing else in common

@@ -1,13 +1,16 @@
 """Finds a format's markers in text that arrives in pieces: the marker cut in two is solved here, once, for every parser."""
 
+import re
 from collections import deque
 from collections.abc import Callable
 from itertools import groupby
 
 from penstock.engine.events import Event, SpecialText
+from penstock.engine.turn import Turn
 from penstock.plugins.automaton import MarkerAutomaton, compile_markers
 
 _SPACE = " \t\r\n"
+_SUFFIXED = re.compile(r"</?(?:think|tool_calls)([^<>\s]*)>")
 
 
 class MarkerBuffer:
@@ -260,3 +263,12 @@ class EdgeSpace:
         """All that is held."""
         held, self._held = self._held, []
         return held
+
+
+def marker_suffix(turn: Turn) -> str:
+    """The suffix that a checkpoint adds to the names of all its markers: `<think:opensource>`, `<tool_calls:opensource>`.
+
+    That of a marker at the end of the prompt, or else of one in the vocabulary; empty where neither has any.
+    """
+    found = _SUFFIXED.search(turn.prompt_tail) or next(filter(None, map(_SUFFIXED.fullmatch, sorted(turn.added_tokens))), None)
+    return "" if found is None else found[1]

@@ -15,7 +15,7 @@ from penstock.engine.parsing import ToolParser
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
-from penstock.plugins.recognition import Evidence
+from penstock.plugins.registry import Evidence
 from penstock.plugins.tools import hermes
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.scripted import scripted_server

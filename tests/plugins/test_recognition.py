@@ -10,7 +10,7 @@ from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Origin, Plugins
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.recognition import Evidence, recognize
+from penstock.plugins.registry import Evidence, recognize
 
 deepseek_r1 = FORMATS["deepseek_r1"]
 

@@ -53,13 +53,6 @@ def given(tail: str = "", **kwargs: object) -> Turn:
 
 
 @pytest.mark.parametrize("name", THINK_TAGS)
-def test_every_example_is_reasoning_and_content(name: str) -> None:
-    info = THINK_TAGS[name].info
-    reasoning, content = split(THINK_TAGS[name], Turn(prompt_tail=info.prompt_tail), info.example)
-    assert (reasoning.strip(), content.strip()) == ("Capitals.", "Oslo.")
-
-
-@pytest.mark.parametrize("name", THINK_TAGS)
 def test_markers_are_those_that_the_parser_itself_reads(name: str) -> None:
     factory = THINK_TAGS[name]
     parser = factory(Turn(prompt_tail=factory(Turn()).start_marker))
