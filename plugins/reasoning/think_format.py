@@ -167,8 +167,9 @@ class ThinkParser(ReasoningParser):
         pairs = think.pairs(turn)
         self.start_marker, self.end_marker = pairs[0]
         self._format = think
-        self._start_phase = think.phase(turn)
-        self._state = State.START if self._start_phase is not Phase.CONTENT or think.drops_leading_end else State.CONTENT
+        self._phase = think.phase(turn)
+        self._state = State.START if self._phase is not Phase.CONTENT or think.drops_leading_end else State.CONTENT
+        self._step = STEPS[self._state]
         self._starts = (*(start for start, _ in pairs), *think.other_starts)
         self._first_starts = self._starts
         ends = [*(end for _, end in pairs), *think.other_ends]
@@ -180,7 +181,7 @@ class ThinkParser(ReasoningParser):
         self._inner_call = None if turn.is_constrained else think.inner_call
         self._reasoning_markers = (*self._ends, *think.implicit_ends, *(think.inner_call or ())[:1])
         self._wrappers = tuple(_wrappers(think, turn))
-        self._may_reopen = not turn.is_constrained and (think.has_blocks_anywhere or self._start_phase is not Phase.CONTENT)
+        self._may_reopen = not turn.is_constrained and (think.has_blocks_anywhere or self._phase is not Phase.CONTENT)
         openers = [start for start in self._starts if think.has_blocks_anywhere or start in turn.added_tokens]
         self._openers = tuple(openers if self._may_reopen else ())
         self._num_stray_ends = 0 if turn.is_constrained else ALL if think.has_blocks_anywhere else int(think.drops_repeated_end)
@@ -192,13 +193,11 @@ class ThinkParser(ReasoningParser):
 
     @property
     def phase(self) -> Phase:
-        if self._state is State.START:
-            return self._start_phase
-        return Phase.REASONING if self._state in (State.REASONING, State.LABEL) else Phase.CONTENT
+        return self._phase
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
-        return read_steps(self._buffer, text, lambda events: STEPS[self._state](self, events))
+        return read_steps(self._buffer, text, lambda events: self._step(self, events))
 
     def finish(self) -> list[Event]:
         """Gives back what is held: a marker that was never completed is part of what it stood in."""
@@ -215,6 +214,8 @@ class ThinkParser(ReasoningParser):
     def _enter(self, state: State, num_newlines: int = 0) -> None:
         assert state in NEXT[self._state], (self._state, state)
         self._state = state
+        self._step = STEPS[state]
+        self._phase = Phase.REASONING if state in (State.LABEL, State.REASONING) else Phase.CONTENT
         self._num_newlines = num_newlines
 
     def _open(self, space: Sequence[str], events: list[Event]) -> None:
@@ -233,7 +234,7 @@ class ThinkParser(ReasoningParser):
 
     def _read_start(self, events: list[Event]) -> bool:
         """A start marker is taken out though the prompt may have opened the block before: a model may repeat it."""
-        starts = () if self._start_phase is Phase.CONTENT else self._first_starts
+        starts = () if self._phase is Phase.CONTENT else self._first_starts
         start = self._buffer.take_start(*starts, *(self._ends if self._format.drops_leading_end else ()))
         if start is None:
             return False
@@ -244,7 +245,7 @@ class ThinkParser(ReasoningParser):
             self._give_out(space, events)
             self._end_block(events, is_marked=True)
         else:
-            self._enter(State.REASONING if self._start_phase is Phase.REASONING else State.CONTENT)
+            self._enter(State.REASONING if self._phase is Phase.REASONING else State.CONTENT)
             self._give_out(space, events)
         return True
 
@@ -327,24 +328,23 @@ class ThinkParser(ReasoningParser):
         return (*block_markers, *self._wrappers, *edges)
 
     def _give_out(self, pieces: list[str], events: list[Event]) -> None:
-        pieces = [piece for piece in map(self._without_newlines, pieces) if piece]
+        if self._num_newlines:
+            pieces = [piece for piece in map(self._without_newlines, pieces) if piece]
         if self._space is not None and self._state is not State.INNER_CALL:
-            pieces = self._space.take(pieces, drops_leading=self.phase is Phase.REASONING)
+            pieces = self._space.take(pieces, drops_leading=self._phase is Phase.REASONING)
         events += self._events(pieces)
 
     def _end_stretch(self, events: list[Event]) -> None:
         """A marker ends what is being given out: the white space before it belongs to the marker or to the text."""
         if self._space is not None:
-            events += self._events(self._space.end(drops_trailing=self.phase is Phase.REASONING))
+            events += self._events(self._space.end(drops_trailing=self._phase is Phase.REASONING))
 
     def _events(self, pieces: list[str]) -> list[Event]:
-        kind = Reasoning if self.phase is Phase.REASONING else Text
+        kind = Reasoning if self._phase is Phase.REASONING else Text
         return [kind(piece) for piece in pieces]
 
     def _without_newlines(self, piece: str) -> str:
         """The piece without the line breaks that still belong to the marker before it."""
-        if not self._num_newlines:
-            return piece
         rest = piece if isinstance(piece, SpecialText) else piece[_num_leading_newlines(piece, self._num_newlines) :]
         self._num_newlines = 0 if rest else self._num_newlines - len(piece)
         return rest
