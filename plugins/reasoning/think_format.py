@@ -434,14 +434,14 @@ def _quirks(think: ThinkFormat) -> Iterator[str]:
 
 
 def _newline_quirks(think: ThinkFormat) -> Iterator[str]:
-    counts = {
-        f"after `{think.start}`": think.newlines_after_start,
-        f"before `{think.end}`": think.newlines_before_end,
-        f"after `{think.end}`": think.newlines_after_end,
-    }
-    for count in sorted(set(counts.values()) - {0}):
-        places = ", ".join(place for place in counts if counts[place] == count)
-        yield f"{'All line breaks' if count == ALL else 'One line break' if count == 1 else f'{count} line breaks'} {places} are dropped."
+    places = [
+        (think.newlines_after_start, f"after `{think.start}`"),
+        (think.newlines_before_end, f"before `{think.end}`"),
+        (think.newlines_after_end, f"after `{think.end}`"),
+    ]
+    dropped = [f"{'all' if count == ALL else count} {place}" for count, place in places if count]
+    if dropped:
+        yield f"Line breaks that are dropped: {', '.join(dropped)}."
 
 
 def _either(words: Sequence[str]) -> str:
