@@ -3,7 +3,7 @@
 import enum
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text
 from penstock.engine.format_info import Format, FormatInfo
@@ -85,6 +85,14 @@ class ThinkFormat(Format):
     example: str = ""
     note: str = ""
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if isinstance(field.default, tuple) and not isinstance(given, tuple):
+                raise TypeError(f"`{field.name}` is a tuple, such as `({given!r},)`")
+        if not self.start or not self.end:
+            raise ValueError("`start` and `end` must not be empty")
+
     @property
     def info(self) -> FormatInfo:
         return FormatInfo(
@@ -121,7 +129,7 @@ class ThinkFormat(Format):
         given = [turn.chat_template_kwargs.get(name) for name in self.switches]
         if self.thinking is Thinking.OFF:
             return Phase.UNDECIDED if any(given) else Phase.CONTENT
-        is_off = False in given or turn.chat_template_kwargs.get("reasoning_effort") in self.off_efforts
+        is_off = any(value is False for value in given) or turn.chat_template_kwargs.get("reasoning_effort") in self.off_efforts
         return Phase.CONTENT if is_off else Phase.UNDECIDED
 
     def pairs(self, turn: Turn) -> list[tuple[str, str]]:

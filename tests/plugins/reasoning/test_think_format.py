@@ -55,6 +55,19 @@ def test_markers_example_and_notes_follow_from_the_declaration() -> None:
     )
 
 
+def test_a_declaration_that_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`implicit_ends` is a tuple, such as `\('<call>',\)`"):
+        ThinkFormat(models="Mine", implicit_ends="<call>")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must not be empty"):
+        ThinkFormat(models="Mine", end="")
+
+
+def test_only_false_itself_is_off() -> None:
+    row = ThinkFormat(models="Mine", switches=("thinking",))
+    phases = [row(Turn(chat_template_kwargs={"thinking": value})).phase for value in (False, 0, None, "no", True)]
+    assert phases == [Phase.CONTENT, *[Phase.UNDECIDED] * 4]
+
+
 def test_an_explicit_description_stands_in_place_of_the_formats_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from dataclasses import replace\n"
