@@ -236,8 +236,7 @@ def call_format(context: ServerContext, tools: ToolUse, turn: Turn) -> ToolForma
     """How calls are written, where there may be any and the tool parser says so."""
     if not tools.shown or context.tool_parser is None:
         return None
-    tool_format: ToolFormat | None = getattr(context.tool_parser(turn), "tool_format", None)
-    return tool_format
+    return context.tool_parser(turn).tool_format
 
 
 async def constraint(

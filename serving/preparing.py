@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
+from penstock.engine.logits_processor import ChosenProcessor
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
@@ -41,7 +41,7 @@ async def compiled_grammar(
     return None if spec is None else await context.compile_grammar.compile(spec, backend, client=client)
 
 
-def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[Callable[[], Any]]:
+def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[ChosenProcessor]:
     """What the engine calls once per sequence. Raises `InvalidRequest` for a name or arguments that are refused."""
     return chosen_processors(context.plugins.logits_processors, [(choice.name, choice.arguments) for choice in choices or ()])
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.device import sent
-from penstock.engine.sampling.processors import Form, SequenceProcessor, take_changed
+from penstock.engine.logits_processor import SequenceProcessor, take_changed
 
 
 class ProcessorPass:
@@ -32,9 +32,11 @@ class ProcessorPass:
     def _run_own(self, row: int) -> None:
         """Up to the row's next batched processor."""
         remaining = self._remaining[row]
-        while remaining and remaining[0].form is not Form.BATCH:
+        while remaining and not remaining[0].processor.is_batched:
+            member = remaining.pop(0)
+            logits = self.logits_RV[row : row + 1]
             try:
-                remaining.pop(0).apply(self.logits_RV[row])
+                self._take(member.processor.process([member.row], logits), logits)
             except Exception as error:  # a plug-in's code: whatever it raises ends its own request
                 self._fail(row, error)
 
@@ -43,18 +45,17 @@ class ProcessorPass:
         ready: dict[int, list[int]] = {}
         for row, remaining in self._remaining.items():
             if remaining:
-                ready.setdefault(id(remaining[0].process), []).append(row)
-        later = {id(processor.process) for remaining in self._remaining.values() for processor in remaining[1:]}
+                ready.setdefault(id(remaining[0].processor), []).append(row)
+        later = {id(member.processor) for remaining in self._remaining.values() for member in remaining[1:]}
         return max(ready.items(), key=lambda item: (item[0] not in later, len(item[1])), default=(0, []))[1]
 
     def _run_batch(self, members: list[tuple[int, SequenceProcessor]]) -> None:
         rows = [row for row, _ in members]
-        processor = members[0][1].process
+        processor = members[0][1].processor
         index = sent(torch.tensor(rows), self.logits_RV.device)
         logits = self.logits_RV[index]  # a copy: where the call raises, the rows are as they were
         try:
-            changed = processor.process_batch([member.row for _, member in members], logits)
-            take_changed(logits if changed is None else changed, logits)
+            self._take(processor.process([member.row for _, member in members], logits), logits)
             self.logits_RV[index] = logits
         except Exception as error:  # as above; of several rows it has to be found out whose fault it is
             if len(members) == 1:
@@ -62,6 +63,11 @@ class ProcessorPass:
             else:
                 for member in members:
                     self._run_batch([member])
+
+    @staticmethod
+    def _take(changed: Tensor | None, logits: Tensor) -> None:
+        if changed is not None:
+            take_changed(changed, logits)
 
     def _fail(self, row: int, error: Exception) -> None:
         self.failures[row] = f"a logits processor raised {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.stops import StopStrings
 
 
-class _Tap:
+class _Tap(Parser):
     """Lets content pass, and keeps what came with the last token."""
 
     def __init__(self) -> None:
