@@ -4,10 +4,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.errors import ConfigurationError, EngineUnavailable, GenerationFailed, InvalidRequest, PenstockError, QueueFull
-    from penstock.engine.hooks import hookimpl
+    from penstock.engine import structure
+    from penstock.engine.compile_clock import uncounted
+    from penstock.engine.errors import (
+        ConfigurationError,
+        ConstraintTooLarge,
+        EngineUnavailable,
+        GenerationFailed,
+        InvalidRequest,
+        PenstockError,
+        QueueFull,
+        UnsupportedGrammar,
+        UnsupportedKind,
+    )
+    from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
+    from penstock.engine.format_info import Format, FormatInfo
+    from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+    from penstock.engine.hooks import Register, hookimpl
+    from penstock.engine.logits_processor import LogitsProcessor, LogitsRow, per_row, per_sequence
+    from penstock.engine.parsing import Parser, Phase, ReasoningParser, ToolParser
     from penstock.engine.pooling.params import PoolingParams
     from penstock.engine.sampling.params import BeamSearchParams
+    from penstock.engine.tool_format import CallableTool, ToolFormat
+    from penstock.engine.turn import Turn
     from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.executor.executor import Executor
     from penstock.llm.executor.requests import KvCacheRetentionConfig, OutputConfig, Request, SamplingConfig
@@ -31,49 +50,76 @@ if TYPE_CHECKING:
     )
     from penstock.llm.preparing import TextPrompt, TokensPrompt
     from penstock.llm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from penstock.plugins.call_ids import new_call_id
+    from penstock.plugins.json_calls.call_envelope import CallEnvelope
+    from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
+    from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
+    from penstock.plugins.markers import MarkerBuffer
+    from penstock.plugins.markup_calls.parameter_calls import parameter_calls
+    from penstock.plugins.markup_calls.parameter_markup import ParameterMarkup, read_attribute_tag
+    from penstock.plugins.markup_calls.parameter_tool_format import ParameterToolFormat
+    from penstock.plugins.reasoning.think_format import ThinkFormat, Thinking
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "AsyncLLM": "penstock.llm.async_llm",
-    "BeamSearchOutput": "penstock.llm.outputs",
-    "BeamSearchParams": "penstock.engine.sampling.params",
-    "BeamSearchSequence": "penstock.llm.outputs",
-    "ClassificationOutput": "penstock.llm.outputs",
-    "ClassificationRequestOutput": "penstock.llm.outputs",
-    "CompletionOutput": "penstock.llm.outputs",
-    "ConfigurationError": "penstock.engine.errors",
-    "EmbeddingOutput": "penstock.llm.outputs",
-    "EmbeddingRequestOutput": "penstock.llm.outputs",
-    "EngineUnavailable": "penstock.engine.errors",
-    "Executor": "penstock.llm.executor.executor",
-    "GenerationFailed": "penstock.engine.errors",
-    "GuidedDecodingParams": "penstock.llm.sampling_params",
-    "hookimpl": "penstock.engine.hooks",
-    "InvalidRequest": "penstock.engine.errors",
-    "KvCacheRetentionConfig": "penstock.llm.executor.requests",
-    "LLM": "penstock.llm.llm",
-    "Logprob": "penstock.llm.outputs",
-    "OutputConfig": "penstock.llm.executor.requests",
-    "PenstockError": "penstock.engine.errors",
-    "PoolingOutput": "penstock.llm.outputs",
-    "PoolingParams": "penstock.engine.pooling.params",
-    "PoolingRequestOutput": "penstock.llm.outputs",
-    "QueueFull": "penstock.engine.errors",
-    "Request": "penstock.llm.executor.requests",
-    "RequestMetrics": "penstock.llm.outputs",
-    "RequestOutput": "penstock.llm.outputs",
-    "RequestOutputKind": "penstock.llm.sampling_params",
-    "Response": "penstock.llm.executor.responses",
-    "Result": "penstock.llm.executor.responses",
-    "SamplingConfig": "penstock.llm.executor.requests",
-    "SamplingParams": "penstock.llm.sampling_params",
-    "ScoringOutput": "penstock.llm.outputs",
-    "ScoringRequestOutput": "penstock.llm.outputs",
-    "StructuredOutputsParams": "penstock.llm.sampling_params",
-    "TextPrompt": "penstock.llm.preparing",
-    "TokensPrompt": "penstock.llm.preparing",
+# A new public name goes into one of these two, into the imports above, which are for type checkers, and into `__all__`.
+_PLUGIN_API = {
+    "penstock.engine.compile_clock": ("uncounted",),
+    "penstock.engine.errors": ("ConstraintTooLarge", "UnsupportedGrammar", "UnsupportedKind"),
+    "penstock.engine.events": ("Event", "Reasoning", "SpecialText", "Text", "ToolCallArguments", "ToolCallStart"),
+    "penstock.engine.format_info": ("Format", "FormatInfo"),
+    "penstock.engine.grammar": ("CompiledGrammar", "GrammarBackend", "GrammarKind", "GrammarMatcher", "GrammarSpec", "Vocabulary"),
+    "penstock.engine.hooks": ("Register", "hookimpl"),
+    "penstock.engine.logits_processor": ("LogitsProcessor", "LogitsRow", "per_row", "per_sequence"),
+    "penstock.engine.parsing": ("Parser", "Phase", "ReasoningParser", "ToolParser"),
+    "penstock.engine.tool_format": ("CallableTool", "ToolFormat"),
+    "penstock.engine.turn": ("Turn",),
+    "penstock.plugins.call_ids": ("new_call_id",),
+    "penstock.plugins.json_calls.call_envelope": ("CallEnvelope",),
+    "penstock.plugins.json_calls.json_tool_calls": ("JsonToolCalls",),
+    "penstock.plugins.json_calls.json_tool_format": ("JsonToolFormat",),
+    "penstock.plugins.markers": ("MarkerBuffer",),
+    "penstock.plugins.markup_calls.parameter_calls": ("parameter_calls",),
+    "penstock.plugins.markup_calls.parameter_markup": ("ParameterMarkup", "read_attribute_tag"),
+    "penstock.plugins.markup_calls.parameter_tool_format": ("ParameterToolFormat",),
+    "penstock.plugins.reasoning.think_format": ("ThinkFormat", "Thinking"),
 }
+_LIBRARY = {
+    "penstock.engine.errors": (
+        "ConfigurationError",
+        "EngineUnavailable",
+        "GenerationFailed",
+        "InvalidRequest",
+        "PenstockError",
+        "QueueFull",
+    ),
+    "penstock.engine.pooling.params": ("PoolingParams",),
+    "penstock.engine.sampling.params": ("BeamSearchParams",),
+    "penstock.llm.async_llm": ("AsyncLLM",),
+    "penstock.llm.executor.executor": ("Executor",),
+    "penstock.llm.executor.requests": ("KvCacheRetentionConfig", "OutputConfig", "Request", "SamplingConfig"),
+    "penstock.llm.executor.responses": ("Response", "Result"),
+    "penstock.llm.llm": ("LLM",),
+    "penstock.llm.outputs": (
+        "BeamSearchOutput",
+        "BeamSearchSequence",
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "Logprob",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "RequestMetrics",
+        "RequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
+    "penstock.llm.preparing": ("TextPrompt", "TokensPrompt"),
+    "penstock.llm.sampling_params": ("GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
+}
+_MODULE_OF = {name: module for module, names in (*_PLUGIN_API.items(), *_LIBRARY.items()) for name in names}
 
 __all__ = [
     "LLM",
@@ -81,25 +127,48 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "CallEnvelope",
+    "CallableTool",
     "ClassificationOutput",
     "ClassificationRequestOutput",
+    "CompiledGrammar",
     "CompletionOutput",
     "ConfigurationError",
+    "ConstraintTooLarge",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineUnavailable",
+    "Event",
     "Executor",
+    "Format",
+    "FormatInfo",
     "GenerationFailed",
+    "GrammarBackend",
+    "GrammarKind",
+    "GrammarMatcher",
+    "GrammarSpec",
     "GuidedDecodingParams",
     "InvalidRequest",
+    "JsonToolCalls",
+    "JsonToolFormat",
     "KvCacheRetentionConfig",
+    "LogitsProcessor",
+    "LogitsRow",
     "Logprob",
+    "MarkerBuffer",
     "OutputConfig",
+    "ParameterMarkup",
+    "ParameterToolFormat",
+    "Parser",
     "PenstockError",
+    "Phase",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
     "QueueFull",
+    "Reasoning",
+    "ReasoningParser",
+    "Register",
     "Request",
     "RequestMetrics",
     "RequestOutput",
@@ -110,15 +179,36 @@ __all__ = [
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "SpecialText",
     "StructuredOutputsParams",
+    "Text",
     "TextPrompt",
+    "ThinkFormat",
+    "Thinking",
     "TokensPrompt",
+    "ToolCallArguments",
+    "ToolCallStart",
+    "ToolFormat",
+    "ToolParser",
+    "Turn",
+    "UnsupportedGrammar",
+    "UnsupportedKind",
+    "Vocabulary",
     "__version__",
     "hookimpl",
+    "new_call_id",
+    "parameter_calls",
+    "per_row",
+    "per_sequence",
+    "read_attribute_tag",
+    "structure",
+    "uncounted",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name == "structure":  # a module: its parts have names such as `Literal` and `Sequence`
+        return import_module("penstock.engine.structure")
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

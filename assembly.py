@@ -35,8 +35,7 @@ from penstock.engine.quantization import quantized_layers
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
-from penstock.plugins.recognition import Evidence
-from penstock.plugins.registry import Registry
+from penstock.plugins.registry import Evidence, Registry
 from penstock.serving.context import PoolingContext, ServerContext, ServerOptions, description
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
 from penstock.serving.templates.messages import RESERVED_KWARGS
@@ -302,7 +301,7 @@ def tool_prompt(plugins: Plugins, tokenizer: Tokenizer) -> ToolPrompt:
     registry = plugins.tool_parsers
     if registry.active is None or registry.active_factory is None:
         return ToolPrompt()
-    tool_format = getattr(registry.active_factory(Turn(response_template=tokenizer.response_template)), "tool_format", None)
+    tool_format = registry.active_factory(Turn(response_template=tokenizer.response_template)).tool_format
     info = registry.infos.get(registry.active)
     return ToolPrompt(tool_format, "" if info is None else info.example, is_default=registry.is_default)
 

@@ -16,6 +16,7 @@ from penstock.engine.errors import ConfigurationError, PenstockError, Unsupporte
 from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars.bitmask import BITS_PER_WORD, allocate_bitmask
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
+from penstock.engine.grammars.grammar_choice import preferred_kinds
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.serving.constraints.closed_schema import closed
@@ -61,11 +62,11 @@ class Outcome:
         return self.grammar is not None and not self.grammar.warnings
 
 
-class _Watched:
+class _Watched(GrammarBackend):
     """Stands where a plug-in's factory would, and makes a backend that writes down what it is asked."""
 
     def __init__(self, name: str, factory: Callable[[Vocabulary], GrammarBackend], attempts: Callable[[], list[Attempt]]) -> None:
-        self.preferred_kinds: frozenset[GrammarKind] = getattr(factory, "preferred_kinds", frozenset())
+        self.preferred_kinds = preferred_kinds(factory)
         self._name = name
         self._factory = factory
         self._attempts = attempts

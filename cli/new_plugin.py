@@ -71,6 +71,7 @@ def package_files(name: str, kinds: Sequence[str]) -> dict[str, str]:
         "module": module,
         "distribution": module.replace("_", "-"),
         "Name": "".join(part.capitalize() for part in name.split("_")),
+        "NAME": name.upper(),
         "contents": f"`{module}.py` implements the hook `{hooks[0]}`"
         if is_single
         else f"`{module}` implements the hooks {', '.join(f'`{hook}`' for hook in hooks)}, each in a module",

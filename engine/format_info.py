@@ -1,11 +1,15 @@
 """What a wire format is known by: to people, to clients of other servers, and to `--plugin auto`."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+
+from penstock.engine.parsing import Parser
+from penstock.engine.turn import Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatInfo:
-    """Comes with a parser when it is registered; docs/parsers.md is made of these.
+    """Comes with a parser's factory when that is registered; docs/parsers.md is made of these.
 
     `models` are the families that write the format, `markers` what they write, `quirks` what else a reader should know, in a sentence.
     `aliases` are the names by which other servers' users know the parser.
@@ -31,3 +35,17 @@ class FormatInfo:
     declared_fields: tuple[str, ...] = ()
     prompt_tail: str = ""
     example: str = ""
+
+
+class Format(ABC):
+    """A format that is a declaration: registered in place of a factory, it makes the parsers and describes itself."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def info(self) -> FormatInfo: ...
+
+    @abstractmethod
+    def __call__(self, turn: Turn) -> Parser:
+        """The parser of one answer."""

@@ -1,27 +1,36 @@
 """The contract of every parser: sans I/O, sans tokenizer, sans request."""
 
 import enum
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from penstock.engine.events import Event
 from penstock.engine.tool_format import ToolFormat
 
 
-class Parser(Protocol):
+class Parser(ABC):
     """Turns the text of one answer into events.
 
     Two properties hold for every parser and are checked by `penstock.testing.check_parser`: any cut of the text gives the same answer,
     and after any prefix `finish` gives back all that is held. A parser never raises on model output and never swallows any.
     """
 
+    @abstractmethod
     def feed(self, text: str) -> Iterable[Event]:
         """Takes text as it arrived, however it is cut. A `SpecialText` is always a piece of its own."""
-        ...
 
+    @abstractmethod
     def finish(self) -> Iterable[Event]:
         """Generation is over: gives back whatever is held."""
-        ...
+
+    def release(self) -> Iterable[Event]:
+        """Gives back what is held, because a tool call has begun, and reads on after it. A parser that cannot do that gives nothing."""
+        return ()
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether what comes next belongs to a tool call that has begun: no marker of reasoning is one in there."""
+        return False
 
 
 class Phase(enum.Enum):
@@ -32,7 +41,7 @@ class Phase(enum.Enum):
     CONTENT = "content"
 
 
-class ReasoningParser(Parser, Protocol):
+class ReasoningParser(Parser):
     """A parser that splits reasoning from content, and tells the engine where it stands.
 
     The engine reads `phase` to scope stop strings, start grammars, count reasoning tokens and hold the thinking budget;
@@ -43,32 +52,15 @@ class ReasoningParser(Parser, Protocol):
     end_marker: str
 
     @property
+    @abstractmethod
     def phase(self) -> Phase: ...
 
 
-class ToolParser(Parser, Protocol):
+class ToolParser(Parser):
     """A parser that gives tool calls, and says how they are written.
 
     A parser without `tool_format` reads calls all the same, but nothing can be promised of them: `tool_choice` `required` and the like
     are refused by name.
-
-    `is_in_call` says that what comes next belongs to a call that has begun: its arguments, strings in them included. There, markers of
-    reasoning are no markers. A parser without `is_in_call` is never inside a call.
     """
 
-    @property
-    def tool_format(self) -> ToolFormat | None: ...
-
-    @property
-    def is_in_call(self) -> bool: ...
-
-
-def release(parser: Parser) -> list[Event]:
-    """What a parser holds, where it can give that back and read on. A parser says so with a method `release`."""
-    give_back: Callable[[], Iterable[Event]] | None = getattr(parser, "release", None)
-    return [] if give_back is None else list(give_back())
-
-
-def is_in_call(parser: Parser) -> bool:
-    """Whether a parser says that what comes next belongs to a call."""
-    return bool(getattr(parser, "is_in_call", False))
+    tool_format: ToolFormat | None = None

@@ -70,7 +70,7 @@ class SequenceFactory:
             vocab_size=self.vocab_size,
             stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
             bad_words_ids=bad_words_ids,
-            processors=[make() for make in request.logits_processors],
+            processors=request.logits_processors,
             seed_offset=index,
             device=self.device,
             request_id=request.request_id,
@@ -105,7 +105,7 @@ class SequenceFactory:
             stop_token_ids=self.stop_token_ids,
             client_stop_ids=frozenset(request.params.stop_token_ids),
             may_force=_is_free_of_other_rules(request),
-            is_quick=getattr(request.grammar, "has_quick_masks", False),
+            is_quick=request.grammar.has_quick_masks,
         )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:

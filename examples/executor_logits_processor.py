@@ -6,19 +6,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.hooks import LogitsRow
+from penstock import LogitsProcessor, LogitsRow, per_row
 from penstock.llm.executor.executor import Executor, LogitsProcessorConfig, OutputConfig, Request
 
 NO_INPUT = OutputConfig(exclude_input_from_output=True)
 
 
-def house_rules(request_id: str, logits: Tensor, token_ids: list[int], client_id: int | str | None, *, banned: list[int]) -> None:
+def house_rules(row: LogitsRow, logits: Tensor, *, banned: list[int]) -> None:
     """Keeps `banned` tokens from every client but the editors. One call for each sequence and token."""
-    if client_id != "editors":
+    if row.client_id != "editors":
         logits[banned] = float("-inf")
 
 
-class Preference:
+class Preference(LogitsProcessor):
     """Makes tokens likelier. One call for each step, with the rows of all sequences that ask for it."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Preference:
     def begin(self, token_ids: list[int], by: float) -> tuple[list[int], float]:
         return token_ids, by
 
-    def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> Tensor:
+    def process(self, rows: Sequence[LogitsRow], logits: Tensor) -> Tensor:
         self.largest_batch = max(self.largest_batch, len(rows))
         bias = torch.zeros_like(logits)
         for place, row in enumerate(rows):
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     preference = Preference()
-    with Executor(arguments.model, logits_processors={"house_rules": house_rules, "preference": preference}) as executor:
+    with Executor(arguments.model, logits_processors={"house_rules": per_row(house_rules), "preference": preference}) as executor:
 
         def ids(text: str) -> list[int]:
             return executor.tokenizer.encode(text, add_special_tokens=False)

@@ -8,19 +8,14 @@ Run it: `penstock --plugin examples/fenced_calls.py`
 """
 
 import json
-from collections.abc import Callable
 
-from penstock import hookimpl
-from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.turn import Turn
-from penstock.plugins.call_ids import new_call_id
-from penstock.plugins.markers import MarkerBuffer
+from penstock import Event, MarkerBuffer, Register, Text, ToolCallArguments, ToolCallStart, ToolParser, Turn, hookimpl, new_call_id
 
 START = "```call\n"
 END = "\n```"  # JSON has no line break inside a string, so this cannot stand in the arguments
 
 
-class FencedCalls:
+class FencedCalls(ToolParser):
     """A block is held back until it is whole, then it is a call, or text where it is none."""
 
     def __init__(self, turn: Turn) -> None:
@@ -75,5 +70,5 @@ def _is_object(text: str) -> bool:
 
 
 @hookimpl
-def register_tool_parsers(register: Callable[[str, Callable[[Turn], FencedCalls]], None]) -> None:
+def register_tool_parsers(register: Register) -> None:
     register("fenced_calls", FencedCalls)

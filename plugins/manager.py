@@ -17,18 +17,19 @@ import pluggy
 from penstock import __version__
 from penstock.engine import hooks
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.sampling.processors import as_registered
+from penstock.engine.format_info import Format, FormatInfo
+from penstock.engine.logits_processor import LogitsProcessor, as_processor
+from penstock.engine.parsing import ReasoningParser, ToolParser
 from penstock.engine.turn import Turn
-from penstock.plugins import reasoning, tools
-from penstock.plugins.recognition import Evidence
-from penstock.plugins.registry import AUTO, NONE, Registry
+from penstock.plugins import tools
+from penstock.plugins.registry import AUTO, NONE, Evidence, Registry
 
 GROUP = "penstock"
 MIN_BEGINNING = 4  # letters: names that share fewer have nothing else in common
 DEFAULT_TOOL_PARSER = "hermes"
-FOLDERS = (reasoning, tools)  # each module in them is a plug-in
+FOLDERS = (tools,)  # each module in them is a plug-in
 BUILT_INS = (
+    "penstock.plugins.reasoning.formats",
     "penstock.plugins.processors.no_repeat_ngram",
     "penstock.plugins.grammars.llguidance.backend",
     "penstock.plugins.grammars.outlines_core.backend",
@@ -65,19 +66,21 @@ class Plugins:
     """Everything that plug-ins have registered, by kind and name.
 
     Nothing is loaded by making one: call `load_builtins`, `load_entry_points` and `load`, in this order, and `check` at the end, or use
-    `start`. Every mistake is a `ConfigurationError` that names the plug-in. `without` drops plug-ins or single registered names.
+    `start`. Every mistake is a `ConfigurationError` that names the plug-in. `without` drops plug-ins and single names; of a
+    file or module that `load` was asked for, none.
     """
 
     def __init__(self, without: Iterable[str] = ()) -> None:
         self.reasoning_parsers = Registry[hooks.ReasoningParserFactory]("reasoning parser", "register_reasoning_parsers", is_choice=True)
         self.tool_parsers = Registry[hooks.ToolParserFactory]("tool parser", "register_tool_parsers", is_choice=True)
-        self.logits_processors = Registry[hooks.RegisteredLogitsProcessor]("logits processor", "register_logits_processors")
+        self.logits_processors = Registry[LogitsProcessor]("logits processor", "register_logits_processors")
         self.grammar_backends = Registry[hooks.GrammarBackendFactory]("grammar backend", "register_grammar_backends")
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
         self._origins: dict[str, Origin] = {}
         self._without = frozenset(without)
         self._dropped: set[str] = set()
+        self._asked_for: set[str] = set()  # files and modules: their names are never dropped
 
     @classmethod
     def start(
@@ -184,6 +187,7 @@ class Plugins:
             if not path.is_file():
                 raise ConfigurationError(f"`--plugin {name}`: there is no such file")
             if str(path) not in self._origins:
+                self._asked_for.add(str(path))
                 self._add(Origin(str(path)), partial(_load_file, path))
             return str(path)
         if not _is_module(name):
@@ -191,11 +195,12 @@ class Plugins:
         # An installed plug-in is known by its entry point's name, and may be asked for by its module's.
         loaded = self._manager.get_name(sys.modules.get(name))
         if loaded is None:
+            self._asked_for.add(name)
             self._add(_module_origin(name), partial(importlib.import_module, name))
         return loaded or name
 
     def register_logits_processors(self, processors: Mapping[str, hooks.RegisteredLogitsProcessor], origin: str) -> None:
-        """Registers what a caller has at hand, in any of the forms that a plug-in may register. `origin` says where that was, in errors."""
+        """Registers what a caller has at hand, as a plug-in would. `origin` says where that was, in errors."""
         source = self._origins.setdefault(origin, Origin(origin))
         for name, processor in processors.items():
             self._register(self.logits_processors, source, name, processor)
@@ -209,8 +214,8 @@ class Plugins:
         self._check_selected(Turn())
 
     def _check_selected(self, turn: Turn) -> None:
-        self._check_active(self.reasoning_parsers, ("feed", "finish", "start_marker", "end_marker", "phase"), turn)
-        self._check_active(self.tool_parsers, ("feed", "finish"), turn)
+        self._check_active(self.reasoning_parsers, ReasoningParser, turn)
+        self._check_active(self.tool_parsers, ToolParser, turn)
 
     def listing(self) -> list[Listing]:
         """What is loaded, by kind and name."""
@@ -222,7 +227,7 @@ class Plugins:
                 rows.append(Listing(registry.kind, name, origin, source.distribution, source.version, name == registry.active, aliases))
         return rows
 
-    def _check_active(self, registry: Registry[Any], promised: Sequence[str], turn: Turn) -> None:
+    def _check_active(self, registry: Registry[Any], contract: type[Any], turn: Turn) -> None:
         """Makes a parser as each answer will, so that the first answer is not where a mistake shows."""
         if registry.active is None or registry.active_factory is None:
             return
@@ -231,9 +236,12 @@ class Plugins:
             parser = registry.active_factory(turn)
         except Exception as error:
             raise ConfigurationError(f"{described} cannot be made: {type(error).__name__}: {error}") from error
-        missing = [name for name in promised if not hasattr(parser, name)]
+        made = type(parser).__name__
+        if not isinstance(parser, contract):
+            raise ConfigurationError(f"{described} makes a {made}, which does not derive from `penstock.{contract.__name__}`")
+        missing = [f"`{name}`" for name in contract.__annotations__ if not hasattr(parser, name)]
         if missing:
-            raise ConfigurationError(f"{described} makes a {type(parser).__name__} without {', '.join(f'`{name}`' for name in missing)}")
+            raise ConfigurationError(f"{described} makes a {made} without {' and '.join(missing)}")
 
     def _add(self, origin: Origin, load: Callable[[], object]) -> None:
         """Imports a plug-in, checks its hooks and runs them."""
@@ -276,14 +284,16 @@ class Plugins:
             raise ConfigurationError(f"{described}: it takes a name and a factory, and perhaps a FormatInfo")
         if registry is self.logits_processors:
             try:
-                factory = as_registered(factory)
+                factory = as_processor(factory)
             except TypeError as error:
                 raise ConfigurationError(f"{described}: {error}") from error
         elif not callable(factory):
             raise ConfigurationError(f"{described}: it takes a name and a factory, and perhaps a FormatInfo")
+        if info is None and isinstance(factory, Format):
+            info = factory.info
         if {AUTO, NONE} & {name, *(info.aliases if info else ())}:
             raise ConfigurationError(f"plug-in {origin} cannot register {name!r}: {AUTO!r} and {NONE!r} mean something else")
-        if name in self._without:
+        if name in self._without and origin.plugin not in self._asked_for:
             self._dropped.add(name)
             return
         for spelling in (name, *(info.aliases if info else ())):

@@ -1,11 +1,16 @@
 """Finds a format's markers in text that arrives in pieces: the marker cut in two is solved here, once, for every parser."""
 
+import re
 from collections import deque
 from collections.abc import Callable
 from itertools import groupby
 
 from penstock.engine.events import Event, SpecialText
+from penstock.engine.turn import Turn
 from penstock.plugins.automaton import MarkerAutomaton, compile_markers
+
+_SPACE = " \t\r\n"
+_SUFFIXED = re.compile(r"</?(?:think|tool_calls)([^<>\s]*)>")
 
 
 class MarkerBuffer:
@@ -221,3 +226,49 @@ def read_steps(buffer: MarkerBuffer, text: str, step: Callable[[list[Event]], bo
     while step(events):
         pass
     return events
+
+
+class EdgeSpace:
+    """Gives out a stretch of text without the white space before it, where `drops_leading`, and holds back what may be that at its end."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._has_text = False
+
+    def take(self, pieces: list[str], *, drops_leading: bool) -> list[str]:
+        """What of the stretch so far is certain."""
+        certain: list[str] = []
+        for piece in pieces:
+            text = piece if isinstance(piece, SpecialText) else piece.rstrip(_SPACE)
+            space = piece[len(text) :]
+            if text and drops_leading and not self._has_text:
+                self._held.clear()
+                text = text if isinstance(text, SpecialText) else text.lstrip(_SPACE)
+            if text:
+                certain += [*self._held, text]
+                self._held.clear()
+                self._has_text = True
+            if space:
+                self._held.append(space)
+        return certain
+
+    def end(self, *, drops_trailing: bool) -> list[str]:
+        """A marker ends the stretch: what of the held white space is text. It never is where there is nothing else."""
+        kept = [] if drops_trailing or not self._has_text else self._held
+        self._held = []
+        self._has_text = False
+        return kept
+
+    def finish(self) -> list[str]:
+        """All that is held."""
+        held, self._held = self._held, []
+        return held
+
+
+def marker_suffix(turn: Turn) -> str:
+    """The suffix that a checkpoint adds to the names of all its markers: `<think:opensource>`, `<tool_calls:opensource>`.
+
+    That of a marker at the end of the prompt, or else of one in the vocabulary; empty where neither has any.
+    """
+    found = _SUFFIXED.search(turn.prompt_tail) or next(filter(None, map(_SUFFIXED.fullmatch, sorted(turn.added_tokens))), None)
+    return "" if found is None else found[1]

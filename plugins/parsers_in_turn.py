@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser, is_in_call, release
+from penstock.engine.parsing import Parser, ToolParser
 from penstock.engine.text.answer import split_at_calls
 
 
-class ParsersInTurn:
+class ParsersInTurn(ToolParser):
     """A tool parser made of two, whose calls are numbered as one row. A call that the first finds ends whatever the second was reading.
 
     While the second is inside a call, text goes around the first, and so does what that one still holds when the call begins.
@@ -22,18 +22,18 @@ class ParsersInTurn:
     @property
     def is_in_call(self) -> bool:
         """Whether either is inside a call."""
-        return is_in_call(self._first) or is_in_call(self._second)
+        return self._first.is_in_call or self._second.is_in_call
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
         events: list[Event] = []
         for part in split_at_calls(text):
-            if is_in_call(self._second):
+            if self._second.is_in_call:
                 events += self._through([Text(part)])
                 continue
             events += self._through(self._first.feed(part))
-            if is_in_call(self._second):
-                events += self._through(release(self._first))
+            if self._second.is_in_call:
+                events += self._through(self._first.release())
         return self._numbered(events)
 
     def finish(self) -> list[Event]:

@@ -7,11 +7,11 @@ import functools
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
+from penstock.engine.logits_processor import ChosenProcessor
 from penstock.engine.parsing import Phase, ReasoningParser
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
@@ -95,7 +95,7 @@ class ParserFacts:
     def of(cls, context: ServerContext, turn: Turn) -> "ParserFacts":
         reasoning = None if context.reasoning_parser is None else context.reasoning_parser(turn)
         tool_parser = None if context.tool_parser is None or not turn.tools else context.tool_parser(turn)
-        return cls(reasoning, getattr(tool_parser, "tool_format", None))
+        return cls(reasoning, None if tool_parser is None else tool_parser.tool_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,7 +412,7 @@ def cache_salt(context: ServerContext, body: GenerationFields, client: str | Non
     return salt if client is None or len(options.api_keys) < 2 or options.share_prefix_cache else f"{client} {salt}"
 
 
-def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[Callable[[], Any]]:
+def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[ChosenProcessor]:
     """What the engine calls once per sequence. Raises `InvalidRequest` for a name or arguments that are refused."""
     return chosen_processors(context.plugins.logits_processors, [(choice.name, choice.arguments) for choice in choices or ()])
 

@@ -4,13 +4,11 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.hooks import LogitsRow, RegisteredLogitsProcessor
-from penstock.engine.sampling.processors import as_registered, bind
+from penstock.engine.hooks import RegisteredLogitsProcessor
+from penstock.engine.logits_processor import LogitsRow, SequenceProcessor, as_processor, choose
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from penstock.engine.sampling.processors import SequenceProcessor
 
 
 def check_logits_processor(
@@ -22,21 +20,18 @@ def check_logits_processor(
     num_steps: int = 12,
     seed: int = 0,
 ) -> None:
-    """Raises `AssertionError` where what is registered, in any form, breaks a promise.
+    """Raises `AssertionError` where a logits processor breaks a promise.
 
     It raises nothing, leaves a token to choose and no NaN, does not change the token ids, and does the same to a row whatever rows are
     beside it. Raises `TypeError` or `ValueError` where it takes no such arguments.
     """
     import torch
 
-    from penstock.engine.sampling.processors import SequenceProcessor
-
-    make = bind(as_registered(registered), arguments or {})
+    chosen = choose(as_processor(registered), arguments or {})
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     histories = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))] for _ in range(num_sequences)]
     together, alone = (
-        [SequenceProcessor.of(make(), LogitsRow(f"request {row}", token_ids=list(history))) for row, history in enumerate(histories)]
-        for _ in range(2)
+        [chosen.begin(LogitsRow(f"request {row}", token_ids=list(history))) for row, history in enumerate(histories)] for _ in range(2)
     )
     for _ in range(num_steps):
         logits_RV = torch.randn(num_sequences, vocab_size, generator=generator)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser, Phase, is_in_call
+from penstock.engine.parsing import Parser, Phase, ReasoningParser
 from penstock.engine.turn import Turn
 from penstock.plugins.json_scanner import JsonScanner, State
 from penstock.testing.answers import join_atoms, read, split_atoms
@@ -43,6 +43,8 @@ def check_parser(
     samples = list(samples)
     max_examples = max(max_examples, int(os.environ.get("PENSTOCK_PARSER_EXAMPLES", "0")))
     assert samples, "there is nothing to check a parser with"
+    made = type(factory(turn))
+    assert issubclass(made, Parser), f"`{made.__name__}` must derive from `penstock.ReasoningParser` or `penstock.ToolParser`"
     for vocabulary in (turn.added_tokens, turn.added_tokens | frozenset(markers)):
         this_turn = replace(turn, added_tokens=vocabulary)
         for sample in samples:
@@ -102,7 +104,7 @@ def _check_inside_calls(parser: Parser, atoms: Sequence[str]) -> None:
                 is_denied = denied_at is not None and event.index == last.index
                 assert not is_denied, f"call {event.index} goes on after {join_atoms(atoms[:denied_at])}, where `is_in_call` is not true"
                 last, denied_at = event, None
-        if denied_at is None and not is_in_call(parser):
+        if denied_at is None and not parser.is_in_call:
             denied_at = position
 
 
@@ -117,8 +119,8 @@ def _phase(parser: Parser, pieces: Iterable[str]) -> Phase | None:
     for piece in pieces:
         for _ in parser.feed(piece):
             pass
-    phase = getattr(parser, "phase", None)
-    assert phase is None or isinstance(phase, Phase)
+    phase: object = parser.phase if isinstance(parser, ReasoningParser) else None
+    assert phase is None or isinstance(phase, Phase), f"`phase` is {phase!r}"
     return phase
 
 

@@ -151,7 +151,7 @@ class ToolFormatCheck:
 
     @cached_property
     def _format(self) -> ToolFormat:
-        found: ToolFormat | None = getattr(self._factory, "tool_format", None) or getattr(self._factory(self._turn), "tool_format", None)
+        found = self._factory(self._turn).tool_format
         assert found is not None, "the parser has no `tool_format`"
         return found
 

@@ -13,14 +13,13 @@ from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
-from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.layers.linear import pack_linears
 from penstock.engine.loading.model_loader import LoadedModel, in_memory
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
-from tests.fakes import byte_tokenizer, drive, make_request, tokens
+from tests.fakes import RowFunction, byte_tokenizer, drive, make_request, tokens
 
 
 def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
@@ -122,8 +121,8 @@ def _plain_answer(tokenizer: Tokenizer, prompt: list[int]) -> Answer:
     return Answer(Detokenizer(tokenizer, prompt), None, None, (), False, True)
 
 
-def _recording(recorders: list[Recorder], forced: Sequence[int]) -> Callable[[], LogitsProcessor]:
-    def make() -> LogitsProcessor:
+def _recording(recorders: list[Recorder], forced: Sequence[int]) -> Callable[[], RowFunction]:
+    def make() -> RowFunction:
         recorders.append(Recorder(forced))
         return recorders[-1]
 

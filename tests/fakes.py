@@ -22,6 +22,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.events import Reasoning, Text
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import KVCache, LayerKV
+from penstock.engine.logits_processor import ChosenProcessor, per_sequence
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
@@ -55,6 +56,9 @@ TOKENIZER = byte_tokenizer()
 VOCAB_SIZE = TOKENIZER.vocab_size
 EOS, THINK, END_THINK = range(256, 259)
 ADDED = frozenset(info.text for info in TOKENIZER.added_tokens.values())
+
+
+RowFunction = Callable[[list[int], Tensor], Tensor]  # a logits processor of one sequence
 
 
 def ids(text: str) -> list[int]:
@@ -239,7 +243,7 @@ def make_request(
     tail: str = "",
     make_answer: Callable[[], Answer] | None = None,
     grammar: Any = None,
-    logits_processors: Sequence[Callable[[], Any]] = (),
+    logits_processors: Sequence[Callable[[], Any] | ChosenProcessor] = (),
     priority: int = 0,
     cache_salt: str = "",
     bad_sequences: tuple[tuple[int, ...], ...] = (),
@@ -269,7 +273,9 @@ def make_request(
         params=sampling,
         make_answer=make_answer or answer,
         grammar=grammar,
-        logits_processors=list(logits_processors),
+        logits_processors=[
+            given if isinstance(given, ChosenProcessor) else ChosenProcessor(per_sequence(given), {}) for given in logits_processors
+        ],
         priority=priority,
         cache_salt=cache_salt,
         bad_sequences=bad_sequences,

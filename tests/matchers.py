@@ -8,21 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.grammar import CompiledGrammar, GrammarMatcher
 from tests.fakes import EOS, LETTERS, ids
 
 
-class Grammar:
+class Grammar(CompiledGrammar):
     """A compiled grammar of whatever `make` makes."""
 
     num_bytes = 0
-    warnings = ()
 
     def __init__(self, make: Callable[[], Any], *, has_quick_masks: bool = False) -> None:
-        self.matcher = make
+        self._make = make
         self.has_quick_masks = has_quick_masks
 
+    def matcher(self) -> Any:
+        return self._make()
 
-class Matcher:
+
+class Matcher(GrammarMatcher):
     """Allows, after the tokens `path`, those of `allowed(path)`; with `forces` it says where there is only one."""
 
     def __init__(self, *, forces: bool = True) -> None:

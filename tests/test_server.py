@@ -22,9 +22,11 @@ from tokenizers import Tokenizer as Backend
 from penstock.assembly import UNLEARNED_THINKING_BUDGET, build_chat_template, evidence_of, knows_marker, thinking_budget, unlearned_parser
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import bind, main, stopping_line
 from penstock.serving.templates.chat_template import ChatTemplate
+
+deepseek_r1 = FORMATS["deepseek_r1"]
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock import LogitsProcessor, per_sequence
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import ReasoningParser, ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins.markers import MarkerBuffer
 from penstock.testing import check_cost, check_logits_processor, check_parser, join_atoms, merged, read, split_atoms
@@ -13,7 +15,7 @@ from penstock.testing import check_cost, check_logits_processor, check_parser, j
 SAMPLES = ["why<end>because", "no end", "<en", "<end><end>", ""]
 
 
-class Sound:
+class Sound(ToolParser):
     """Reasoning up to `<end>`: keeps every promise."""
 
     def __init__(self, turn: Turn) -> None:
@@ -67,9 +69,9 @@ class GivesEmptyText(Sound):
         return [*super().feed(text), Text("")]
 
 
-class LosesAPhase(Sound):
+class LosesAPhase(Sound, ReasoningParser):
     @property
-    def phase(self) -> str:
+    def phase(self) -> str:  # type: ignore[override]
         return "content"
 
 
@@ -78,7 +80,7 @@ class MisnumbersCalls(Sound):
         return [ToolCallStart(1, "f", "id"), *super().feed(text)] if text == "no end" else super().feed(text)
 
 
-class DeniesItsCalls:
+class DeniesItsCalls(ToolParser):
     """Gives out arguments as they come, and does not say that it is inside a call."""
 
     is_in_call = False
@@ -97,7 +99,7 @@ class DeniesItsCalls:
         return []
 
 
-class RescansWithMethods:
+class RescansWithMethods(ToolParser):
     """Right, and quadratic: it looks at the whole text again with every piece."""
 
     def __init__(self, turn: Turn) -> None:
@@ -147,6 +149,11 @@ def test_reading_again_what_has_been_read_is_found(parser: type[RescansWithMetho
         check_cost(parser, "why<end>because", Turn())
 
 
+def test_what_derives_from_no_parser_is_told_so() -> None:
+    with pytest.raises(AssertionError, match=r"`str` must derive from `penstock.ReasoningParser` or `penstock.ToolParser`"):
+        check_parser(lambda turn: "", SAMPLES)  # type: ignore[arg-type,return-value]
+
+
 def test_no_samples_are_no_check() -> None:
     with pytest.raises(AssertionError, match="nothing to check"):
         check_parser(Sound, [])
@@ -185,8 +192,8 @@ def raising(token_ids: list[int], logits: Tensor) -> Tensor:
     raise KeyError("no such token")
 
 
-class LooksAside:
-    def process_batch(self, rows: object, logits: Tensor) -> Tensor:
+class LooksAside(LogitsProcessor):
+    def process(self, rows: object, logits: Tensor) -> Tensor:
         return logits - logits.mean()
 
 
@@ -196,4 +203,4 @@ class LooksAside:
 )
 def test_a_logits_processor_that_breaks_a_promise_is_found(processor: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_logits_processor(processor)
+        check_logits_processor(processor if isinstance(processor, LogitsProcessor) else per_sequence(lambda: processor))

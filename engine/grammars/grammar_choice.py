@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Protocol
 
 from penstock.engine.compile_clock import CompileClock
-from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
+from penstock.engine.errors import ConfigurationError, ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_stats import CompileCounts, CompileOutcome
 from penstock.engine.structure import Either, Repeat, Sequence, Structure, Value
@@ -81,7 +81,7 @@ class GrammarChoice:
 
     def order(self, kind: GrammarKind) -> list[str]:
         """Those that prefer this kind first; otherwise as registered."""
-        return sorted(self.factories, key=lambda name: kind not in getattr(self.factories[name], "preferred_kinds", ()))
+        return sorted(self.factories, key=lambda name: kind not in preferred_kinds(self.factories[name]))
 
     def compile(
         self,
@@ -127,6 +127,7 @@ class GrammarChoice:
         try:
             with clock:
                 grammar = self._backend(name).compile(spec)
+            _check_derived(name, grammar, CompiledGrammar)
             outcome = CompileOutcome.COMPILED
             return grammar
         except UnsupportedGrammar:
@@ -141,12 +142,28 @@ class GrammarChoice:
     def _backend(self, name: str) -> GrammarBackend:
         with self._making:
             if name not in self._backends:
-                self._backends[name] = self.factories[name](self._vocabulary)
+                backend = self.factories[name](self._vocabulary)
+                _check_derived(name, backend, GrammarBackend)
+                self._backends[name] = backend
             return self._backends[name]
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return self._tokenizer.vocabulary(self._vocab_size, self._stop_token_ids)
+
+
+def preferred_kinds(factory: Callable[[Vocabulary], GrammarBackend]) -> frozenset[GrammarKind]:
+    """Those of a backend's class; a factory that is a function has none."""
+    if isinstance(factory, GrammarBackend) or (isinstance(factory, type) and issubclass(factory, GrammarBackend)):
+        return factory.preferred_kinds
+    return frozenset()
+
+
+def _check_derived(name: str, made: object, contract: type) -> None:
+    if not isinstance(made, contract):
+        raise ConfigurationError(
+            f"the grammar backend {name!r} makes a {type(made).__name__}, which does not derive from `penstock.{contract.__name__}`"
+        )
 
 
 def _shortened(text: str) -> str:

@@ -55,7 +55,7 @@ class GrammarGate:
 
     @property
     def is_quick(self) -> bool:
-        return self._is_quick and bool(getattr(self._matcher, "is_quick", True))
+        return self._is_quick and self._matcher.is_quick
 
     def is_open(self, answer: Answer) -> bool:
         """Whether the next token is the grammar's to decide."""
@@ -152,12 +152,12 @@ class GrammarGate:
         return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
 
     def fork(self) -> "GrammarGate | None":
-        """One in the same place, which goes on by itself; None where the matcher has no `fork`."""
-        fork_matcher = getattr(self._matcher, "fork", None)
-        if fork_matcher is None:
+        """One in the same place, which goes on by itself; None where the matcher cannot be forked."""
+        matcher = self._matcher.fork()
+        if matcher is None:
             return None
         other = copy.copy(self)
-        other._matcher = fork_matcher()
+        other._matcher = matcher
         other._taken = list(self._taken)
         return other
 

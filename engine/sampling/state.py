@@ -4,16 +4,14 @@ import copy
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from struct import pack
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.device import to_device
-from penstock.engine.hooks import LogitsRow
+from penstock.engine.logits_processor import ChosenProcessor, LogitsRow
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.penalties import BadWords, Penalties, TokenCounts
-from penstock.engine.sampling.processors import SequenceProcessor
 
 MAX_LOGIT_BIAS = 100.0
 
@@ -49,7 +47,7 @@ class SamplingState:
 
     `is_constrained` is set when the grammar's gate opens; from then on `min_tokens` does not apply. `block_stop` keeps stop ids from being
     sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
-    `processors` are what the request's makers gave, in any form. Where `num_candidates` is not 0, the row is not sampled from: beam search
+    `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
     chooses among that many tokens.
     """
 
@@ -61,7 +59,7 @@ class SamplingState:
         vocab_size: int,
         stop_token_ids: frozenset[int],
         bad_words_ids: list[list[int]],
-        processors: list[Any],
+        processors: Sequence[ChosenProcessor],
         seed_offset: int,
         device: torch.device | str,
         request_id: str = "",
@@ -76,7 +74,7 @@ class SamplingState:
         self.generator = None if params.seed is None else CounterRng(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
-        self.processors = [SequenceProcessor.of(made, row) for made in processors]
+        self.processors = [chosen.begin(row) for chosen in processors]
         self._vocab_size = vocab_size
         self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
         self._bad_words = BadWords(ids for ids in bad_words_ids if all(token_id < vocab_size for token_id in ids))

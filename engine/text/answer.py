@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallStart
-from penstock.engine.parsing import Parser, Phase, ReasoningParser, is_in_call, release
+from penstock.engine.parsing import Parser, Phase, ReasoningParser, ToolParser
 from penstock.engine.text.call_limits import NO_LIMITS, CallLimits, LimitedCalls
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.stops import StopStrings
@@ -16,7 +16,7 @@ from penstock.engine.text.stops import StopStrings
 _PARTS = re.compile(r" ?\w+|\W")  # calls begin and end at no character of a word, nor at the blank before one
 
 
-class ParserChain:
+class ParserChain(Parser):
     """Feeds each parser the `Text` of the one before it; all other events pass by. Without parsers, everything is `Text`.
 
     While the last parser is inside a call, text goes around the `reasoning` parser, which otherwise is the first: what looks like one of
@@ -26,12 +26,12 @@ class ParserChain:
     def __init__(self, parsers: Sequence[Parser], *, reasoning: Parser | None = None) -> None:
         self._reasoning = reasoning
         self._parsers = tuple(parsers)
-        self._has_calls = reasoning is not None and bool(self._parsers) and hasattr(self._parsers[-1], "is_in_call")
+        self._has_calls = reasoning is not None and bool(self._parsers) and isinstance(self._parsers[-1], ToolParser)
 
     @property
     def is_in_call(self) -> bool:
         """Whether what comes next belongs to a call."""
-        return bool(self._parsers) and is_in_call(self._parsers[-1])
+        return bool(self._parsers) and self._parsers[-1].is_in_call
 
     def feed(self, piece: str) -> list[Event]:
         """The events that a piece of the answer completes."""
@@ -44,7 +44,7 @@ class ParserChain:
                 continue
             events += self._read_content(self._reasoning.feed(part))
             if self.is_in_call:
-                events += self._read_content(release(self._reasoning))
+                events += self._read_content(self._reasoning.release())
         return events
 
     def finish(self) -> list[Event]:
@@ -131,7 +131,7 @@ class BlankText:
         return held
 
 
-class _Tap:
+class _Tap(Parser):
     """Lets content pass, and keeps what came with the last token."""
 
     def __init__(self) -> None:

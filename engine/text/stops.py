@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from penstock.engine.events import SpecialText, Text
+from penstock.engine.parsing import Parser
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class _Node:
     match: str | None = None
 
 
-class StopStrings:
+class StopStrings(Parser):
     """A parser that ends the text at the first stop string to be complete, and gives nothing out after it.
 
     Of several that end at the same character the longest wins; `match` is the winner. So nothing depends on how the text was cut, and no

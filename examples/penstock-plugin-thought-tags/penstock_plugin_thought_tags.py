@@ -1,15 +1,9 @@
 """The reasoning parser `thought_tags`: `<thought>why</thought>because`."""
 
-from collections.abc import Callable
-
-from penstock import hookimpl
-from penstock.engine.events import Event, Reasoning, Text
-from penstock.engine.parsing import Phase
-from penstock.engine.turn import Turn
-from penstock.plugins.markers import MarkerBuffer
+from penstock import Event, MarkerBuffer, Phase, Reasoning, ReasoningParser, Register, Text, Turn, hookimpl
 
 
-class ThoughtTags:
+class ThoughtTags(ReasoningParser):
     """Content until `<thought>`, reasoning until `</thought>`, as often as the model likes.
 
     Where a grammar holds the answer, all that is not reasoning from the start is content.
@@ -49,5 +43,5 @@ class ThoughtTags:
 
 
 @hookimpl
-def register_reasoning_parsers(register: Callable[[str, Callable[[Turn], ThoughtTags]], None]) -> None:
+def register_reasoning_parsers(register: Register) -> None:
     register("thought_tags", ThoughtTags)

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.hooks import RegisteredLogitsProcessor
+from penstock.engine.logits_processor import LogitsProcessor
 from penstock.llm.executor.requests import BATCHED, AdditionalModelOutput, BatchedCallback, batched_processor, row_processor
 
 Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]  # the reason, and the values that ask for nothing beside None
@@ -61,14 +61,14 @@ class KvCacheConfig:
 @dataclass(slots=True)
 class LogitsPostProcessorConfig:
     """Callbacks of TensorRT-LLM's form: of `processor_map` a request names one, and `Request.BATCHED_POST_PROCESSOR_NAME` is
-    `processor_batched`. Processors in the forms of docs/logits-processors.md are taken as well.
+    `processor_batched`. A `LogitsProcessor` is taken as well.
     """
 
     processor_map: Mapping[str, Any] | None = None
     processor_batched: BatchedCallback | None = None
     replicate: bool = True
 
-    def processors(self) -> dict[str, RegisteredLogitsProcessor]:
+    def processors(self) -> dict[str, LogitsProcessor]:
         """By the names that requests use. Raises `TypeError` for what is no callback."""
         named = {name: row_processor(callback, f"processor_map[{name!r}]") for name, callback in (self.processor_map or {}).items()}
         return named if self.processor_batched is None else {**named, BATCHED: batched_processor(self.processor_batched)}

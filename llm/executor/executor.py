@@ -111,8 +111,8 @@ class Executor:
                 print(executor.tokenizer.decode(response.result.output_token_ids[0]))
 
     `model` and the other keyword arguments are those of `LLM`; `model_type` and `executor_config` are the original's. `context` is a
-    server's context in their place, whose engine has not been started. `logits_processors` are registered under their names, in any of the
-    forms that a plug-in may register; requests name them. Statistics are kept of the last `iter_stats_max_iterations` and
+    server's context in their place, whose engine has not been started. `logits_processors` are registered under their names, as a
+    plug-in's are; requests name them. Statistics are kept of the last `iter_stats_max_iterations` and
     `request_stats_max_iterations` steps, by default those of the config, or 1000 without one; 0 keeps none.
 
     Every method may be called in any thread, by several at once, and each response is given out once. A request that cannot be served

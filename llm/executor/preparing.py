@@ -6,10 +6,9 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, per_row
 from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.processors import bind
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
 from penstock.plugins.chosen_processors import chosen_processors
@@ -198,7 +197,7 @@ def beam_params(request: Request) -> BeamSearchParams | None:
     return BeamSearchParams(config.beam_width, length_penalty=penalty, early_stopping=early_stopping)  # type: ignore[arg-type]
 
 
-def processors(context: ServerContext, request: Request) -> list[Callable[[], Any]]:
+def processors(context: ServerContext, request: Request) -> list[ChosenProcessor]:
     """What the request names or brings, what its n-grams need, and its bias."""
     choices: list[tuple[str, Mapping[str, Any]]] = [(choice.name, choice.arguments) for choice in request.processors]
     size = request.sampling_config.no_repeat_ngram_size
@@ -207,11 +206,11 @@ def processors(context: ServerContext, request: Request) -> list[Callable[[], An
     made = chosen_processors(context.plugins.logits_processors, choices)
     if request.logits_post_processor is not None:
         try:
-            made.append(bind(row_processor(request.logits_post_processor, "logits_post_processor"), {}))
+            made.append(choose(row_processor(request.logits_post_processor, "logits_post_processor"), {}))
         except (TypeError, ValueError, LookupError) as error:
             raise InvalidRequest(f"`logits_post_processor`: {error}", "logits_post_processor") from error
     if request.embedding_bias is not None:
-        made.append(_adding(_checked_bias(request.embedding_bias, context.vocab_size)))
+        made.append(choose(_adding(_checked_bias(request.embedding_bias, context.vocab_size)), {}))
     return made
 
 
@@ -260,8 +259,8 @@ def _checked_bias(bias: "Tensor", vocab_size: int) -> "Tensor":
     return bias.detach().float()
 
 
-def _adding(bias_V: "Tensor") -> Callable[[], LogitsProcessor]:
-    def process(token_ids: list[int], logits: "Tensor") -> "Tensor":
+def _adding(bias_V: "Tensor") -> LogitsProcessor:
+    def process(row: LogitsRow, logits: "Tensor") -> "Tensor":
         return logits + bias_V.to(logits.device)
 
-    return lambda: process
+    return per_row(process)

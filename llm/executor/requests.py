@@ -15,8 +15,7 @@ from torch import Tensor
 from penstock.engine.block_pool import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
-from penstock.engine.hooks import LogitsRow, RegisteredLogitsProcessor
-from penstock.engine.sampling.processors import as_registered
+from penstock.engine.logits_processor import LogitsProcessor, LogitsRow, as_processor, per_row
 from penstock.serving.constraints.sources import JsonReading, check_text, in_reading, schema_spec
 from penstock.serving.constraints.structural_tag import TagReader
 
@@ -287,25 +286,25 @@ RowCallback = Callable[[int, Tensor, list[list[int]], int, ClientId], None]
 BatchedCallback = Callable[[list[int], list[Tensor], list[list[list[int]]], int, list[ClientId]], None]
 
 
-def row_processor(given: Any, name: str) -> RegisteredLogitsProcessor:
-    """`callback(request_id, logits, token_ids, stream, client_id)` as a processor; others as they are.
+def row_processor(given: Any, name: str) -> LogitsProcessor:
+    """`callback(request_id, logits, token_ids, stream, client_id)` as a processor; a processor as it is. Raises `TypeError` for all else.
 
-    The callback changes `logits` [1, 1, V] in place. `token_ids` hold one list, and `stream` is CUDA's, 0 on a CPU. Raises `TypeError`.
+    The callback changes `logits` [1, 1, V] in place. `token_ids` hold one list, and `stream` is CUDA's, 0 on a CPU.
     """
     if not takes_five(given):
         try:
-            return as_registered(given)
+            return as_processor(given)
         except TypeError as error:
-            raise TypeError(f"`{name}`: {error}") from None
+            raise TypeError(f"`{name}`: {error}; a callback takes (request_id, logits, token_ids, stream, client_id)") from None
     callback: RowCallback = given
 
-    def process(request_id: str, logits: Tensor, token_ids: list[int], client_id: ClientId) -> None:
-        callback(int(request_id), logits.view(1, 1, -1), [token_ids], stream_of(logits), client_id)
+    def process(row: LogitsRow, logits: Tensor) -> None:
+        callback(int(row.request_id), logits.view(1, 1, -1), [row.token_ids], stream_of(logits), row.client_id)
 
-    return process
+    return per_row(process)
 
 
-def batched_processor(callback: BatchedCallback) -> RegisteredLogitsProcessor:
+def batched_processor(callback: BatchedCallback) -> LogitsProcessor:
     """`callback(request_ids, logits, token_ids, stream, client_ids)` as a processor: lists with an entry for each row of a step, as above.
 
     Raises `TypeError` for anything else.
@@ -315,13 +314,13 @@ def batched_processor(callback: BatchedCallback) -> RegisteredLogitsProcessor:
     return BatchedProcessor(callback)
 
 
-class BatchedProcessor:
+class BatchedProcessor(LogitsProcessor):
     """Every beam is a row of its own."""
 
     def __init__(self, callback: BatchedCallback) -> None:
         self._callback = callback
 
-    def process_batch(self, rows: Sequence[LogitsRow], logits: Tensor) -> None:
+    def process(self, rows: Sequence[LogitsRow], logits: Tensor) -> None:
         self._callback(
             [int(row.request_id) for row in rows],
             [logits_V.view(1, 1, -1) for logits_V in logits],
@@ -400,7 +399,7 @@ class Request:
     num_return_sequences: int | None = None
     logits_processors: str | Sequence[str | LogitsProcessorConfig] = ()
     logits_post_processor_name: str | None = None
-    logits_post_processor: RegisteredLogitsProcessor | None = None
+    logits_post_processor: Callable[..., None] | LogitsProcessor | None = None
     guided_decoding_params: GuidedDecodingParams | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
     allotted_time: float | timedelta | None = None

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.expression_calls.notation_call import NotationCall
@@ -15,7 +16,7 @@ CALL = "call:"
 _MAX_HEAD = 400
 
 
-class NotationCalls:
+class NotationCalls(ToolParser):
     """A call is certain when its name and the brace after it have come; what is none is `Text` as it stood.
 
     White space between calls is part of the format; several may stand between one pair of markers. With `tool_choice: none`, everything is

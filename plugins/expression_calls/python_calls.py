@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.expression_calls.python_call import NAME, PythonCall
@@ -29,7 +30,7 @@ class PythonEnvelope:
     may_lack_brackets: bool = False
 
 
-class PythonCalls:
+class PythonCalls(ToolParser):
     """Reads calls whose arguments are literals, each by a keyword; anything else is no call, and `Text` as it stood.
 
     A call between others that is none does not keep those after it from being read. One that goes wrong after its first value is closed

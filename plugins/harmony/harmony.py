@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Phase
+from penstock.engine.parsing import Phase, ReasoningParser
 from penstock.engine.turn import Turn
 from penstock.plugins.automaton import split_symbols
 from penstock.plugins.call_ids import new_call_id
@@ -17,7 +17,7 @@ TO = f" {RECIPIENT}"
 FILLER = "commentary"
 
 
-class Harmony:
+class Harmony(ReasoningParser):
     """Reads messages: `analysis` is reasoning, `final` and `commentary` are content, `to=functions.NAME` is a call.
 
     Where `calls` are read, they come out as such, and one without arguments in JSON is text with its header. Elsewhere they pass as text,
@@ -29,6 +29,7 @@ class Harmony:
     """
 
     start_marker = ANALYSIS
+    phase = Phase.REASONING
 
     def __init__(self, turn: Turn, *, reads_calls: bool, new_id: Callable[[], str] = new_call_id) -> None:
         self._reads_calls = reads_calls
@@ -45,7 +46,6 @@ class Harmony:
         self._kind: type[Text] | type[Reasoning] = Text
         self._is_outside = True  # of all messages
         self._step = self._read_start
-        self.phase = Phase.REASONING
         start = turn.phase(ANALYSIS, (FINAL, f"{CHANNEL}commentary{MESSAGE}"), (*ENDS, ROLE))
         if start is not Phase.UNDECIDED:
             self._open_message(Reasoning if start is Phase.REASONING else Text)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from penstock.engine.events import Event, SpecialText, Text
+from penstock.engine.parsing import ToolParser
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.automaton import split_symbols
@@ -19,7 +20,7 @@ from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, r
 _BETWEEN = " \t\r\n,;"
 
 
-class JsonToolCalls:
+class JsonToolCalls(ToolParser):
     """A call starts as soon as it is known by name and its arguments have begun; these are given out as they were written where they are
     JSON.
 

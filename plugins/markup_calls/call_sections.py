@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import ToolParser
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
@@ -38,7 +39,7 @@ class Envelope:
 NewReader = Callable[[MarkerBuffer, ToolSchemas, Surroundings], CallReader]
 
 
-class CallSections:
+class CallSections(ToolParser):
     """A tool parser: text, and calls that `new_reader` reads.
 
     White space between calls is part of the format. What is no call is `Text` as it stood; a call that has begun keeps what it said. With

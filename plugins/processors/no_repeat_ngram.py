@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.logits_processor import per_sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,7 +13,7 @@ MAX_SIZE = 256
 
 @hookimpl
 def register_logits_processors(register: Register) -> None:
-    register("no_repeat_ngram", NoRepeatNgram)
+    register("no_repeat_ngram", per_sequence(NoRepeatNgram))
 
 
 class NoRepeatNgram:

@@ -2,11 +2,9 @@
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text
 from penstock.engine.format_info import FormatInfo
-from penstock.engine.hooks import Register, hookimpl
-from penstock.engine.parsing import Phase
+from penstock.engine.parsing import Phase, ReasoningParser
 from penstock.engine.turn import Turn
-from penstock.plugins.edge_space import EdgeSpace
-from penstock.plugins.markers import join_pieces
+from penstock.plugins.markers import EdgeSpace, join_pieces
 from penstock.plugins.response_templates.response_template import CALLS_FIELD, REASONING_FIELDS, Delimiter, Field, after_anchor, template_of
 from penstock.plugins.response_templates.template_reader import Closed, Opened, Part, Stretch, TemplateReader
 
@@ -14,7 +12,7 @@ MAX_BETWEEN = 100
 """Characters between two fields that pass for part of their delimiters, where the template has no field for them."""
 
 
-class TemplateReasoning:
+class TemplateReasoning(ReasoningParser):
     """Fields that hold reasoning are reasoning, what opens and closes fields is taken out, and calls stay whole for the tool parser.
 
     Where the answer starts is what the prompt's tail, read by the template, leads to.
@@ -92,15 +90,10 @@ def _literal(delimiter: Delimiter) -> str:
     return delimiter.literals[0] if delimiter.literals else ""
 
 
-INFO = FormatInfo(
+TEMPLATE_INFO = FormatInfo(
     models="any checkpoint with a `response_template` in its tokenizer config",
     markers=(),
     quirks="fields, delimiters and patterns are the checkpoint's own; without a template everything is content",
     aliases=("response-template", "hf"),
     declared_fields=REASONING_FIELDS,
 )
-
-
-@hookimpl
-def register_reasoning_parsers(register: Register) -> None:
-    register("response_template", TemplateReasoning, INFO)

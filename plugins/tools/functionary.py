@@ -3,6 +3,7 @@
 from penstock.engine.events import Event, Text
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.parsing import ToolParser
 from penstock.engine.structure import Literal, Sequence, Structure, Value
 from penstock.engine.text.answer import split_at_calls
 from penstock.engine.tool_format import CallableTool
@@ -33,7 +34,7 @@ def functionary_v31(turn: Turn) -> JsonToolCalls:
 RECIPIENT, ALL = ">>>", "all\n"
 
 
-class FunctionaryMessages:
+class FunctionaryMessages(ToolParser):
     """Functionary 3.2: messages, each with a line that says whom it is for. The prompt has opened the first one.
 
     A line that names neither an offered tool nor `all` is text.

@@ -3,7 +3,7 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.marker_suffix import marker_suffix
+from penstock.plugins.markers import marker_suffix
 from penstock.plugins.markup_calls.call_sections import CallSections
 from penstock.plugins.markup_calls.parameter_calls import parameter_calls
 from penstock.plugins.markup_calls.parameter_markup import Heads, ParameterMarkup, read_bare_tag

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Tools
 from penstock.engine.events import Event, Text
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.parsing import ToolParser
 from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
@@ -32,7 +33,7 @@ class HarmonyToolFormat:
         return Sequence((Literal(tool.name), *header, Value(tool.arguments)))
 
 
-class HarmonyCalls:
+class HarmonyCalls(ToolParser):
     """Reads whole answers as well as what the reasoning parser leaves of them. With `tool_choice: none`, all is text."""
 
     tool_format = HarmonyToolFormat()

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.parsing import ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins.call_ids import new_call_id
 from penstock.plugins.json_calls.json_call import is_name
@@ -22,7 +23,7 @@ Call = tuple[str, str]
 """A name, and arguments as JSON."""
 
 
-class TemplateCalls:
+class TemplateCalls(ToolParser):
     """A call comes out whole when its field ends: what it means is not known before. A field that is none is `Text` as it stood."""
 
     tool_format = None

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from penstock import LogitsProcessor, LogitsRow, per_row, per_sequence
 from penstock.api.app import build_app, build_runner
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
@@ -21,7 +22,7 @@ from penstock.engine.grammars.grammar_stats import CompileOutcome, CompileSecond
 from penstock.engine.request import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.plugins.reasoning import deepseek_r1
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.context import ServerContext, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
@@ -171,7 +172,7 @@ class RecordingCompiler:
 
 
 @dataclass(frozen=True)
-class NoGrammar:
+class NoGrammar(CompiledGrammar):
     warnings: tuple[str, ...] = ()
     num_bytes = 0
 
@@ -199,23 +200,23 @@ def double(*, factor: float = 2.0) -> Any:
     return lambda token_ids, logits: logits * factor
 
 
-def add(request_id: str, logits: Any, token_ids: list[int], client_id: Any, *, amount: float = 1.0) -> Any:
+def add(row: LogitsRow, logits: Any, *, amount: float = 1.0) -> Any:
     return logits + amount
 
 
-class Scale:
+class Scale(LogitsProcessor):
     def begin(self, factor: float) -> float:
         if factor <= 0:
             raise ValueError("factor must be positive")
         return factor
 
-    def process_batch(self, rows: Any, logits: Any) -> Any:
+    def process(self, rows: Any, logits: Any) -> Any:
         return [row.state * own for row, own in zip(rows, logits, strict=True)]
 
 
 def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, workers: Workers, **settings: Any) -> ServerContext:
     plugins = Plugins()
-    plugins.register_logits_processors({"double": double, "add": add, "scale": Scale}, "tests")
+    plugins.register_logits_processors({"double": per_sequence(double), "add": per_row(add), "scale": Scale}, "tests")
     plugins.grammar_backends.add("recording", "tests", cast(Any, None))
     defaults: dict[str, Any] = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}}
     settings = defaults | {"chat_template": ChatTemplate(CHATML), "max_model_len": MAX_MODEL_LEN} | settings
@@ -237,7 +238,7 @@ def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, worker
 async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bool = False, **settings: Any) -> AsyncIterator[Scripted]:
     """Serves on a free local port. `engine` are `ScriptedEngine`'s fields, `settings` the context's. `thinks` activates deepseek_r1."""
     if thinks:
-        settings["reasoning_parser"] = deepseek_r1.deepseek_r1
+        settings["reasoning_parser"] = FORMATS["deepseek_r1"]
     replay, compiler = ScriptedEngine(**{"tokenizer": byte_tokenizer()} | dict(engine or {})), RecordingCompiler()
     with Workers() as workers:
         context = scripted_context(replay, compiler, workers, **settings)

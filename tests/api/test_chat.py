@@ -10,6 +10,7 @@ import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 
+from penstock import LogitsRow
 from penstock.plugins.tools import hermes
 from penstock.serving.context import ServerOptions
 from penstock.serving.requests import ReasoningField
@@ -376,8 +377,8 @@ def test_fields_reach_the_engine() -> None:
         assert (params.max_tokens, params.temperature, params.top_k, params.seed, params.top_p) == (7, 0.5, 5, 3, 0.75)
         assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ({12: 500.0}, (1, 2), ("no",))
         assert (params.thinking_token_budget, request.priority, request.cache_salt) == (9, -2, "mine")
-        double, add, scale = (make() for make in request.logits_processors)
-        assert (double([], 2.0), add("id", 2.0, [], None), scale.state) == (6.0, 6.0, 5)
+        double, add, scale = (chosen.begin(LogitsRow("r")).row for chosen in request.logits_processors)
+        assert (double.state([], 2.0), add.arguments, scale.state) == (6.0, {"amount": 4}, 5)
         assert request.grammar is not None
         assert scripted.compiler.specs[0][1] == "recording"
         prompt = "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"

@@ -11,10 +11,11 @@ from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 from penstock.engine.events import Event, Text
+from penstock.engine.parsing import ToolParser
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
-from penstock.plugins.recognition import Evidence
+from penstock.plugins.registry import Evidence
 from penstock.plugins.tools import hermes
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.scripted import scripted_server
@@ -223,7 +224,7 @@ def test_equal_requests_are_held_to_equal_grammars() -> None:
     asyncio.run(run())
 
 
-class OlderParser:
+class OlderParser(ToolParser):
     """Reads no calls, and does not say how they are written either."""
 
     def __init__(self, turn: Turn) -> None:

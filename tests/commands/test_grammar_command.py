@@ -29,7 +29,7 @@ from penstock.cli.grammar_trial import (
     schema_spec,
 )
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammars import grammar_limits
 from penstock.engine.grammars.grammar_cache import TIME_LIMIT
 from penstock.engine.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ VOCABULARY = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
 
 
 @dataclass
-class ListMatcher:
+class ListMatcher(GrammarMatcher):
     """Allows what some of the texts begin with. `is_deaf` allows tokens that it then does not take."""
 
     texts: Sequence[bytes]
@@ -72,7 +72,7 @@ class ListMatcher:
 
 
 @dataclass
-class ListGrammar:
+class ListGrammar(CompiledGrammar):
     texts: Sequence[bytes]
     is_deaf: bool = False
     warnings: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class ListGrammar:
         return ListMatcher(self.texts, self.is_deaf)
 
 
-class ListBackend:
+class ListBackend(GrammarBackend):
     """Takes schemas such as {"accepts": [texts]}, with {"soft": ...} leniently only, with {"hard": ...} not at all."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

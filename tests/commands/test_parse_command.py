@@ -22,11 +22,13 @@ from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.plugins.reasoning.qwen3 import qwen3
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.hermes import Hermes
 from penstock.server import main
 from penstock.serving.messages import Message, MessageReader
+
+deepseek_r1 = FORMATS["deepseek_r1"]
+qwen3 = FORMATS["qwen3"]
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -70,11 +72,10 @@ def test_flags_and_files_say_how_a_text_is_read(give: Any, capsys: pytest.Captur
 
 def test_a_plugin_of_ones_own_is_selected_as_in_serving(give: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "thoughts.py").write_text(
-        "from penstock import hookimpl\n"
-        "from penstock.plugins.think_tags import ThinkTags\n\n\n"
+        "from penstock import ThinkFormat, hookimpl\n\n\n"
         "@hookimpl\n"
         "def register_reasoning_parsers(register):\n"
-        "    register('thoughts', lambda turn: ThinkTags(turn.phase('[T]', '[/T]'), starts=['[T]'], ends=['[/T]']))\n"
+        "    register('thoughts', ThinkFormat(models='Mine', start='[T]', end='[/T]'))\n"
     )
     give(f"[T]why[/T]because {CALL}")
     assert main(["parse", "--json", "--plugin", str(tmp_path / "thoughts.py"), "--plugin", "hermes"]) == 0

@@ -11,6 +11,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Event, Text
+from penstock.engine.parsing import ToolParser
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
@@ -41,7 +42,7 @@ def last(deltas: list[SequenceDelta], index: int = 0) -> SequenceDelta:
     return ours[-1]
 
 
-class Parser:
+class Parser(ToolParser):
     """A tool parser that raises when it is told `poison`, or at the end if that is `poison`."""
 
     def __init__(self, poison: str | None) -> None:

@@ -14,12 +14,11 @@ from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
-from penstock.engine.hooks import LogitsProcessor
 from penstock.engine.loop import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Scheduler
-from tests.fakes import EOS, LETTERS, content, make_core, make_request, runner_of, saying, tokens
+from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, saying, tokens
 from tests.fakes import generate as generate_alone
 
 
@@ -351,7 +350,7 @@ def test_stopping_gives_one_last_delta_to_every_sequence_that_has_not_ended() ->
     core = make_core(max_num_seqs=4)
     numbers = itertools.count()
 
-    def make_processor() -> LogitsProcessor:
+    def make_processor() -> RowFunction:
         number = next(numbers)
 
         def end_the_second(token_ids: list[int], logits: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Step
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     EOS,
     LETTERS,
@@ -33,6 +33,8 @@ from tests.fakes import (
     undecided,
 )
 from tests.matchers import Grammar, Walk
+
+deepseek_r1 = FORMATS["deepseek_r1"]
 
 MAX_MODEL_LEN = 40
 

@@ -23,7 +23,7 @@ from penstock.engine.grammars import mask_fill
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculation import MAX_DRAFT, NgramProposer, Speculation
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     END_THINK,
     EOS,
@@ -44,6 +44,8 @@ from tests.fakes import (
     tokens,
 )
 from tests.matchers import Grammar, Walk
+
+deepseek_r1 = FORMATS["deepseek_r1"]
 
 EAGER = 1000.0  # rows for weights: whatever is guessed is tried
 

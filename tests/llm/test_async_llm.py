@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from penstock import AsyncLLM, EngineUnavailable, GenerationFailed, InvalidRequest, RequestOutput, RequestOutputKind, SamplingParams
+from penstock import (
+    AsyncLLM,
+    EngineUnavailable,
+    GenerationFailed,
+    InvalidRequest,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    per_sequence,
+)
 from tests.llm.model_directory import SETTINGS
 from tests.llm.said import saying
 
@@ -26,7 +35,7 @@ def run(model_dir: Path) -> Callable[[Scenario], None]:
 
     def run(scenario: Scenario) -> None:
         async def whole() -> None:
-            processors = {"say": saying(model_dir), "broken": broken}
+            processors = {"say": per_sequence(saying(model_dir)), "broken": per_sequence(broken)}
             async with AsyncLLM(model_dir, logits_processors=processors, reasoning_parser="deepseek_r1", **SETTINGS) as llm:
                 await scenario(llm)
                 engine = llm._model.generating.engine

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from penstock import LLM, ConfigurationError, Executor, InvalidRequest, OutputConfig, Request, SamplingConfig, SamplingParams
+from penstock import LLM, ConfigurationError, Executor, InvalidRequest, OutputConfig, Request, SamplingConfig, SamplingParams, per_sequence
 from tests import encoders
 from tests.llm.executors import result_of
 from tests.llm.model_directory import SETTINGS
@@ -41,4 +41,4 @@ def test_a_logits_processor_may_not_take_anothers_name(model_dir: Path) -> None:
         return logits
 
     with pytest.raises(ConfigurationError, match="no_repeat_ngram"):
-        Executor(model_dir, logits_processors={"no_repeat_ngram": process}, **SETTINGS)
+        Executor(model_dir, logits_processors={"no_repeat_ngram": per_sequence(lambda: process)}, **SETTINGS)

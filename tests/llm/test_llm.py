@@ -23,6 +23,7 @@ from penstock import (
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
+    per_sequence,
 )
 from penstock.llm.preparing import Prompt
 from tests.llm.model_directory import SETTINGS
@@ -291,7 +292,7 @@ def test_a_processor_given_at_construction_is_chosen_by_name(model_dir: Path) ->
 
         return process
 
-    with LLM(model_dir, logits_processors={"only": only, "broken": broken}, **SETTINGS) as llm:
+    with LLM(model_dir, logits_processors={"only": per_sequence(only), "broken": per_sequence(broken)}, **SETTINGS) as llm:
         params = [
             SamplingParams(max_tokens=3, logits_processors=[{"name": "only", "arguments": {"token_id": 65}}]),
             SamplingParams(max_tokens=3, logits_processors=["broken"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock import LLM, CompletionOutput, InvalidRequest, RequestOutput, SamplingParams, StructuredOutputsParams
+from penstock import LLM, CompletionOutput, InvalidRequest, RequestOutput, SamplingParams, StructuredOutputsParams, per_sequence
 from tests.llm.model_directory import SETTINGS
 from tests.llm.said import saying
 
@@ -20,7 +20,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 @pytest.fixture(scope="module")
 def chatty(model_dir: Path) -> Iterator[LLM]:
     """It says what it is told to, and its reasoning and calls are read."""
-    processors = {"say": saying(model_dir)}
+    processors = {"say": per_sequence(saying(model_dir))}
     with LLM(model_dir, logits_processors=processors, reasoning_parser="deepseek_r1", tool_parser="hermes", **SETTINGS) as llm:
         yield llm
 
@@ -56,7 +56,7 @@ def test_calls_are_read_where_there_are_tools(chatty: LLM) -> None:
 
 
 def test_without_a_parser_calls_stay_text(model_dir: Path) -> None:
-    processors = {"say": saying(model_dir)}
+    processors = {"say": per_sequence(saying(model_dir))}
     with LLM(model_dir, logits_processors=processors, plugins=["none"], **SETTINGS) as llm:
         answer = only(llm.chat(HELLO, said(CALL), tools=TOOLS, use_tqdm=False))
         assert "look" in answer.text

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import per_row, per_sequence
 from penstock.engine import hooks
 from penstock.engine.errors import UnsupportedKind
 from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
@@ -127,28 +128,28 @@ def test_the_example_of_vllms_parser_classes_reads_the_same_calls(tmp_path: Path
 
 
 def test_the_example_of_register_logits_processors(tmp_path: Path) -> None:
-    factory: Any = load_example("register_logits_processors", tmp_path).logits_processors["recent_tokens"]
-    process = factory(window=2, penalty=3.0)
+    processor = load_example("register_logits_processors", tmp_path).logits_processors["recent_tokens"]
+    process = processor.begin(window=2, penalty=3.0)
     assert process([0, 1, 2, 2], torch.zeros(4)).tolist() == [0.0, 0.0, -3.0, 0.0]
     with pytest.raises(ValueError, match="window"):
-        factory(window=0)
+        processor.begin(window=0)
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "refused"),
+    ("name", "adapter", "arguments", "refused"),
     [
-        ("recent_tokens", {"window": 2}, {"window": 0}),
-        ("house_style", {"banned": [1, 2]}, {}),
-        ("Boost", {"ids": [1], "by": 2.5}, {"ids": []}),
+        ("recent_tokens", per_sequence, {"window": 2}, {"window": 0}),
+        ("house_style", per_row, {"banned": [1, 2]}, {}),
+        ("Boost", lambda processor: processor, {"ids": [1], "by": 2.5}, {"ids": []}),
     ],
 )
-def test_the_examples_of_all_forms_keep_to_what_the_engine_relies_on(name: str, arguments: Any, refused: Any) -> None:
+def test_the_examples_of_logits_processors_keep_to_what_the_engine_relies_on(name: str, adapter: Any, arguments: Any, refused: Any) -> None:
     (example,) = [block for block in blocks_of("register_logits_processors") if re.search(rf"^(def|class) {name}\b", block, re.MULTILINE)]
     names: dict[str, Any] = {}
     exec(example, names)
-    check_logits_processor(names[name], arguments)
+    check_logits_processor(adapter(names[name]), arguments)
     with pytest.raises((TypeError, ValueError)):
-        check_logits_processor(names[name], refused)
+        check_logits_processor(adapter(names[name]), refused)
 
 
 def test_the_example_of_register_grammar_backends(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock import LogitsProcessor, per_row
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.events import Text
 from penstock.engine.turn import Turn
@@ -15,8 +16,9 @@ from penstock.plugins.manager import Plugins
 WriteFile = Callable[[str, str], str]
 
 REASONING = """
-    from penstock import hookimpl
-    from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+    from penstock import ThinkFormat, hookimpl
+
+    deepseek_r1 = ThinkFormat(models="")
 
     @hookimpl
     def register_reasoning_parsers(register):
@@ -143,14 +145,12 @@ def test_a_file_that_implements_no_hook_is_refused(write: WriteFile) -> None:
 
 def test_a_file_with_several_parsers_has_to_be_narrowed_down(write: WriteFile) -> None:
     source = """
-        from penstock import hookimpl
-        from penstock.plugins.reasoning.qwen3 import qwen3
-        from penstock.plugins.reasoning.granite import granite
+        from penstock import ThinkFormat, hookimpl
 
         @hookimpl
         def register_reasoning_parsers(register):
-            register("one", qwen3)
-            register("two", granite)
+            register("one", ThinkFormat(models="One"))
+            register("two", ThinkFormat(models="Two"))
     """
     path = write("several.py", source)
     with pytest.raises(ConfigurationError, match=r"several reasoning parsers.*one, two"):
@@ -160,43 +160,45 @@ def test_a_file_with_several_parsers_has_to_be_narrowed_down(write: WriteFile) -
 
 def test_several_names_of_one_parser_need_no_choice(write: WriteFile) -> None:
     source = """
-        from penstock import hookimpl
-        from penstock.plugins.reasoning.qwen3 import qwen3
+        from penstock import ThinkFormat, hookimpl
+
+        ONE = ThinkFormat(models="One")
 
         @hookimpl
         def register_reasoning_parsers(register):
-            register("one", qwen3)
-            register("also_one", qwen3)
+            register("one", ONE)
+            register("also_one", ONE)
     """
     assert Plugins.start([write("aliases.py", source)]).reasoning_parsers.active == "one"
 
 
-def test_logits_processors_in_any_form_are_registered_at_construction() -> None:
-    class Batched:
-        def process_batch(self, rows: object, logits: object) -> None: ...
+def test_logits_processors_and_their_classes_are_registered_at_construction() -> None:
+    class Batched(LogitsProcessor):
+        def process(self, rows: object, logits: object) -> None: ...
 
-    def of_row(request_id: str, logits: object, token_ids: list[int], client_id: object) -> None: ...
-
+    of_row = per_row(lambda row, logits: None)
     plugins = Plugins.start()
-    plugins.register_logits_processors({"batched": Batched, "of_row": of_row, "made": lambda size: of_row}, "LLM(logits_processors=...)")
+    plugins.register_logits_processors({"batched": Batched, "of_row": of_row}, "LLM(logits_processors=...)")
     assert isinstance(plugins.logits_processors["batched"], Batched)
     assert plugins.logits_processors["of_row"] is of_row
-    assert {row.plugin for row in plugins.listing() if row.name in ("batched", "of_row", "made")} == {"LLM(logits_processors=...)"}
+    assert {row.plugin for row in plugins.listing() if row.name in ("batched", "of_row")} == {"LLM(logits_processors=...)"}
 
 
 def test_a_logits_processor_that_clashes_or_is_none_is_an_error_that_says_where() -> None:
     plugins = Plugins.start()
     with pytest.raises(ConfigurationError, match=r"'no_repeat_ngram' is registered twice.*processors\.no_repeat_ngram.*'my script'"):
-        plugins.register_logits_processors({"no_repeat_ngram": lambda: None}, "my script")
-    with pytest.raises(ConfigurationError, match=r"'my script' called register\('five'.*process_batch"):
-        plugins.register_logits_processors({"five": lambda one, logits, three, four, five: None}, "my script")
+        plugins.register_logits_processors({"no_repeat_ngram": per_row(lambda row, logits: None)}, "my script")
+    with pytest.raises(
+        ConfigurationError, match=r"'my script' called register\('five'.*does not derive from `penstock.LogitsProcessor`; `per_sequence"
+    ):
+        plugins.register_logits_processors({"five": lambda one, logits, three, four, five: None}, "my script")  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match="'none' mean"):
-        plugins.register_logits_processors({"none": lambda: None}, "my script")
+        plugins.register_logits_processors({"none": per_row(lambda row, logits: None)}, "my script")
 
 
 def test_a_name_registered_twice_is_an_error_that_names_both_plugins(write: WriteFile) -> None:
     path = write("again.py", REASONING.format(name="qwen3"))
-    with pytest.raises(ConfigurationError, match=r"'qwen3' is registered twice.*plugins\.reasoning\.qwen3.*again\.py"):
+    with pytest.raises(ConfigurationError, match=r"'qwen3' is registered twice.*plugins\.reasoning\.formats.*again\.py"):
         Plugins.start([path])
 
 
@@ -223,7 +225,7 @@ def test_a_hook_that_raises_names_its_plugin(write: WriteFile) -> None:
     [
         ("lambda turn: {}['marker']", "KeyError: 'marker'"),
         ("lambda: None", "TypeError"),
-        ("lambda turn: deepseek_r1", "without `feed`, `finish`, `start_marker`, `end_marker`, `phase`"),
+        ("lambda turn: deepseek_r1", "makes a ThinkFormat, which does not derive from `penstock.ReasoningParser`"),
     ],
 )
 def test_a_selected_parser_is_made_once_at_start(write: WriteFile, factory: str, words: str) -> None:
@@ -283,7 +285,7 @@ def test_a_dropped_plugin_is_not_even_imported(install: Callable[[str, str, str]
 
 def test_a_single_name_can_be_dropped_and_taken_by_another(write: WriteFile) -> None:
     path = write("again.py", REASONING.format(name="qwen3"))
-    plugins = Plugins.start([path], without=["penstock.plugins.reasoning.qwen3", "hermes"])
+    plugins = Plugins.start([path], without=["qwen3", "hermes"])
     assert plugins.reasoning_parsers.origins["qwen3"] == path
     assert "hermes" not in plugins.tool_parsers
 

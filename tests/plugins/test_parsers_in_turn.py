@@ -1,6 +1,7 @@
 """Two tool parsers one after the other."""
 
 from penstock.engine.events import Event, Text
+from penstock.engine.parsing import ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins.json_calls.call_envelope import CallEnvelope
 from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
@@ -8,11 +9,10 @@ from penstock.plugins.parsers_in_turn import ParsersInTurn
 from penstock.testing import read
 
 
-class InBrackets:
+class InBrackets(ToolParser):
     """Inside a call from `[` to `]`."""
 
-    def __init__(self) -> None:
-        self.is_in_call = False
+    is_in_call = False
 
     def feed(self, text: str) -> list[Event]:
         for character in text:

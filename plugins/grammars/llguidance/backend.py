@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.heap import heap_bytes
 from penstock.engine.hooks import Register, hookimpl
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, has_quick_masks
@@ -41,7 +41,7 @@ def register_grammar_backends(register: Register) -> None:
     register("llguidance", LlguidanceBackend)
 
 
-class LlguidanceBackend:
+class LlguidanceBackend(GrammarBackend):
     """Compiles in the calling thread; the engine gives the interpreter lock up meanwhile."""
 
     preferred_kinds = frozenset(

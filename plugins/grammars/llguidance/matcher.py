@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.grammar import CompiledGrammar, GrammarMatcher
 from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class _Lexer:
     is_spent: bool = False
 
 
-class LlguidanceGrammar:
+class LlguidanceGrammar(CompiledGrammar):
     """A matcher at the start, which is copied for each sequence and never advanced. `make_start` makes another.
 
     Copies share the lexer and what it has worked out. Once it has failed one sequence it fails them all, so the next ones get a new one.
@@ -58,16 +59,8 @@ class LlguidanceGrammar:
         self.can_force = can_force
         self.stop_token_ids = frozenset(stop_token_ids)
         self.stop_bits = sum(1 << token_id for token_id in self.stop_token_ids)
-        self._num_bytes = num_bytes
-        self._warnings = warnings
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return self._warnings
+        self.num_bytes = num_bytes
+        self.warnings = warnings
 
     def matcher(self) -> "LlguidanceMatcher":
         """Compiles nothing: where the lexer is spent, the matcher gets one of the next when its first mask is asked for."""
@@ -85,7 +78,7 @@ class LlguidanceGrammar:
         return self._make_start()
 
 
-class LlguidanceMatcher:
+class LlguidanceMatcher(GrammarMatcher):
     """One sequence's place. Every method may raise `MatcherFailed`; the matcher is of no use after that, unless tokens are rolled back.
 
     Stop tokens never reach the engine: its parser takes one for the end only where the answer may end, and some copies of it uncounted.

@@ -4,7 +4,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
 from penstock.plugins.grammars.json_schema import regular as json_schema
 from penstock.plugins.grammars.json_schema.document import parse_document
@@ -78,7 +78,7 @@ def register_grammar_backends(register: Register) -> None:
     register("outlines_core", OutlinesCoreBackend)
 
 
-class OutlinesCoreBackend:
+class OutlinesCoreBackend(GrammarBackend):
     """Compiles in the calling thread: the engine releases the interpreter lock meanwhile, and what would take long is refused beforehand.
 
     A process that can be killed would have to send the index back, and unpacking that holds the lock for 10 ms a megabyte.

@@ -7,6 +7,7 @@ from typing import Any
 from outlines_core import Guide  # type: ignore[import-untyped]
 from torch import Tensor
 
+from penstock.engine.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.grammars.bitmask import allocate_bitmask, num_words
 
 MAX_ROLLBACK = 2**20
@@ -22,7 +23,7 @@ class _StateFacts:
     may_only_stop: bool
 
 
-class OutlinesCoreGrammar:
+class OutlinesCoreGrammar(CompiledGrammar):
     """An index and what has been learnt of its states; shared by all sequences with this constraint.
 
     Its masks are looked up: `has_quick_masks`.
@@ -36,20 +37,12 @@ class OutlinesCoreGrammar:
         self.index = index
         self.stop_token_ids = frozenset(stop_token_ids)
         self._vocab_size = vocab_size
-        self._index_bytes = index_bytes
+        self.num_bytes = index_bytes + MAX_CACHED_ROWS * num_words(vocab_size) * 4
         self._not_stop_row = allocate_bitmask(1, vocab_size)[0].bitwise_not_()
         for token_id in stop_token_ids:
             self._not_stop_row[token_id // 32] &= ~_bit(token_id)
         self._rows: dict[int, Tensor] = {}
         self._facts: dict[int, _StateFacts] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return self._index_bytes + MAX_CACHED_ROWS * num_words(self._vocab_size) * 4
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return ()
 
     def matcher(self) -> "OutlinesCoreMatcher":
         guide = Guide(self.index, MAX_ROLLBACK)
@@ -84,7 +77,7 @@ class OutlinesCoreGrammar:
         return _StateFacts(words[0] * 32 + bits.bit_length() - 1 if is_single else None, False)
 
 
-class OutlinesCoreMatcher:
+class OutlinesCoreMatcher(GrammarMatcher):
     """One sequence's place in the index. A stop token ends it: after one, nothing is allowed."""
 
     def __init__(self, grammar: OutlinesCoreGrammar, guide: Any) -> None:

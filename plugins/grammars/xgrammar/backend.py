@@ -9,7 +9,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.hooks import Register, hookimpl
 from penstock.plugins.grammars.json_schema.document import parse_document
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS
@@ -31,7 +31,7 @@ def register_grammar_backends(register: Register) -> None:
     register("xgrammar", XgrammarBackend)
 
 
-class XgrammarBackend:
+class XgrammarBackend(GrammarBackend):
     """Any number of threads may compile; one grammar is compiled at a time."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -5,30 +5,24 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.engine.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.grammars.bitmask import allocate_bitmask
 
 MAX_FORCED_TOKENS = 64
 
 
-class XgrammarGrammar:
+class XgrammarGrammar(CompiledGrammar):
     """Shared by all sequences with this constraint. `warnings` is what a lenient schema left out."""
 
     def __init__(self, compiled: Any, vocab_size: int, stop_token_ids: Iterable[int], warnings: tuple[str, ...] = ()) -> None:
         self.compiled = compiled
         self.vocab_size = vocab_size
         self.stop_token_ids = frozenset(stop_token_ids)
-        self._warnings = warnings
+        self.num_bytes = int(compiled.memory_size_bytes)
+        self.warnings = warnings
         self.text_row = allocate_bitmask(1, vocab_size)[0].bitwise_not_()
         for token_id in self.stop_token_ids:
             self.text_row[token_id // 32] &= ~_bit(token_id)
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.compiled.memory_size_bytes)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return self._warnings
 
     def matcher(self) -> "XgrammarMatcher":
         from xgrammar import GrammarMatcher
@@ -36,7 +30,7 @@ class XgrammarGrammar:
         return XgrammarMatcher(self, GrammarMatcher(self.compiled))
 
 
-class XgrammarMatcher:
+class XgrammarMatcher(GrammarMatcher):
     """One sequence's place. A stop token ends it: after one, nothing is allowed."""
 
     def __init__(self, grammar: XgrammarGrammar, engine: Any) -> None:

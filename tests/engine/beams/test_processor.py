@@ -17,8 +17,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.output import OutputProcessor
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.turn import Turn
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.plugins.reasoning.qwen3 import qwen3
+from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     END_THINK,
     EOS,
@@ -36,6 +35,9 @@ from tests.fakes import (
     undecided,
 )
 from tests.matchers import Grammar, Spelling, Walk
+
+deepseek_r1 = FORMATS["deepseek_r1"]
+qwen3 = FORMATS["qwen3"]
 
 Answers = list[tuple[list[int], float | None]]
 

@@ -21,12 +21,14 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.loop import Engine
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.plugins.reasoning.seed_oss import seed_oss
+from penstock.plugins.reasoning.formats import FORMATS
 from tests.engine.decoder.test_native_decoder import needs_kernels
 from tests.engine.test_deadlines import Clock
 from tests.engines import core_over, loaded_model
 from tests.fakes import drive, ids, make_request, tokens
 from tests.tiny_models import VOCAB_SIZE, tiny_model
+
+seed_oss = FORMATS["seed_oss"]
 
 NUM_LAYERS = 3
 NAMES = (

@@ -13,7 +13,7 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.request import Request
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
+from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     END_THINK,
     EOS,
@@ -31,6 +31,8 @@ from tests.fakes import (
     tokens,
 )
 from tests.matchers import Grammar, Spelling, Walk
+
+deepseek_r1 = FORMATS["deepseek_r1"]
 
 VOCABULARY = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
 

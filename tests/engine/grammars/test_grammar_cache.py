@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.compile_clock import uncounted
 from penstock.engine.errors import EngineUnavailable, QueueFull, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammars import grammar_queue
 from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.structure import Literal, Repeat, Sequence, Value
@@ -20,7 +20,7 @@ class Tokens:
 
 
 @dataclass
-class Grammar:
+class Grammar(CompiledGrammar):
     text: str
     num_bytes: int
     warnings: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Grammar:
 
 
 @dataclass
-class Backend:
+class Backend(GrammarBackend):
     """Compiles texts that begin with `prefix`; waits for `gate` first."""
 
     prefix: str = ""
@@ -211,7 +211,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_failing_backend_fails_its_request_and_nothing_stays_pending() -> None:
-    class Broken:
+    class Broken(GrammarBackend):
         def compile(self, spec: GrammarSpec) -> Grammar:
             raise ZeroDivisionError
 

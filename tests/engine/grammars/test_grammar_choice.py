@@ -2,9 +2,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from torch import Tensor
 
-from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
-from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+from penstock.engine.errors import ConfigurationError, ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
+from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.grammars.grammar_choice import MAX_REFUSAL, Compiled, GrammarChoice, Refusal, exact, is_lenient
 from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 
@@ -18,7 +19,7 @@ class Tokens:
 
 
 @dataclass
-class Grammar:
+class Grammar(CompiledGrammar):
     made_by: "Backend"
     num_bytes: int = 1
     warnings: tuple[str, ...] = ()
@@ -28,7 +29,7 @@ class Grammar:
 
 
 @dataclass
-class Backend:
+class Backend(GrammarBackend):
     """Registered as its own factory. Raises `error` where it has one, and is asked for `specs`."""
 
     error: Exception | None = None
@@ -147,3 +148,32 @@ def test_each_backends_attempts_are_counted_by_how_they_ended() -> None:
     backends = choice(only=Backend())
     backends.warm_up()
     assert backends.counts.read() == ({}, {})
+
+
+def test_what_derives_from_no_contract_is_refused_by_name() -> None:
+    class Lonely:
+        def compile(self, spec: GrammarSpec) -> None: ...
+
+    class Careless(Backend):
+        def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+            return "a*"  # type: ignore[return-value]
+
+    with pytest.raises(ConfigurationError, match=r"'mine' makes a Lonely, which does not derive from `penstock.GrammarBackend`"):
+        choice(mine=lambda vocabulary: Lonely()).warm_up()  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigurationError, match=r"'mine' makes a str, which does not derive from `penstock.CompiledGrammar`"):
+        choice(mine=Careless()).compile(SCHEMA, None)
+
+
+def test_what_has_a_default_may_be_left_out() -> None:
+    class Least(GrammarMatcher):
+        finished = False
+
+        def fill_bitmask(self, row: Tensor) -> None: ...
+
+        def advance(self, token_id: int) -> bool:
+            return True
+
+        def rollback(self, num_tokens: int) -> None: ...
+
+    matcher = Least()
+    assert (matcher.is_quick, matcher.fork(), matcher.forced_tokens()) == (True, None, [])

@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,14 +8,12 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import Event
 from penstock.engine.grammars.bitmask import allocate_bitmask
 from penstock.engine.grammars.grammar_gate import GrammarGate
-from penstock.engine.parsing import Phase
+from penstock.engine.parsing import ToolParser
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.plugins.reasoning.granite import STARTS, granite
-from penstock.plugins.reasoning.openai_gptoss import openai_gptoss
-from penstock.plugins.reasoning.qwen3 import qwen3
-from penstock.plugins.think_tags import ThinkTags
+from penstock.engine.turn import Turn
+from penstock.plugins.reasoning.formats import FORMATS, openai_gptoss
+from penstock.plugins.reasoning.think_format import ThinkFormat, Thinking
 from tests.fakes import (
     END_THINK,
     EOS,
@@ -35,6 +32,10 @@ from tests.fakes import (
     tokens,
 )
 from tests.matchers import Grammar, Matcher, Spelling
+
+deepseek_r1 = FORMATS["deepseek_r1"]
+granite = FORMATS["granite"]
+qwen3 = FORMATS["qwen3"]
 
 YES = Grammar(lambda: Spelling("yes"))
 
@@ -264,8 +265,8 @@ def test_what_the_token_held_that_ended_the_reasoning_is_rolled_back_with_it() -
 def test_once_begun_the_grammar_holds_to_the_end() -> None:
     """Where the marker is no token of its own, a grammar may spell it: that opens no reasoning."""
     core = make_core(saying("never"))
-    parser = partial(ThinkTags, Phase.UNDECIDED, starts=("<t>",), ends=("</t>",))
-    deltas = generate(core, make_request(grammar=Grammar(lambda: Spelling("<t>so")), parser=lambda turn: parser()))
+    think = ThinkFormat(models="", start="<t>", end="</t>")
+    deltas = generate(core, make_request(grammar=Grammar(lambda: Spelling("<t>so")), parser=lambda turn: think(Turn())))
     assert tokens(deltas) == ids("<t>so")
     assert deltas[-1].finish_reason is FinishReason.STOP
 
@@ -275,13 +276,13 @@ def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar) -> lis
     prompt = ids("?")
 
     def answer() -> Answer:
-        reasoning = ThinkTags(Phase.REASONING, implicit_ends=("{",))
+        reasoning = ThinkFormat(models="", thinking=Thinking.ALWAYS, implicit_ends=("{",))(Turn())
         return Answer(Detokenizer(TOKENIZER, prompt), reasoning, Swallowing() if tool_parser else None, (), False, True)
 
     return generate(make_core(saying(text)), make_request(grammar=grammar, make_answer=answer))
 
 
-class Swallowing:
+class Swallowing(ToolParser):
     """A tool parser that lets nothing through."""
 
     tool_format = None
@@ -336,7 +337,7 @@ def test_an_end_in_the_reasoning_closes_it_without_a_budget_too(stop: str) -> No
 
 
 def test_an_end_in_the_reasoning_that_leaves_no_room_to_close_it_is_a_cut() -> None:
-    deltas = generate(make_core(saying("hm")), make_request(grammar=YES, parser=granite, tail=STARTS[0], max_tokens=4))
+    deltas = generate(make_core(saying("hm")), make_request(grammar=YES, parser=granite, tail=granite.start, max_tokens=4))
     assert (reasoning(deltas), content(deltas)) == ("hm", "")
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 

@@ -3,6 +3,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.hooks import LogitsProcessor
+from penstock.engine.logits_processor import ChosenProcessor, per_sequence
 from penstock.engine.sampling import sampler as sampler_module
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput
 from penstock.engine.sampling.state import CounterRng, SamplingState
+from tests.fakes import RowFunction
 
 VOCAB = 40
 STOP_IDS = frozenset({3, 7})
@@ -62,13 +64,17 @@ def normalized(weights: list[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
+def _same(process: RowFunction) -> RowFunction:
+    return process
+
+
 def make_state(
     params: SamplingParams,
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
     *,
     bad_words: Sequence[list[int]] = (),
-    processors: Sequence[LogitsProcessor] = (),
+    processors: Sequence[RowFunction] = (),
     seed_offset: int = 0,
     vocab_size: int = VOCAB,
 ) -> SamplingState:
@@ -78,7 +84,7 @@ def make_state(
         vocab_size=vocab_size,
         stop_token_ids=STOP_IDS,
         bad_words_ids=list(bad_words),
-        processors=list(processors),
+        processors=[ChosenProcessor(per_sequence(partial(_same, process)), {}) for process in processors],
         seed_offset=seed_offset,
         device="cpu",
     )
@@ -345,7 +351,7 @@ def of_nan(token_ids: list[int], logits: Tensor) -> Tensor:
     ("processor", "reason"),
     [(broken, "ValueError: of no use"), (of_wrong_shape, "(3,)"), (of_no_tensor, "NoneType"), (of_nan, "processors")],
 )
-def test_processor_that_fails_ends_its_row_alone(processor: LogitsProcessor, reason: str) -> None:
+def test_processor_that_fails_ends_its_row_alone(processor: RowFunction, reason: str) -> None:
     output = sample_with_neighbours(some_logits()[0], make_state(SamplingParams(), processors=[processor]))
     assert reason in output.failures[5]
 

@@ -15,9 +15,11 @@ from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.plugins.reasoning.mistral import mistral
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.hermes import Hermes
+
+deepseek_r1 = FORMATS["deepseek_r1"]
+mistral = FORMATS["mistral"]
 
 WORDS = ["think", "STOP", "hello", "TOP", "ingS", "</"]  # tokens that text can be cut into other than byte by byte
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

@@ -4,13 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Parser
 from penstock.engine.text.answer import ParserChain
 from penstock.engine.turn import Turn
-from penstock.plugins.reasoning.mistral import mistral
-from penstock.plugins.reasoning.qwen3 import qwen3
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.hermes import Hermes
 from penstock.plugins.tools.mistral import mistral as mistral_calls
 from penstock.testing import check_parser, merged, read
+
+mistral = FORMATS["mistral"]
+qwen3 = FORMATS["qwen3"]
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>")
 ANSWER = '<think>Use f.</think>\n\nWait.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -68,7 +71,7 @@ def test_markers_in_arguments_change_nothing_however_the_text_is_cut() -> None:
         ]
 
 
-class Letters:
+class Letters(Parser):
     """Holds everything back until the end."""
 
     def __init__(self, name: str) -> None:

@@ -5,10 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.deltas import FinishReason
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.plugins.reasoning.granite import ENDS, STARTS, granite
-from penstock.plugins.reasoning.qwen3 import qwen3
+from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import END_THINK, EOS, THINK, content, drive, generate, ids, make_core, make_request, reasoning, saying, tokens
+
+deepseek_r1 = FORMATS["deepseek_r1"]
+granite = FORMATS["granite"]
+qwen3 = FORMATS["qwen3"]
 
 
 def pondering(token_ids: Sequence[int]) -> int:
@@ -94,12 +96,12 @@ def test_a_model_that_opens_its_reasoning_itself_is_held_to_the_budget() -> None
 
 @pytest.mark.parametrize("max_tokens", range(1, 24))
 def test_a_marker_of_many_tokens_is_written_whole_or_not_at_all(max_tokens: int) -> None:
-    budget, end = 3, ids(ENDS[0])
+    budget, end = 3, ids(granite.end)
 
     def next_token(token_ids: Sequence[int]) -> int:
         return ids("m")[0]
 
-    request = make_request(parser=granite, tail=STARTS[0], thinking_token_budget=budget, max_tokens=max_tokens, logprobs=1)
+    request = make_request(parser=granite, tail=granite.start, thinking_token_budget=budget, max_tokens=max_tokens, logprobs=1)
     deltas = generate(make_core(next_token), request)
     fits = max_tokens >= budget + len(end)
     assert tokens(deltas) == [*ids("mmm"), *(end if fits else ()), *ids("m" * 20)][:max_tokens]
@@ -116,8 +118,8 @@ def test_a_forced_marker_larger_than_the_step_is_computed_in_chunks(budget: int)
 
     for max_num_batched_tokens in (1, 6, 100):
         core = make_core(next_token, max_num_seqs=1, max_num_batched_tokens=max_num_batched_tokens)
-        deltas = generate(core, make_request(parser=granite, tail=STARTS[0], thinking_token_budget=budget, max_tokens=40))
-        assert (reasoning(deltas), len(content(deltas))) == ("m" * budget, 40 - budget - len(ids(ENDS[0])))
+        deltas = generate(core, make_request(parser=granite, tail=granite.start, thinking_token_budget=budget, max_tokens=40))
+        assert (reasoning(deltas), len(content(deltas))) == ("m" * budget, 40 - budget - len(ids(granite.end)))
 
 
 def test_the_budget_holds_over_preemption() -> None:

@@ -139,7 +139,7 @@ def test_a_callback_that_is_none_is_refused_when_it_is_registered(model_dir: Pat
         raise AssertionError
 
     with pytest.raises(ConfigurationError, match="given to an `Executor` in a `LogitsPostProcessorConfig`"):
-        Executor(model_dir, logits_processors={"all": of_all}, **SETTINGS)
+        Executor(model_dir, logits_processors={"all": of_all}, **SETTINGS)  # type: ignore[dict-item]
     for config in (LogitsPostProcessorConfig({"x": of_two}), LogitsPostProcessorConfig(None, of_two)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"processor_map\['x'\]|processor_batched"):
             Executor(model_dir, None, ExecutorConfig(logits_post_processor_config=config), **SETTINGS)

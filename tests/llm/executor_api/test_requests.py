@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock import LogitsRow, per_row, per_sequence
 from penstock.engine.sampling.params import SamplingParams
 from penstock.llm.executor.preparing import OF_REQUESTS, OF_SAMPLING, beam_params, sampling_params
 from penstock.llm.executor.requests import (
@@ -150,13 +151,14 @@ def test_logits_processors_are_named_with_their_arguments_and_told_whose_row_it_
 
         return process
 
-    def looking(request_id: str, logits: Tensor, token_ids: list[int], client_id: Any) -> None:
-        seen.append((request_id, len(token_ids), client_id))
+    def looking(row: LogitsRow, logits: Tensor) -> None:
+        seen.append((row.request_id, len(row.token_ids), row.client_id))
 
-    def broken(token_ids: list[int], logits: Tensor) -> Tensor:
+    def broken(row: LogitsRow, logits: Tensor) -> Tensor:
         raise RuntimeError("broken")
 
-    with make_executor(processors={"preferring": preferring, "looking": looking, "broken": broken}) as executor:
+    processors = {"preferring": per_sequence(preferring), "looking": per_row(looking), "broken": per_row(broken)}
+    with make_executor(processors=processors) as executor:
         chosen = [LogitsProcessorConfig("preferring", {"letter": "z"}), "looking"]
         request_id = executor.enqueue_request(ask("?!", 2, logits_processors=chosen, client_id="me"))
         assert result_of(executor, request_id).output_token_ids == [ids("zz")]
@@ -170,11 +172,11 @@ def test_logits_processors_are_named_with_their_arguments_and_told_whose_row_it_
 
 
 def test_a_request_may_bring_a_logits_processor_of_its_own() -> None:
-    def only_z(request_id: str, logits: Tensor, token_ids: list[int], client_id: Any) -> None:
+    def only_z(row: LogitsRow, logits: Tensor) -> None:
         logits[ids("z")[0]] += 500.0
 
     with make_executor() as executor:
-        first, second = executor.enqueue_requests([ask(max_tokens=3, logits_post_processor=only_z), ask(max_tokens=3)])
+        first, second = executor.enqueue_requests([ask(max_tokens=3, logits_post_processor=per_row(only_z)), ask(max_tokens=3)])
         assert result_of(executor, first).output_token_ids == [ids("zzz")]
         assert result_of(executor, second).output_token_ids == [_said("?", 3)]
         assert "`logits_post_processor`" in error_of(executor, ask(logits_post_processor=3))

@@ -10,7 +10,7 @@ from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCall
 from penstock.engine.parsing import Phase
 from penstock.engine.text.answer import ParserChain
 from penstock.engine.turn import Turn
-from penstock.plugins.reasoning.openai_gptoss import openai_gptoss
+from penstock.plugins.reasoning.formats import openai_gptoss
 from penstock.plugins.tools.openai import HarmonyCalls
 from penstock.testing import check_parser, check_tool_format, merged, read
 

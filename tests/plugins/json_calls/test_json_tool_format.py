@@ -5,6 +5,7 @@ import pytest
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.parsing import ToolParser
 from penstock.engine.structure import Literal, Marker
 from penstock.engine.structure import Sequence as Parts
 from penstock.engine.tool_format import CallableTool
@@ -43,11 +44,12 @@ SHAPES = {
 shapes = pytest.mark.parametrize(("tool_format", "markers", "two_calls"), SHAPES.values(), ids=SHAPES)
 
 
-class ObjectsAfter:
+class ObjectsAfter(ToolParser):
     """Reads the JSON objects between an opening and what cannot be a call any more: enough of a parser for every shape here."""
 
     def __init__(self, turn: Turn, tool_format: JsonToolFormat, closing: str) -> None:
         self.tool_format = tool_format
+        self._opening = tool_format.opening
         self._closing = closing
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._is_open = False
@@ -60,7 +62,7 @@ class ObjectsAfter:
     def finish(self) -> Iterable[Event]:
         events: list[Event] = []
         while True:
-            pieces, marker = self._buffer.take_until(self.tool_format.opening)
+            pieces, marker = self._buffer.take_until(self._opening)
             events += map(Text, pieces)
             if marker is None:
                 return events

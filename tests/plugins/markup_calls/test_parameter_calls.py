@@ -133,14 +133,17 @@ def test_an_answer_that_stops_inside_a_value_keeps_what_came_and_one_that_stops_
 @formats
 def test_a_block_that_is_no_call_is_content(name: str) -> None:
     factory, _ = FORMATS[name]
-    opening = factory(AUTO).tool_format.opening  # type: ignore[attr-defined]
+    tool_format = factory(AUTO).tool_format
+    assert tool_format is not None
+    opening = tool_format.opening
     for text in (f"a {opening}", f"{opening}\n", f"{opening}{{}} b"):
         assert content(factory, text) == text
 
 
 @formats
 def test_a_strict_schema_that_cannot_be_kept_to_is_refused_by_its_path(name: str) -> None:
-    tool_format = FORMATS[name][0](AUTO).tool_format  # type: ignore[attr-defined]
+    tool_format = FORMATS[name][0](AUTO).tool_format
+    assert tool_format is not None
     schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^a"}}, "minProperties": 1}
     for faulty, place in ((schema, "minProperties"), (_without(schema), "x.pattern")):
         with pytest.raises(UnsupportedGrammar) as refusal:

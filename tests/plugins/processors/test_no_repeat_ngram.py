@@ -3,7 +3,8 @@ import random
 import pytest
 import torch
 
-from penstock.plugins.processors.no_repeat_ngram import NoRepeatNgram, register_logits_processors
+from penstock.plugins.manager import Plugins
+from penstock.plugins.processors.no_repeat_ngram import NoRepeatNgram
 
 
 def generate(size: int, prompt: list[int], logits: torch.Tensor, num_tokens: int) -> list[int]:
@@ -57,6 +58,5 @@ def test_a_size_that_makes_no_sense_is_refused(size: object) -> None:
 
 
 def test_it_is_registered_under_its_name() -> None:
-    registered: dict[str, object] = {}
-    register_logits_processors(lambda name, factory, info=None: registered.update({name: factory}))
-    assert registered == {"no_repeat_ngram": NoRepeatNgram}
+    processor = Plugins.start(["none"]).logits_processors["no_repeat_ngram"]
+    assert isinstance(processor.begin(size=3), NoRepeatNgram)

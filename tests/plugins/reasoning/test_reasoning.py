@@ -7,11 +7,13 @@ from penstock.engine.events import Reasoning, SpecialText, Text
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
-from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
-from penstock.plugins.reasoning.granite import granite
-from penstock.plugins.reasoning.granite_thinking import granite_thinking
-from penstock.plugins.reasoning.qwen3 import qwen3
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.testing import check_parser, join_atoms, read, split_atoms
+
+deepseek_r1 = FORMATS["deepseek_r1"]
+granite = FORMATS["granite"]
+granite_thinking = FORMATS["granite_thinking"]
+qwen3 = FORMATS["qwen3"]
 
 THINK = ("<think>", "</think>")
 QWEN = (*THINK, "<tool_call>", "<|im_start|>", "<|im_end|>")

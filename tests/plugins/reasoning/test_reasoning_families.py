@@ -1,7 +1,6 @@
 """The quirks of each family, beyond those of DeepSeek-R1, Qwen3 and Granite 3.2."""
 
 from collections.abc import Sequence
-from importlib import import_module
 
 import pytest
 
@@ -9,51 +8,35 @@ from penstock.engine.events import Reasoning, SpecialText, Text
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
-from penstock.plugins.reasoning.deepseek_v3 import deepseek_v3
-from penstock.plugins.reasoning.deepseek_v4 import deepseek_v4
-from penstock.plugins.reasoning.ernie45 import ernie45
-from penstock.plugins.reasoning.glm45 import glm45
-from penstock.plugins.reasoning.granite_thinking import granite_thinking
-from penstock.plugins.reasoning.holo2 import holo2
-from penstock.plugins.reasoning.hunyuan_a13b import hunyuan_a13b
-from penstock.plugins.reasoning.hy_v3 import hy_v3
-from penstock.plugins.reasoning.interns1 import interns1
-from penstock.plugins.reasoning.k2_horizon import k2_horizon
-from penstock.plugins.reasoning.kimi import kimi
-from penstock.plugins.reasoning.kimi_k2 import kimi_k2
-from penstock.plugins.reasoning.minimax_m2 import minimax_m2
-from penstock.plugins.reasoning.minimax_m2_append_think import AppendThink
-from penstock.plugins.reasoning.minimax_m3 import minimax_m3
-from penstock.plugins.reasoning.nemotron_v3 import nemotron_v3
-from penstock.plugins.reasoning.olmo3 import olmo3
-from penstock.plugins.reasoning.plamo3 import plamo3
-from penstock.plugins.reasoning.poolside_v1 import poolside_v1
-from penstock.plugins.reasoning.seed_oss import seed_oss
-from penstock.plugins.reasoning.step3p5 import step3p5
-from penstock.plugins.registry import Registry
+from penstock.plugins.reasoning.content import AppendThink
+from penstock.plugins.reasoning.formats import FORMATS, THINK_TAGS
 from penstock.testing import check_parser, read
+
+deepseek_v3 = FORMATS["deepseek_v3"]
+deepseek_v4 = FORMATS["deepseek_v4"]
+ernie45 = FORMATS["ernie45"]
+glm45 = FORMATS["glm45"]
+granite_thinking = FORMATS["granite_thinking"]
+holo2 = FORMATS["holo2"]
+hunyuan_a13b = FORMATS["hunyuan_a13b"]
+hy_v3 = FORMATS["hy_v3"]
+interns1 = FORMATS["interns1"]
+k2_horizon = FORMATS["k2_horizon"]
+kimi = FORMATS["kimi"]
+kimi_k2 = FORMATS["kimi_k2"]
+minimax_m2 = FORMATS["minimax_m2"]
+minimax_m3 = FORMATS["minimax_m3"]
+nemotron_v3 = FORMATS["nemotron_v3"]
+olmo3 = FORMATS["olmo3"]
+plamo3 = FORMATS["plamo3"]
+poolside_v1 = FORMATS["poolside_v1"]
+seed_oss = FORMATS["seed_oss"]
+step3p5 = FORMATS["step3p5"]
 
 THINK = ("<think>", "</think>")
 OPEN = Turn(prompt_tail="<think>\n", tool_choice="auto")
 CLOSED = Turn(prompt_tail="<think>\n\n</think>\n\n", tool_choice="auto")
 UNTOLD = Turn(tool_choice="auto")
-
-MODULES = (
-    *("deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45", "glm45", "granite", "granite_thinking", "holo2", "hunyuan_a13b", "hy_v3"),
-    *("interns1", "k2_horizon", "kimi", "kimi_k2", "mimo", "minimax_m2", "minimax_m3", "nemotron_v3", "olmo3", "plamo3", "poolside_v1"),
-    *("qwen3", "seed_oss", "step3", "step3p5"),
-)
-
-
-def registered() -> Registry[ReasoningParserFactory]:
-    registry = Registry[ReasoningParserFactory]("reasoning parser", "register_reasoning_parsers")
-    for name in MODULES:
-        module = import_module(f"penstock.plugins.reasoning.{name}")
-        module.register_reasoning_parsers(lambda name, factory, info: registry.add(name, "", factory, info))
-    return registry
-
-
-PARSERS = registered()
 
 
 def split(factory: ReasoningParserFactory, turn: Turn, *pieces: str) -> tuple[str, str]:
@@ -69,34 +52,27 @@ def given(tail: str = "", **kwargs: object) -> Turn:
     return Turn(prompt_tail=tail, chat_template_kwargs=kwargs, tool_choice="auto")
 
 
-@pytest.mark.parametrize("name", PARSERS)
-def test_every_example_is_reasoning_and_content(name: str) -> None:
-    info = PARSERS.infos[name]
-    reasoning, content = split(PARSERS[name], Turn(prompt_tail=info.prompt_tail), info.example)
-    assert (reasoning.strip(), content.strip()) == ("Capitals.", "Oslo.")
-
-
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", THINK_TAGS)
 def test_markers_are_those_that_the_parser_itself_reads(name: str) -> None:
-    factory = PARSERS[name]
+    factory = THINK_TAGS[name]
     parser = factory(Turn(prompt_tail=factory(Turn()).start_marker))
     phases = [parser.phase]
     assert read(parser, ["why", parser.end_marker, "because"]) == [Reasoning("why"), Text("because")]
     assert [*phases, parser.phase] == [Phase.REASONING, Phase.CONTENT]
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", THINK_TAGS)
 def test_a_prompt_that_closed_the_reasoning_makes_all_of_it_content(name: str) -> None:
-    factory = PARSERS[name]
+    factory = THINK_TAGS[name]
     start, end = factory(Turn()).start_marker, factory(Turn()).end_marker
     turn = Turn(prompt_tail=f"{start}\n\n{end}\n\n")
     assert factory(turn).phase is Phase.CONTENT
     assert split(factory, turn, "because", start) == ("", f"because{start}")
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", THINK_TAGS)
 def test_markers_that_are_tokens_may_be_quoted(name: str) -> None:
-    factory = PARSERS[name]
+    factory = THINK_TAGS[name]
     start, end = factory(Turn()).start_marker, factory(Turn()).end_marker
     turn = Turn(prompt_tail=start, added_tokens=frozenset({start, end}))
     assert split(factory, turn, f"I write {end} now", SpecialText(end), "yes") == (f"I write {end} now", "yes")

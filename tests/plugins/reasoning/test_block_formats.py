@@ -6,11 +6,13 @@ from penstock.engine.events import Reasoning, SpecialText, Text
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
-from penstock.plugins.reasoning.apertus import apertus
-from penstock.plugins.reasoning.cohere_command import cohere_command
-from penstock.plugins.reasoning.gemma4 import gemma4
-from penstock.plugins.reasoning.mistral import mistral
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.testing import check_parser, read
+
+apertus = FORMATS["apertus"]
+cohere_command = FORMATS["cohere_command"]
+gemma4 = FORMATS["gemma4"]
+mistral = FORMATS["mistral"]
 
 FAMILIES: dict[str, tuple[ReasoningParserFactory, list[str], list[str]]] = {
     "gemma4": (

@@ -1,0 +1,163 @@
+"""The contract of logits processors, and adapters that make one of a function."""
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(slots=True)
+class LogitsRow:
+    """One sequence as a logits processor sees it. `index` tells the n sequences of a request apart.
+
+    `token_ids` are prompt and output so far, not to be changed. `state` is what `begin` returned for this sequence.
+    """
+
+    request_id: str
+    index: int = 0
+    client_id: int | str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    state: Any = None
+
+
+class LogitsProcessor(ABC):
+    """Changes the logits of all sequences whose requests name it, in one call per step, on the device's current stream.
+
+    Where a call raises it is made again for each row alone, on logits as they were. One that is not `is_batched` is always called with one
+    row, and never again. One object serves all requests: what belongs to a sequence is in its row's `state`.
+    """
+
+    is_batched = True
+
+    def begin(self, *_: Any, **arguments: Any) -> Any:
+        """Called with the request's arguments once per sequence; returns the row's `state`. `TypeError` or `ValueError` refuses them."""
+        if arguments:
+            raise TypeError(f"it takes none, got {', '.join(arguments)}")
+
+    @abstractmethod
+    def process(self, rows: Sequence[LogitsRow], logits: "Tensor") -> "Tensor | None":
+        """`logits` are float32 [R, V], row r those of `rows[r]`: changed in place, or returned."""
+
+
+def per_sequence(factory: Callable[..., Callable[[list[int], "Tensor"], "Tensor"]]) -> LogitsProcessor:
+    """A processor made of `factory(**arguments)`, which gives each sequence its own `process(token_ids, logits)`.
+
+    `token_ids` are prompt and output so far, `logits` float32 [V]. They are returned, changed in place or not.
+    """
+    return _PerSequence(factory)
+
+
+def per_row(function: Callable[..., "Tensor | None"]) -> LogitsProcessor:
+    """A processor made of `function(row, logits, **arguments)`, which remembers nothing; `logits` [V] are changed in place or returned."""
+    return _PerRow(function)
+
+
+class _PerSequence(LogitsProcessor):
+    is_batched = False
+
+    def __init__(self, factory: Callable[..., Callable[[list[int], "Tensor"], "Tensor"]]) -> None:
+        self._factory = factory
+
+    def begin(self, *_: Any, **arguments: Any) -> Any:
+        _check_arguments(self._factory, arguments)
+        return self._factory(**arguments)
+
+    def process(self, rows: Sequence[LogitsRow], logits: "Tensor") -> None:
+        for row, logits_V in zip(rows, logits, strict=True):
+            take_changed(row.state(row.token_ids, logits_V), logits_V)
+
+
+class _PerRow(LogitsProcessor):
+    is_batched = False
+
+    def __init__(self, function: Callable[..., "Tensor | None"]) -> None:
+        self._function = function
+
+    def begin(self, *_: Any, **arguments: Any) -> None:
+        _check_arguments(self._function, arguments, num_positional=2)
+
+    def process(self, rows: Sequence[LogitsRow], logits: "Tensor") -> None:
+        for row, logits_V in zip(rows, logits, strict=True):
+            changed = self._function(row, logits_V, **row.arguments)
+            if changed is not None:
+                take_changed(changed, logits_V)
+
+
+def take_changed(changed: object, logits: "Tensor") -> None:
+    """Leaves a processor's answer in `logits`, which it may have changed in place. Raises `TypeError` for one that is no logits."""
+    if not isinstance(changed, type(logits)) or changed.shape != logits.shape:
+        shape = tuple(changed.shape) if isinstance(changed, type(logits)) else type(changed).__name__
+        raise TypeError(f"expected logits of shape {tuple(logits.shape)}, got {shape}")
+    if changed is not logits:
+        logits.copy_(changed)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenProcessor:
+    """A processor as a request has it, with arguments that it has taken."""
+
+    processor: LogitsProcessor
+    arguments: Mapping[str, Any]
+
+    def begin(self, row: LogitsRow) -> "SequenceProcessor":
+        """The processor of one sequence, whose identity and tokens are in `row`."""
+        return SequenceProcessor(self.processor, replace(row, arguments=self.arguments, state=self.processor.begin(**self.arguments)))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceProcessor:
+    """A processor as one sequence has it."""
+
+    processor: LogitsProcessor
+    row: LogitsRow
+
+    def fork(self, token_ids: list[int]) -> "SequenceProcessor":
+        """One that goes on by itself, on other tokens: what it remembers is copied."""
+        return SequenceProcessor(self.processor, replace(self.row, token_ids=token_ids, state=copy.deepcopy(self.row.state)))
+
+
+def as_processor(registered: object) -> LogitsProcessor:
+    """What is kept under a name: of a class an instance, which all sequences share. Raises `TypeError` for what is no processor."""
+    made = registered() if isinstance(registered, type) and issubclass(registered, LogitsProcessor) else registered
+    if not isinstance(made, LogitsProcessor):
+        raise TypeError(
+            f"{made!r} does not derive from `penstock.LogitsProcessor`; `per_sequence(factory)` and `per_row(function)` make a processor "
+            "of a function, and callbacks of TensorRT-LLM's form are given to an `Executor` in a `LogitsPostProcessorConfig`"
+        )
+    return made
+
+
+def choose(processor: LogitsProcessor, arguments: Mapping[str, Any]) -> ChosenProcessor:
+    """A processor with a request's arguments. Raises what `begin` refuses them with: `TypeError`, `ValueError` or `LookupError`."""
+    _check_arguments(processor.begin, arguments)
+    processor.begin(**arguments)
+    return ChosenProcessor(processor, arguments)
+
+
+def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], num_positional: int = 0) -> None:
+    """Raises `TypeError` for an argument that there is not, or that is missing: Python's own message would name the code as well.
+
+    The first `num_positional` parameters are the engine's.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # it does not say what it takes
+        return
+    own = {parameter.name for parameter in parameters[:num_positional]}
+    taken = {parameter.name: parameter for parameter in parameters[num_positional:] if parameter.kind in BY_NAME}
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    for name in arguments:
+        if name not in taken and (name in own or not takes_any):
+            raise TypeError(f"it has no argument {name[:100]!r}: " + (f"there are {', '.join(taken)}" if taken else "it takes none"))
+    for name, parameter in taken.items():
+        if parameter.default is inspect.Parameter.empty and name not in arguments:
+            raise TypeError(f"the argument {name!r} is missing")

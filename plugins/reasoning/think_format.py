@@ -1,0 +1,457 @@
+"""Reasoning formats as declarations: what a family of models writes around its reasoning, and the state machine that reads it."""
+
+import enum
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from penstock.engine.events import Event, Reasoning, SpecialText, Text
+from penstock.engine.format_info import Format, FormatInfo
+from penstock.engine.parsing import Phase, ReasoningParser
+from penstock.engine.turn import Turn
+from penstock.plugins.markers import EdgeSpace, MarkerBuffer, marker_suffix, read_steps
+from penstock.plugins.reasoning.content import ContentTags, NonemptyContent
+from penstock.plugins.schema_types import ToolSchemas
+
+ALL = sys.maxsize  # line breaks next to a marker
+
+
+class Thinking(enum.Enum):
+    """How an answer begins where the prompt has neither opened nor closed the reasoning."""
+
+    ALWAYS = "always"  # with reasoning
+    ON = "on"  # with reasoning if its first text is a start marker; with content where a switch is false
+    OFF = "off"  # with content; as ON where a switch is true
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkFormat(Format):
+    """How a family of models marks its reasoning. Registered in place of a factory, it makes the parsers and describes itself.
+
+    `start` and `end` are the markers that the engine itself writes, `other_starts` and `other_ends` further spellings. `text_markers` are a
+    start and an end that count only where `start` is no added token, the start only at the beginning of an answer. `effort_markers` are
+    values of `reasoning_effort`, each with a start and an end, for formats with several pairs; the pair that prompt or request name comes
+    first. `label` is a first line of a block that is part of its marker. Where it `has_suffix`, checkpoints add one to the markers' names.
+
+    `thinking` says how an answer begins that the prompt has not begun. `switches` are arguments of the chat template, and `off_efforts`
+    values of `reasoning_effort` that count as a switch that is false. The prompt up to the last of `boundaries` belongs to other turns.
+
+    `implicit_ends` end the reasoning and stay in the content, where the tool parser reads them. `inner_call` is the start and the end of a
+    call after which the reasoning goes on. Another block begins at a start marker that is an added token, or that follows the block before
+    it at once; where a format `has_blocks_anywhere`, at any start marker, and end markers that end nothing are taken out. Otherwise
+    `drops_repeated_end` takes out one of these, and `drops_leading_end` one that the answer begins with.
+
+    `newlines_after_start`, `newlines_before_end` and `newlines_after_end` are how many line breaks there belong to the marker. Where it
+    `trims_space`, all white space at both ends of the reasoning does, and that between it and what wraps content. `content_starts` and
+    `wrappers` stand around content and are taken out; a content start in the prompt has closed the reasoning. `{tool}` in a wrapper is the
+    name of any tool that the request offers. `content_tags` are taken out where they stand around the whole content. Where it has
+    `nonempty_content`, reasoning that no content follows is content with `enable_thinking: false` or `force_nonempty_content: true`.
+
+    `models`, `aliases`, `signs`, `counter_signs` and `prompt_tail` are those of `FormatInfo`. So are `markers` and `example`, which follow
+    from the rest where they are left out; `note` is added to what the rest says of the format's quirks.
+    """
+
+    models: str
+    start: str = "<think>"
+    end: str = "</think>"
+    other_starts: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
+    text_markers: tuple[str, str] | None = None
+    effort_markers: tuple[tuple[str, tuple[str, str]], ...] = ()
+    label: str = ""
+    has_suffix: bool = False
+    thinking: Thinking = Thinking.ON
+    switches: tuple[str, ...] = ()
+    off_efforts: tuple[str, ...] = ()
+    boundaries: tuple[str, ...] = ()
+    implicit_ends: tuple[str, ...] = ()
+    inner_call: tuple[str, str] | None = None
+    has_blocks_anywhere: bool = False
+    drops_repeated_end: bool = False
+    drops_leading_end: bool = False
+    newlines_after_start: int = 0
+    newlines_before_end: int = 0
+    newlines_after_end: int = 0
+    trims_space: bool = False
+    content_starts: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    content_tags: tuple[str, str] | None = None
+    nonempty_content: bool = False
+    aliases: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
+    counter_signs: tuple[str, ...] = ()
+    prompt_tail: str = ""
+    markers: tuple[str, ...] = ()
+    example: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if isinstance(field.default, tuple) and not isinstance(given, tuple):
+                raise TypeError(f"`{field.name}` is a tuple, such as `({given!r},)`")
+        if not self.start or not self.end:
+            raise ValueError("`start` and `end` must not be empty")
+
+    @property
+    def info(self) -> FormatInfo:
+        return FormatInfo(
+            models=self.models,
+            markers=self.markers or tuple(_plain_markers(self)),
+            quirks=" ".join([*_quirks(self), *([self.note] if self.note else [])]),
+            aliases=self.aliases,
+            signs=self.signs,
+            counter_signs=self.counter_signs,
+            prompt_tail=self.prompt_tail,
+            example=self.example or _example(self),
+        )
+
+    def __call__(self, turn: Turn) -> ReasoningParser:
+        parser: ReasoningParser = ThinkParser(self, turn)
+        if self.content_tags is not None:
+            parser = ContentTags(parser, *self.content_tags, turn.added_tokens)
+        arguments = turn.chat_template_kwargs
+        wants_content = arguments.get("enable_thinking") is False or arguments.get("force_nonempty_content") is True
+        if self.nonempty_content and wants_content and parser.phase is not Phase.CONTENT:
+            parser = NonemptyContent(parser)
+        return parser
+
+    def phase(self, turn: Turn) -> Phase:
+        """Where an answer begins: as the prompt says, and where it does not, as the request or the family does."""
+        pairs = [*self.pairs(turn), *([self.text_markers] if self.text_markers else [])]
+        starts = [start for start, _ in pairs] + list(self.other_starts)
+        ends = [end for _, end in pairs] + [*self.other_ends, *self.content_starts]
+        phase = turn.phase(starts, ends, self.boundaries)
+        if phase is not Phase.UNDECIDED:
+            return phase
+        if self.thinking is Thinking.ALWAYS:
+            return Phase.REASONING
+        given = [turn.chat_template_kwargs.get(name) for name in self.switches]
+        if self.thinking is Thinking.OFF:
+            return Phase.UNDECIDED if any(given) else Phase.CONTENT
+        is_off = any(value is False for value in given) or turn.chat_template_kwargs.get("reasoning_effort") in self.off_efforts
+        return Phase.CONTENT if is_off else Phase.UNDECIDED
+
+    def pairs(self, turn: Turn) -> list[tuple[str, str]]:
+        """The pairs of markers that may stand anywhere in this answer; the engine writes the first."""
+        if self.effort_markers:
+            effort = turn.chat_template_kwargs.get("reasoning_effort")
+            used = [pair for name, pair in self.effort_markers if name == effort or any(marker in turn.prompt_tail for marker in pair)]
+            return [*used, *(pair for _, pair in self.effort_markers if pair not in used)]
+        if not self.has_suffix:
+            return [(self.start, self.end)]
+        suffix = marker_suffix(turn)
+        return [(f"{self.start.removesuffix('>')}{suffix}>", f"{self.end.removesuffix('>')}{suffix}>")]
+
+
+class State(enum.Enum):
+    """What a parser reads; `NEXT` says what may come after it."""
+
+    START = enum.auto()  # the beginning of the answer, white space so far
+    LABEL = enum.auto()  # what follows a start marker, where the format labels its blocks
+    REASONING = enum.auto()
+    INNER_CALL = enum.auto()  # a call in the middle of the reasoning
+    AFTER_BLOCK = enum.auto()  # white space after a block, which another one may follow at once
+    CONTENT = enum.auto()
+
+
+NEXT = {
+    State.START: {State.LABEL, State.REASONING, State.AFTER_BLOCK, State.CONTENT},
+    State.LABEL: {State.REASONING, State.AFTER_BLOCK, State.CONTENT},
+    State.REASONING: {State.INNER_CALL, State.AFTER_BLOCK, State.CONTENT},
+    State.INNER_CALL: {State.REASONING},
+    State.AFTER_BLOCK: {State.LABEL, State.REASONING, State.CONTENT},
+    State.CONTENT: {State.LABEL, State.REASONING},
+}
+
+
+class ThinkParser(ReasoningParser):
+    """Reads one answer in a `ThinkFormat`.
+
+    Content that a grammar holds stays as it is: no block begins in it, and no end marker is taken out.
+    """
+
+    def __init__(self, think: ThinkFormat, turn: Turn) -> None:
+        pairs = think.pairs(turn)
+        self.start_marker, self.end_marker = pairs[0]
+        self._format = think
+        self._phase = think.phase(turn)
+        self._state = State.START if self._phase is not Phase.CONTENT or think.drops_leading_end else State.CONTENT
+        self._step = STEPS[self._state]
+        self._starts = (*(start for start, _ in pairs), *think.other_starts)
+        self._first_starts = self._starts
+        ends = [*(end for _, end in pairs), *think.other_ends]
+        if think.text_markers is not None and think.start not in turn.added_tokens:
+            self._first_starts += think.text_markers[:1]
+            ends += think.text_markers[1:]
+        self._ends = tuple("\n" * count + end for end in ends for count in range(think.newlines_before_end + 1))
+        self._labels = (f"{think.label}\n", *(think.label + end for end in ends)) if think.label else ()
+        self._inner_call = None if turn.is_constrained else think.inner_call
+        self._reasoning_markers = (*self._ends, *think.implicit_ends, *(think.inner_call or ())[:1])
+        self._wrappers = tuple(_wrappers(think, turn))
+        self._may_reopen = not turn.is_constrained and (think.has_blocks_anywhere or self._phase is not Phase.CONTENT)
+        openers = [start for start in self._starts if think.has_blocks_anywhere or start in turn.added_tokens]
+        self._openers = tuple(openers if self._may_reopen else ())
+        self._num_stray_ends = 0 if turn.is_constrained else ALL if think.has_blocks_anywhere else int(think.drops_repeated_end)
+        self._content_markers = self._watched_in_content()
+        self._num_quoted_starts = 0  # in the content, whose end markers have not come yet
+        self._num_newlines = 0  # that would still belong to the last marker
+        self._space = EdgeSpace() if think.trims_space else None
+        self._buffer = MarkerBuffer(turn.added_tokens)
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        return read_steps(self._buffer, text, lambda events: self._step(self, events))
+
+    def finish(self) -> list[Event]:
+        """Gives back what is held: a marker that was never completed is part of what it stood in."""
+        events: list[Event] = []
+        self._give_out(self._buffer.finish(), events)
+        if self._space is not None:
+            events += self._events(self._space.finish())
+        return events
+
+    def release(self) -> list[Event]:
+        """Gives back what is held: a tool call has begun before it. Reading goes on after the call."""
+        return self.finish()
+
+    def _enter(self, state: State, num_newlines: int = 0) -> None:
+        assert state in NEXT[self._state], (self._state, state)
+        self._state = state
+        self._step = STEPS[state]
+        self._phase = Phase.REASONING if state in (State.LABEL, State.REASONING) else Phase.CONTENT
+        self._num_newlines = num_newlines
+
+    def _open(self, space: Sequence[str], events: list[Event]) -> None:
+        """Enters a block after its start marker, before which `space` stood."""
+        self._enter(State.LABEL if self._labels else State.REASONING, self._num_newlines)
+        self._give_out(list(space), events)
+        self._num_newlines = self._format.newlines_after_start
+
+    def _end_block(self, events: list[Event], *, is_marked: bool) -> None:
+        self._end_stretch(events)
+        if is_marked:
+            is_followed = self._may_reopen and not self._format.has_blocks_anywhere
+            self._enter(State.AFTER_BLOCK if is_followed else State.CONTENT, self._format.newlines_after_end)
+        else:
+            self._enter(State.CONTENT)
+
+    def _read_start(self, events: list[Event]) -> bool:
+        """A start marker is taken out though the prompt may have opened the block before: a model may repeat it."""
+        starts = () if self._phase is Phase.CONTENT else self._first_starts
+        start = self._buffer.take_start(*starts, *(self._ends if self._format.drops_leading_end else ()))
+        if start is None:
+            return False
+        space, marker = start
+        if marker is not None and marker in starts:
+            self._open(space, events)
+        elif marker is not None:
+            self._give_out(space, events)
+            self._end_block(events, is_marked=True)
+        else:
+            self._enter(State.REASONING if self._phase is Phase.REASONING else State.CONTENT)
+            self._give_out(space, events)
+        return True
+
+    def _read_label(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start(*self._labels)
+        if start is None:
+            return False
+        space, label = start
+        self._give_out(space, events)
+        if label is None or label.endswith("\n"):
+            self._enter(State.REASONING)
+        else:
+            self._end_block(events, is_marked=True)
+        return True
+
+    def _read_reasoning(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(*self._reasoning_markers)
+        self._give_out(pieces, events)
+        if marker is None:
+            return False
+        if marker in self._ends:
+            self._end_block(events, is_marked=True)
+            return True
+        if self._inner_call is not None and marker == self._inner_call[0]:
+            self._end_stretch(events)
+            self._enter(State.INNER_CALL)
+        else:
+            self._end_block(events, is_marked=False)
+        events += map(Text, self._buffer.marker_pieces)
+        return True
+
+    def _read_inner_call(self, events: list[Event]) -> bool:
+        assert self._inner_call is not None
+        pieces, marker = self._buffer.take_until(self._inner_call[1])
+        events += map(Text, pieces)
+        if marker is not None:
+            events += map(Text, self._buffer.marker_pieces)
+            self._enter(State.REASONING)
+        return marker is not None
+
+    def _read_after_block(self, events: list[Event]) -> bool:
+        """White space between two blocks belongs to the reasoning."""
+        start = self._buffer.take_start(*self._starts)
+        if start is None:
+            return False
+        space, marker = start
+        if marker is not None:
+            self._open(space, events)
+        else:
+            self._enter(State.CONTENT, self._num_newlines)
+            self._give_out(space, events)
+        return True
+
+    def _read_content(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(*self._content_markers)
+        self._give_out(pieces, events)
+        if marker is None:
+            return False
+        if marker in self._openers:
+            self._end_stretch(events)
+            self._open((), events)
+        elif marker in self._starts:
+            self._num_quoted_starts += 1
+            self._give_out(self._buffer.marker_pieces, events)
+        elif marker in self._ends and self._num_quoted_starts:
+            self._num_quoted_starts -= 1
+            self._give_out(self._buffer.marker_pieces, events)
+        else:
+            self._end_stretch(events)
+            if marker in self._ends:
+                self._num_stray_ends -= 1
+                self._content_markers = self._watched_in_content()
+            elif marker not in self._wrappers:
+                events += map(Text, self._buffer.marker_pieces)
+        return True
+
+    def _watched_in_content(self) -> tuple[str, ...]:
+        block_markers = (*self._starts, *self._ends) if self._num_stray_ends else self._openers
+        edges = self._format.implicit_ends if self._format.trims_space else ()  # white space between a block and a call is dropped
+        return (*block_markers, *self._wrappers, *edges)
+
+    def _give_out(self, pieces: list[str], events: list[Event]) -> None:
+        if self._num_newlines:
+            pieces = [piece for piece in map(self._without_newlines, pieces) if piece]
+        if self._space is not None and self._state is not State.INNER_CALL:
+            pieces = self._space.take(pieces, drops_leading=self._phase is Phase.REASONING)
+        events += self._events(pieces)
+
+    def _end_stretch(self, events: list[Event]) -> None:
+        """A marker ends what is being given out: the white space before it belongs to the marker or to the text."""
+        if self._space is not None:
+            events += self._events(self._space.end(drops_trailing=self._phase is Phase.REASONING))
+
+    def _events(self, pieces: list[str]) -> list[Event]:
+        kind = Reasoning if self._phase is Phase.REASONING else Text
+        return [kind(piece) for piece in pieces]
+
+    def _without_newlines(self, piece: str) -> str:
+        """The piece without the line breaks that still belong to the marker before it."""
+        rest = piece if isinstance(piece, SpecialText) else piece[_num_leading_newlines(piece, self._num_newlines) :]
+        self._num_newlines = 0 if rest else self._num_newlines - len(piece)
+        return rest
+
+
+STEPS = {
+    State.START: ThinkParser._read_start,
+    State.LABEL: ThinkParser._read_label,
+    State.REASONING: ThinkParser._read_reasoning,
+    State.INNER_CALL: ThinkParser._read_inner_call,
+    State.AFTER_BLOCK: ThinkParser._read_after_block,
+    State.CONTENT: ThinkParser._read_content,
+}
+
+
+def _num_leading_newlines(text: str, most: int) -> int:
+    return next((position for position, character in enumerate(text[:most]) if character != "\n"), min(most, len(text)))
+
+
+def _wrappers(think: ThinkFormat, turn: Turn) -> Iterator[str]:
+    tools = ToolSchemas(turn.tools).names if any("{tool}" in wrapper for wrapper in think.wrappers) else ()
+    for wrapper in (*think.content_starts, *think.wrappers):
+        if "{tool}" in wrapper:
+            yield from (wrapper.replace("{tool}", name) for name in tools)
+        else:
+            yield wrapper
+
+
+def _plain_markers(think: ThinkFormat) -> Iterator[str]:
+    """All markers but those that are made of others."""
+    start = think.start + (f"{think.label}\n" if think.label else "")
+    pairs = [(start, think.end), (*think.other_starts, *think.other_ends), think.text_markers, *(pair for _, pair in think.effort_markers)]
+    groups = [*pairs, think.content_tags, think.content_starts, think.wrappers]
+    markers = dict.fromkeys(marker for group in groups for marker in group or ())
+    for marker in markers:
+        if "{tool}" not in marker and not any(other in marker for other in markers if other != marker):
+            yield marker
+
+
+def _example(think: ThinkFormat) -> str:
+    """An answer to a prompt that ends as these models' prompts do."""
+    is_open = think.phase(Turn(prompt_tail=think.prompt_tail)) is Phase.REASONING
+    opening = "" if is_open else think.start + (f"{think.label}\n" if think.label else "")
+    before, after = think.content_tags or ("", "")
+    return f"{opening}Capitals.{think.end}{before}Oslo.{after}"
+
+
+def _quirks(think: ThinkFormat) -> Iterator[str]:
+    """What a reader of docs/parsers.md should know of a format, in sentences."""
+    switches = _either(think.switches)
+    if think.thinking is Thinking.ALWAYS:
+        yield f"Always reasons: without `{think.end}`, everything is reasoning."
+    elif think.thinking is Thinking.OFF:
+        yield f"Off unless {switches} is true."
+    elif switches:
+        yield f"On unless {switches} is false{''.join(f' or `reasoning_effort` is `{effort}`' for effort in think.off_efforts)}."
+    if think.effort_markers:
+        yield f"`reasoning_effort` {_either([effort for effort, _ in think.effort_markers])} chooses the markers."
+    if think.has_suffix:
+        yield f"Checkpoints may add a suffix to their markers, `{think.start.removesuffix('>')}:x>`."
+    if think.text_markers:
+        yield f"`{think.text_markers[0]}` counts only at the start, and where the vocabulary has no `{think.start}`."
+    if think.label:
+        yield f"The first line of a block, `{think.label}`, is part of its marker."
+    if think.implicit_ends:
+        yield f"{_either(think.implicit_ends)} ends the reasoning."
+    if think.inner_call:
+        yield f"A call within the reasoning, `{think.inner_call[0]}` … `{think.inner_call[1]}`, is content; the reasoning goes on after it."
+    if think.has_blocks_anywhere:
+        yield "A block may begin anywhere in the content, and an end marker that ends nothing is taken out."
+    if think.content_starts or think.wrappers:
+        yield "Markers around the content are taken out."
+    if think.content_tags:
+        yield f"`{think.content_tags[0]}` around the content is taken out."
+    if think.drops_leading_end:
+        yield f"A leading `{think.end}` is taken out."
+    if think.drops_repeated_end:
+        yield f"A second `{think.end}` is taken out."
+    yield from _newline_quirks(think)
+    if think.trims_space:
+        yield "White space at both ends of the reasoning is dropped."
+    if think.nonempty_content:
+        yield (
+            "With `enable_thinking: false` or `force_nonempty_content`, reasoning that no content follows is content; it is known only at "
+            "the end, so the reasoning does not stream."
+        )
+
+
+def _newline_quirks(think: ThinkFormat) -> Iterator[str]:
+    places = [
+        (think.newlines_after_start, f"after `{think.start}`"),
+        (think.newlines_before_end, f"before `{think.end}`"),
+        (think.newlines_after_end, f"after `{think.end}`"),
+    ]
+    dropped = [f"{'all' if count == ALL else count} {place}" for count, place in places if count]
+    if dropped:
+        yield f"Line breaks that are dropped: {', '.join(dropped)}."
+
+
+def _either(words: Sequence[str]) -> str:
+    quoted = [f"`{word}`" for word in words]
+    return " or ".join(filter(None, [", ".join(quoted[:-1]), *quoted[-1:]]))
