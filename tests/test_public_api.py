@@ -27,7 +27,7 @@ def sources() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "examples").rglob("*.py")):
         yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
     words = dict.fromkeys(("name", "NAME", "Name", "module"), "mine") | {"imports": "", "exported": ""}
-    for path in sorted((ROOT / "commands" / "templates").glob("*.py.txt")):
+    for path in sorted((ROOT / "cli" / "templates").glob("*.py.txt")):
         yield str(path.relative_to(ROOT)), Template(path.read_text(encoding="utf-8")).substitute(words)
 
 
