@@ -87,7 +87,7 @@ class JsonCallReading:
     def _end_malformed(self, events: list[Event]) -> None:
         """The call ends before what made no sense, or before the marker that did."""
         reader = self._reader
-        if reader.is_malformed and reader.num_held:
+        if reader.is_malformed and reader.num_held and not reader.is_refused:  # of a refused call all is text already
             _, cut_off = _split_end(self._held, reader.num_held)
             if not self.is_started:
                 self.block, _ = _split_end(self.block, reader.num_held)

@@ -143,3 +143,9 @@ def test_a_token_within_a_bare_call_is_part_of_the_text() -> None:
     assert read(qwen25_coder(AUTO), [text]) == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": "</tool_call>"}')]
     pieces = ['{"name": "f", "arguments": {"x": "', SpecialText("</tool_call>"), '"}}']
     assert read(qwen25_coder(AUTO), pieces) == read(qwen25_coder(AUTO), [text])
+
+
+def test_a_marker_in_an_open_string_of_a_tool_that_is_not_offered_is_text() -> None:
+    turn = Turn(tool_choice="auto", tools=[tool("f", strict=True)])
+    text = '<tool_call>{"name": "other", "arguments": {"x": "a</tool_call> b'
+    assert answer(text, turn) == [Text(text)]
