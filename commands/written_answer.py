@@ -14,8 +14,7 @@ from penstock.engine.text.blank_text import BlankText
 from penstock.engine.text.parser_chain import ParserChain
 from penstock.engine.text.visible_events import visible_events
 from penstock.engine.turn import Turn
-from penstock.plugins.automaton import split_symbols
-from penstock.plugins.markers import join_pieces
+from penstock.plugins.markers import join_pieces, split_symbols
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

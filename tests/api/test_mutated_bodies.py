@@ -14,7 +14,7 @@ from penstock.api.errors import body_of
 from penstock.api.workers import Workers
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning import deepseek_r1
-from penstock.plugins.tools import hermes
+from penstock.plugins.tools.json_objects import HERMES
 from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, mutated_bodies
 from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
@@ -38,7 +38,7 @@ def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[
         with Workers() as workers:
             engine = ScriptedEngine(byte_tokenizer())
             context = scripted_context(
-                engine, RecordingCompiler(), workers, reasoning_parser=deepseek_r1.deepseek_r1, tool_parser=hermes.Hermes
+                engine, RecordingCompiler(), workers, reasoning_parser=deepseek_r1.deepseek_r1, tool_parser=HERMES.parser
             )
             await take(context, msgspec.json.encode(whole), False)
             for number, data in enumerate(mutated_bodies(whole, 1000, seed=1)):

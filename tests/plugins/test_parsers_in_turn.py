@@ -2,9 +2,8 @@
 
 from penstock.engine.events import Event, Text
 from penstock.engine.turn import Turn
-from penstock.plugins.json_calls.call_envelope import CallEnvelope
-from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
-from penstock.plugins.parsers_in_turn import ParsersInTurn
+from penstock.plugins.calls.json_stream import CallEnvelope, JsonToolCalls
+from penstock.plugins.calls.stream import ParsersInTurn
 from penstock.testing import read
 
 

@@ -14,14 +14,13 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.plugins.automaton import split_symbols
 from penstock.plugins.grammars.json_schema.json_document import parse_document
 from penstock.plugins.grammars.llguidance import part_edges
 from penstock.plugins.grammars.llguidance.grammar_alphabet import gbnf_alphabet, lark_alphabet
 from penstock.plugins.grammars.llguidance.leaves import Leaf, regular_tree
 from penstock.plugins.grammars.llguidance.marker_text import text_regex
 from penstock.plugins.grammars.llguidance.part_edges import Edges, Indistinct
-from penstock.plugins.markers import join_pieces
+from penstock.plugins.markers import join_pieces, split_symbols
 
 ToLeaf = Callable[[GrammarSpec, Vocabulary], Leaf]
 

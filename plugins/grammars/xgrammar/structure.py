@@ -7,10 +7,9 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarSpec, Vocabulary
 from penstock.engine.structure import FreeText, Marker, Structure, TextUntil, Value
-from penstock.plugins.automaton import split_symbols
 from penstock.plugins.grammars.regex.charset import complement, of
 from penstock.plugins.grammars.regex.regular import ANYTHING, EMPTY, Chars, Either, Literal, Node, Reference, Repeat, Sequence, either
-from penstock.plugins.markers import join_pieces
+from penstock.plugins.markers import join_pieces, split_symbols
 
 MAX_MARKER = 64
 

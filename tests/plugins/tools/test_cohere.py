@@ -1,7 +1,9 @@
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.cohere import cohere
 from penstock.testing import read
+from tests.helpers.tool_parsers import tool_parser
+
+cohere = tool_parser("cohere")
 
 BLOCK = """<|START_ACTION|>
 [

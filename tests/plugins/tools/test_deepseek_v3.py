@@ -4,9 +4,14 @@ import pytest
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.deepseek_v3 import BEGIN, CALL_BEGIN, CALL_END, END, SEPARATOR, deepseek_v3
-from penstock.plugins.tools.deepseek_v31 import deepseek_v31
 from penstock.testing import read
+from tests.helpers.tool_parsers import tool_parser
+
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+deepseek_v3 = tool_parser("deepseek_v3")
+deepseek_v31 = tool_parser("deepseek_v31")
 
 AUTO = Turn(tool_choice="auto")
 F: list[Event] = [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}')]

@@ -8,16 +8,19 @@ import pytest
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import Parser
 from penstock.engine.turn import Turn
-from penstock.plugins.markup_calls.call_sections import CallSections
-from penstock.plugins.tools.glm import glm45, glm47
-from penstock.plugins.tools.hy_v3 import INFO, hy_v3
-from penstock.plugins.tools.longcat import MARKUP, Longcat
 from penstock.testing import check_parser, check_tool_format, read
 from penstock.testing.answers import split_atoms
 from penstock.testing.cost_check import check_cost
+from tests.helpers.tool_parsers import format_info, tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, TOOLS, calls, content
 
-LONGCAT_MARKERS = MARKUP.markers
+INFO = format_info("hy_v3")
+glm45 = tool_parser("glm45")
+glm47 = tool_parser("glm47")
+hy_v3 = tool_parser("hy_v3")
+longcat = tool_parser("longcat")
+
+LONGCAT_MARKERS = format_info("longcat").markers
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_what_has_no_name_is_content(text: str) -> None:
     assert content(glm45, text) == text
 
 
-@pytest.mark.parametrize(("factory", "start"), [(glm45, "<tool_call>"), (glm47, "<tool_call>"), (Longcat, "<longcat_tool_call>")])
+@pytest.mark.parametrize(("factory", "start"), [(glm45, "<tool_call>"), (glm47, "<tool_call>"), (longcat, "<longcat_tool_call>")])
 def test_line_breaks_before_a_name_are_looked_at_once(factory: Callable[[Turn], Parser], start: str) -> None:
     check_cost(factory, start, AUTO)
 
@@ -91,7 +94,7 @@ def test_hunyuans_markers_have_the_suffix_of_the_prompt_or_of_the_vocabulary(tur
 
 
 def test_what_hunyuans_grammar_allows_is_read_as_calls_with_the_suffix_too() -> None:
-    def suffixed(turn: Turn) -> CallSections:
+    def suffixed(turn: Turn) -> Parser:
         return hy_v3(replace(turn, prompt_tail=f"<think{SUFFIX}>"))
 
     check_tool_format(suffixed, markers=list(map(with_suffix, INFO.markers)), num_walks=2)
@@ -109,5 +112,5 @@ def test_longcat_writes_the_same_with_names_of_its_own_or_json() -> None:
     as_json = '<longcat_tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</longcat_tool_call>'
     text = f"Both.\n{LONGCAT}\n{as_json}\n{LONGCAT}"
     expected = {"city": "Oslo", "days": 3}
-    assert calls(Longcat, text) == [("weather", expected), ("weather", {"city": "Rome"}), ("weather", expected)]
-    check_parser(Longcat, [f"a {LONGCAT}{as_json}"], markers=LONGCAT_MARKERS, turn=AUTO, max_examples=20)
+    assert calls(longcat, text) == [("weather", expected), ("weather", {"city": "Rome"}), ("weather", expected)]
+    check_parser(longcat, [f"a {LONGCAT}{as_json}"], markers=LONGCAT_MARKERS, turn=AUTO, max_examples=20)

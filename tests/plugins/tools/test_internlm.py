@@ -2,8 +2,10 @@ import pytest
 
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.internlm import internlm
 from penstock.testing import read
+from tests.helpers.tool_parsers import tool_parser
+
+internlm = tool_parser("internlm")
 
 AUTO = Turn(tool_choice="auto")
 

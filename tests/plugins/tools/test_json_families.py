@@ -1,8 +1,6 @@
-import importlib
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -11,28 +9,17 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.parsing import Parser
 from penstock.engine.turn import Turn
 from penstock.testing import check_parser, check_tool_format, read, split_atoms
+from tests.helpers.tool_parsers import format_info, tool_parser
 
-MODULES = """
-    apertus apriel cohere deepseek_v3 deepseek_v31 ernie45 gigachat3 granite granite4 granite_20b_fc hermes hunyuan_a13b inkling internlm
+NAMES = """
+    apertus apriel cohere deepseek_v3 deepseek_v31 ernie45 gigachat3 granite granite4 granite-20b-fc hermes hunyuan_a13b inkling internlm
     jamba kimi_k2 llama3_json longcat minimax_m1 mistral nemotron_nano_v2 phi4_mini_json plamo3 solar_open xlam
 """
-FORMATS = sorted({*MODULES.split()} - {"hermes", "granite4", "ernie45"})  # Hermes' is tested with it, and theirs is the same
+FORMATS = sorted({*NAMES.split()} - {"hermes", "granite4", "ernie45"})  # Hermes' is tested with it, and theirs is the same
 AUTO = Turn(tool_choice="auto")
 
 
-def registered(module: str) -> tuple[Callable[[Turn], Parser], FormatInfo]:
-    found: list[tuple[Any, FormatInfo | None]] = []
-
-    def register(name: str, factory: Any, info: FormatInfo | None = None) -> None:
-        found.append((factory, info))
-
-    importlib.import_module(f"penstock.plugins.tools.{module}").register_tool_parsers(register)
-    ((factory, info),) = found
-    assert info is not None
-    return factory, info
-
-
-FAMILIES = {module: registered(module) for module in MODULES.split()}
+FAMILIES = {name: (tool_parser(name), format_info(name)) for name in NAMES.split()}
 families = pytest.mark.parametrize(("factory", "info"), FAMILIES.values(), ids=FAMILIES)
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = {"f": NOTHING, "g-2": NOTHING | {"properties": {"x": {"enum": ["]}", "日本"]}}, "required": ["x"]}}
@@ -56,7 +43,7 @@ def test_any_cut_and_any_stop_give_the_same_answer(factory: Callable[[Turn], Par
     check_parser(factory, [f"a {broken}", f"{tricky}\nb"], markers=info.markers, max_examples=10)
 
 
-@pytest.mark.parametrize(("factory", "info"), [FAMILIES[module] for module in FORMATS], ids=FORMATS)
+@pytest.mark.parametrize(("factory", "info"), [FAMILIES[name] for name in FORMATS], ids=FORMATS)
 def test_what_the_format_allows_is_read_as_calls(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
     check_tool_format(factory, markers=sorted(tokens_of(info)), tools=TOOLS, num_walks=3)
 
@@ -155,7 +142,7 @@ def test_what_stands_for_no_arguments_is_an_empty_object(factory: Callable[[Turn
     assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, "{}")]
 
 
-WITH_KEYS = {module: family for module, family in FAMILIES.items() if re.search(r'"(arguments|parameters)": ', content_of(family[1]))}
+WITH_KEYS = {name: family for name, family in FAMILIES.items() if re.search(r'"(arguments|parameters)": ', content_of(family[1]))}
 
 
 @pytest.mark.parametrize(("factory", "info"), WITH_KEYS.values(), ids=WITH_KEYS)

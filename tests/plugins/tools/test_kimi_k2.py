@@ -2,8 +2,13 @@ import pytest
 
 from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.kimi_k2 import ARGUMENTS, BEGIN, CALL_BEGIN, CALL_END, END, kimi_k2
 from penstock.testing import read
+from tests.helpers.tool_parsers import tool_parser
+
+BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+ARGUMENTS = "<|tool_call_argument_begin|>"
+kimi_k2 = tool_parser("kimi_k2")
 
 AUTO = Turn(tool_choice="auto")
 

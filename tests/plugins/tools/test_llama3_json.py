@@ -2,8 +2,11 @@ import pytest
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.llama3_json import TAG, llama3_json
 from penstock.testing import read
+from tests.helpers.tool_parsers import tool_parser
+
+TAG = "<|python_tag|>"
+llama3_json = tool_parser("llama3_json")
 
 AUTO = Turn(tool_choice="auto")
 F: list[Event] = [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": 1}')]

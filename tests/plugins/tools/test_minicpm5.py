@@ -2,8 +2,10 @@ from typing import Any
 
 import pytest
 
-from penstock.plugins.tools.minicpm5 import minicpm5
+from tests.helpers.tool_parsers import tool_parser
 from tests.plugins.tools.parameter_samples import calls, content
+
+minicpm5 = tool_parser("minicpm5")
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ import pytest
 
 from penstock.engine.events import ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.dots import dots
-from penstock.plugins.tools.minimax_m2 import minimax_m2
-from penstock.plugins.tools.minimax_m3 import MARK, minimax_m3
-from penstock.plugins.tools.step3 import step3
 from penstock.testing import check_parser, read
+from tests.helpers.tool_parsers import tool_parser
 from tests.plugins.tools.parameter_samples import calls, content
+
+MARK = "]<]minimax[>["
+dots = tool_parser("dots")
+minimax_m2 = tool_parser("minimax_m2")
+minimax_m3 = tool_parser("minimax_m3")
+step3 = tool_parser("step3")
 
 ORDER = {
     "type": "object",

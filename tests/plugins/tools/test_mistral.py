@@ -4,8 +4,12 @@ import pytest
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.mistral import ARGUMENTS, ARRAY, ID, NAMED, START, mistral
+from penstock.plugins.tools.json_arguments import MISTRAL, MISTRAL_ARRAY
 from penstock.testing import check_parser, check_tool_format, read
+from tests.helpers.tool_parsers import tool_parser
+
+START, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+mistral = tool_parser("mistral")
 
 AUTO = Turn(tool_choice="auto")
 TOKENS = Turn(tool_choice="auto", added_tokens=frozenset({START, ID, ARGUMENTS}))
@@ -71,7 +75,7 @@ def test_names_with_brackets_in_their_arguments_are_no_heads() -> None:
 
 
 def test_the_vocabulary_tells_how_calls_are_written() -> None:
-    assert mistral(AUTO).tool_format is ARRAY
-    assert mistral(Turn(added_tokens=frozenset({START}))).tool_format is ARRAY
-    assert mistral(TOKENS).tool_format is NAMED
+    assert mistral(AUTO).tool_format is MISTRAL_ARRAY
+    assert mistral(Turn(added_tokens=frozenset({START}))).tool_format is MISTRAL_ARRAY
+    assert mistral(TOKENS).tool_format is MISTRAL
     check_tool_format(mistral, markers=[START], num_walks=3)

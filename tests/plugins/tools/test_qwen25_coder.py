@@ -5,8 +5,10 @@ import pytest
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.qwen25_coder import qwen25_coder
 from penstock.testing import check_parser, check_tool_format, read, split_atoms
+from tests.helpers.tool_parsers import tool_parser
+
+qwen25_coder = tool_parser("qwen25_coder")
 
 TOKENS = frozenset({"<tool_call>", "</tool_call>"})
 

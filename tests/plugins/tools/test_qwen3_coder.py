@@ -5,10 +5,12 @@ import pytest
 
 from penstock.engine.events import SpecialText, Text
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.qwen3_coder import qwen3_coder
-from penstock.plugins.tools.seed_oss import seed_oss
 from penstock.testing import read
+from tests.helpers.tool_parsers import tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, calls, content
+
+qwen3_coder = tool_parser("qwen3_coder")
+seed_oss = tool_parser("seed_oss")
 
 
 def body(*parameters: str) -> str:

@@ -2,8 +2,10 @@ import pytest
 
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.xlam import xlam
 from penstock.testing import check_parser, read
+from tests.helpers.tool_parsers import tool_parser
+
+xlam = tool_parser("xlam")
 
 AUTO = Turn(tool_choice="auto")
 ARRAY = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
