@@ -17,7 +17,7 @@ from penstock.plugins.calls.declaration import CallFormat
 from penstock.plugins.calls.markup_format import ParameterSchema, value_structure
 from penstock.plugins.calls.markup_reader import read_attribute_tag
 from penstock.plugins.calls.schema_values import SchemaNode, TextValue, ToolSchemas, followed, quoted
-from penstock.plugins.calls.stream import CallSections, Envelope, Progress, Surroundings
+from penstock.plugins.calls.stream import CallReader, Envelope, Progress, SectionStream, Surroundings
 from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS
 from penstock.plugins.markers import MarkerBuffer
 
@@ -117,7 +117,7 @@ _BEFORE_TAG = re.compile(r"\s*<?")
 _IN_TAG = re.compile(r"[^<>\n]*")
 
 
-class ElementReader:
+class ElementReader(CallReader):
     """One call, from right after `<invoke name=`, to its `</invoke>` or to the end of the section, the tag `section`.
 
     `mark` stands before each tag. An argument that is text comes out character by character, a nested one at its end. An element that was
@@ -126,11 +126,7 @@ class ElementReader:
     """
 
     def __init__(self, buffer: MarkerBuffer, mark: str, section: str, schemas: ToolSchemas, around: Surroundings) -> None:
-        self.name: str | None = None
-        self.is_certain = False
-        self.head: list[str] = []
-        self.left: list[str] = []
-        self.end_marker: str | None = None
+        super().__init__()
         self._buffer = buffer
         self._mark = mark
         self._section = section
@@ -147,9 +143,6 @@ class ElementReader:
 
     def read(self) -> Progress:
         return self._step()
-
-    def settle(self) -> bool:
-        return False
 
     def take_arguments(self) -> str:
         fragment = "".join(self._pieces)
@@ -319,14 +312,36 @@ _ARGUMENTS = _OBJECT | {"$defs", "definitions", "$schema", "$id", "id"}
 _MAX_DEPTH = 6
 
 
-@dataclass(frozen=True, slots=True)
-class ElementToolFormat:
-    """`mark` before each tag, all calls in an element `section`. Values that nest in another way than by plain properties and items are
-    written as JSON, which is read as well. Required properties are all there and in the schema's order, others may be left out.
+@dataclass(frozen=True, kw_only=True)
+class ElementFormat(CallFormat):
+    """`mark` stands before each tag, all calls in an element `section`, and each of them in an element `invoke`.
+
+    Where a grammar writes them, values that nest in another way than by plain properties and items are JSON, which is read as well.
+    Required properties are all there and in the schema's order, others may be left out.
     """
 
     mark: str
     section: str
+
+    def parser(self, turn: Turn) -> SectionStream:
+        mark, section = self.mark, self.section
+        envelope = Envelope(section=f"{mark}<{section}>", section_end=f"{mark}</{section}>", call=f"{mark}<invoke name=")
+        return SectionStream(turn, envelope, self._new_reader, self.tool_format)
+
+    def _new_reader(self, buffer: MarkerBuffer, schemas: ToolSchemas, around: Surroundings) -> ElementReader:
+        return ElementReader(buffer, self.mark, self.section, schemas, around)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        return self
+
+    def written_markers(self) -> tuple[str, ...]:
+        return (self.mark, f"<{self.section}>", "<invoke name=", "</invoke>", f"</{self.section}>")
+
+    def written_example(self) -> str:
+        mark, section = self.mark, self.section
+        call = f'{mark}<invoke name="weather">{mark}<city>Oslo{mark}</city>{mark}</invoke>'
+        return f"{mark}<{section}>\n{call}\n{mark}</{section}>"
 
     @property
     def opening(self) -> str:
@@ -389,31 +404,3 @@ def _nests(schema: Mapping[str, Any], kind: str, keywords: frozenset[str]) -> bo
 def _check_name(name: str, path: str) -> None:
     if not _NAME.fullmatch(name) or name.split()[0] in ("invoke", "tool_call"):
         raise UnsupportedGrammar(f"the name {json.dumps(name)} cannot be written in this model's tool calls", path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElementFormat(CallFormat):
-    """`mark` stands before each tag, all calls in an element `section`, and each of them in an element `invoke`."""
-
-    mark: str
-    section: str
-
-    def parser(self, turn: Turn) -> CallSections:
-        mark, section = self.mark, self.section
-        envelope = Envelope(section=f"{mark}<{section}>", section_end=f"{mark}</{section}>", call=f"{mark}<invoke name=")
-        return CallSections(turn, envelope, self._new_reader, self.tool_format)
-
-    def _new_reader(self, buffer: MarkerBuffer, schemas: ToolSchemas, around: Surroundings) -> ElementReader:
-        return ElementReader(buffer, self.mark, self.section, schemas, around)
-
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        return ElementToolFormat(self.mark, self.section)
-
-    def written_markers(self) -> tuple[str, ...]:
-        return (self.mark, f"<{self.section}>", "<invoke name=", "</invoke>", f"</{self.section}>")
-
-    def written_example(self) -> str:
-        mark, section = self.mark, self.section
-        call = f'{mark}<invoke name="weather">{mark}<city>Oslo{mark}</city>{mark}</invoke>'
-        return f"{mark}<{section}>\n{call}\n{mark}</{section}>"

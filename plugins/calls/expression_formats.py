@@ -12,12 +12,14 @@ from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence,
 from penstock.engine.tool_format import CallableTool, ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.calls.declaration import CallFormat
-from penstock.plugins.calls.notation import NotationCalls
+from penstock.plugins.calls.notation import NotationReader
 from penstock.plugins.calls.python_call import KEY, NAME
-from penstock.plugins.calls.python_stream import PythonCalls, PythonEnvelope
-from penstock.plugins.calls.schema_values import STRING, Types
+from penstock.plugins.calls.python_stream import PythonEnvelope, PythonStream
+from penstock.plugins.calls.schema_values import STRING, ToolSchemas, Types
+from penstock.plugins.calls.stream import Envelope, SectionStream, Surroundings
 from penstock.plugins.grammars.json_schema.json_text import json_type
 from penstock.plugins.grammars.json_schema.schema_shape import resolve
+from penstock.plugins.markers import MarkerBuffer
 
 _MAX_PROPERTIES = 200
 _DEFINITIONS = ("$defs", "definitions")
@@ -56,8 +58,8 @@ class PythonFormat(CallFormat):
     is_bare: bool = False
     may_lack_brackets: bool = False
 
-    def parser(self, turn: Turn) -> PythonCalls:
-        return PythonCalls(turn, self._envelope, self.tool_format)
+    def parser(self, turn: Turn) -> PythonStream:
+        return PythonStream(turn, self._envelope, self.tool_format)
 
     @cached_property
     def _envelope(self) -> PythonEnvelope:
@@ -106,14 +108,12 @@ class NotationFormat(CallFormat):
     delimiter: str
     types_of_strings: Types = STRING
 
-    def parser(self, turn: Turn) -> NotationCalls:
-        return NotationCalls(
-            turn,
-            self.tool_format,
-            start=self.start,
-            end=self.end,
-            delimiter=self.delimiter,
-            types_of_strings=self.types_of_strings,
+    def parser(self, turn: Turn) -> SectionStream:
+        return SectionStream(turn, Envelope(call=self.start), self._new_reader, self.tool_format)
+
+    def _new_reader(self, buffer: MarkerBuffer, schemas: ToolSchemas, around: Surroundings) -> NotationReader:
+        return NotationReader(
+            buffer, schemas, around, start=self.start, end=self.end, delimiter=self.delimiter, types_of_strings=self.types_of_strings
         )
 
     def written_markers(self) -> tuple[str, ...]:

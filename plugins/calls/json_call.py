@@ -2,6 +2,7 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -131,19 +132,52 @@ def _meant_by(value: str) -> str:
     return reader.take() if reader.is_complete and end == len(content) else value
 
 
-class ArgumentsHolder:
-    """What the readers of calls have in common: the arguments are read by a `JsonArguments` of their own."""
+class JsonCallReader(ABC):
+    """Reads one call as it arrives: its name, the id that the format itself gives it, and its arguments, by `JsonArguments`.
+
+    `is_refused` says that it may be well-formed and is none, so that nothing in it is taken for one either. `is_malformed` at the first
+    character that makes no sense.
+    """
+
+    name: str | None = None
+    call_id: str | None = None
+    is_refused = False
 
     def __init__(self) -> None:
         self.is_malformed = False
         self._arguments = JsonArguments()
 
     @property
+    @abstractmethod
+    def can_start(self) -> bool:
+        """This is a call, and it is known which one: from now on its arguments may be given out."""
+
+    @property
+    @abstractmethod
+    def is_named(self) -> bool:
+        """This is a call where the answer ends here."""
+
+    @property
+    @abstractmethod
+    def is_complete(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """How many brackets are open."""
+
+    @abstractmethod
+    def feed(self, text: str, position: int) -> int:
+        """Reads from `position`; returns where it stopped: the end of the text, or of the call, or what is malformed."""
+
+    @property
     def num_held(self) -> int:
+        """How many characters were read last that a marker in a string may cut off; where the call `is_malformed`, it has."""
         return self._arguments.num_held
 
     @property
     def left(self) -> str:
+        """What was read before the call went wrong, and is no part of it."""
         return self._arguments.left
 
     def take_arguments(self) -> str:
@@ -151,16 +185,20 @@ class ArgumentsHolder:
         return self._arguments.take()
 
     def watch(self, ends: MarkerAutomaton) -> None:
+        """These markers may end the call within a string."""
         self._arguments.ends = ends
 
     def end_at_marker(self) -> bool:
+        """No more comes: whether a marker in a string that is open ended the call, which is malformed then."""
         self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
         return self.is_malformed
 
     def close(self) -> None:
+        """The call ends here: arguments that are open are closed, so that they are a JSON document."""
         self._arguments.close()
 
     def stop(self) -> None:
+        """No more comes: arguments that were held back may be taken."""
         self._arguments.stop()
 
 
@@ -184,7 +222,7 @@ class CallKeys:
 USUAL_KEYS = CallKeys()
 
 
-class JsonCall(ArgumentsHolder):
+class JsonCall(JsonCallReader):
     """Reads the object and gives out its arguments as `JsonArguments` does, character by character.
 
     The keys may come in any order, and others are passed over. `is_malformed` at the first character that cannot be right: no JSON, no
@@ -195,9 +233,6 @@ class JsonCall(ArgumentsHolder):
 
     def __init__(self, keys: CallKeys = USUAL_KEYS, offered: Container[str] | None = None) -> None:
         super().__init__()
-        self.name: str | None = None
-        self.call_id: str | None = None
-        self.is_refused = False
         self._keys = keys
         self._offered = offered
         self._scanner = JsonScanner(allows_control=True)
@@ -230,7 +265,6 @@ class JsonCall(ArgumentsHolder):
         return self._scanner.state is State.COMPLETE and not self.is_malformed
 
     def feed(self, text: str, position: int) -> int:
-        """Reads from `position`; returns where it stopped: the end of the text, or of the object, or what is malformed."""
         while position < len(text) and not self.is_malformed and not self.is_complete:
             if self._is_in_arguments:
                 position = self._read_arguments(text, position)
@@ -335,14 +369,13 @@ def is_name(text: str | None) -> bool:
     return text is not None and text != "" and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-class NamedCall(ArgumentsHolder):
+class NamedCall(JsonCallReader):
     """Reads the arguments: an object, a string that holds one, or `null`."""
 
     def __init__(self, name: str, call_id: str | None = None) -> None:
         super().__init__()
-        self.name: str | None = name
+        self.name = name
         self.call_id = call_id
-        self.is_refused = False
         self._has_begun = False
 
     @property
@@ -362,7 +395,6 @@ class NamedCall(ArgumentsHolder):
         return self._arguments.depth
 
     def feed(self, text: str, position: int) -> int:
-        """Reads from `position`; returns where it stopped: the end of the text, or of the arguments, or what is malformed."""
         while not self._has_begun and position < len(text):
             if text[position] in '{"n':
                 self._has_begun = True

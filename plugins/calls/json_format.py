@@ -13,7 +13,7 @@ from penstock.engine.tool_format import CallableTool, ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.calls.declaration import SLOT, CallFormat, tags_of
 from penstock.plugins.calls.json_call import USUAL_KEYS, CallKeys, JsonCall
-from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonToolCalls
+from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonStream
 from penstock.plugins.calls.schema_values import ToolSchemas
 from penstock.plugins.calls.stream import new_call_id
 
@@ -52,13 +52,13 @@ class JsonFormat(CallFormat):
     may_repeat_name: bool = False
     new_id: Callable[[], str] = new_call_id
 
-    def parser(self, turn: Turn) -> JsonToolCalls:
+    def parser(self, turn: Turn) -> JsonStream:
         offered = ToolSchemas(turn.tools) if self.is_offered_only else None
         envelope = self._read_envelope
         if self.may_repeat_name:
             named = (f"{name}{opening}" for name in ToolSchemas(turn.tools).names for opening in envelope.openings)
             envelope = replace(envelope, openings=(*envelope.openings, *named))
-        return JsonToolCalls(
+        return JsonStream(
             turn, envelope, self.tool_format, call=partial(JsonCall, self.keys, offered), head=self._read_head, new_id=self.new_id
         )
 
@@ -67,6 +67,11 @@ class JsonFormat(CallFormat):
     @cached_property
     def _marks(self) -> tuple[str, ...]:
         return (*self.all_markers, *self.plain_markers)
+
+    def __post_init__(self) -> None:
+        slots = {*SLOT.findall(self.call)}
+        if slots not in ({"object"}, *({"arguments", name, *more} for name in ("name", "quoted_name") for more in ((), ("id",)))):
+            raise ValueError(f"the call of the declared format {self.name!r} has to hold {{object}}, or {{name}} and {{arguments}}")
 
     @cached_property
     def _template(self) -> list[str]:
@@ -86,7 +91,10 @@ class JsonFormat(CallFormat):
     def _read_envelope(self) -> CallEnvelope:
         if self.envelope is not None:
             return self.envelope
-        *sections, opening = (piece for piece in self._template[: self._first_text] if piece in self._marks)
+        starts = [piece for piece in self._template[: self._first_text] if piece in self._marks]
+        if not starts:
+            raise ValueError(f"the declared format {self.name!r} has no marker before its calls: spell one as a tag, or give `markers`")
+        *sections, opening = starts
         last_slot = max(place for place, piece in enumerate(self._template) if SLOT.fullmatch(piece))
         closings = tuple(piece for piece in self._template[last_slot:] if piece in self._marks)
         is_array = self.block.partition("{calls}")[0].rstrip().endswith("[")

@@ -4,14 +4,13 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.events import Event, SpecialText, Text
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
-from penstock.plugins.calls.json_call import JsonCall, NamedCall
-from penstock.plugins.calls.stream import MalformedCall, new_call_id
-from penstock.plugins.markers import MarkerAutomaton, MarkerBuffer, compile_markers, is_cut_marker, join_pieces, read_steps, split_symbols
+from penstock.plugins.calls.json_call import JsonCall, JsonCallReader, NamedCall
+from penstock.plugins.calls.stream import CallStream, MalformedCall, new_call_id
+from penstock.plugins.markers import MarkerBuffer, compile_markers, is_cut_marker, join_pieces, read_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,66 +85,6 @@ def is_field(text: str) -> bool:
     return len(text) <= MAX_LENGTH and _FIELD.fullmatch(text) is not None
 
 
-class JsonCallReader(Protocol):
-    """Reads one call as it arrives: its name, the id that the format itself gives it, and its arguments.
-
-    `can_start` says that this is a call, and which one: from then on its arguments may be given out. `is_named` says that it is one where
-    the answer ends here. `is_refused` says that it may be well-formed and is none, so that nothing in it is taken for one either.
-    `is_malformed` at the first character that makes no sense; `left` is what was read before that and is no part of the call.
-    """
-
-    name: str | None
-    call_id: str | None
-    is_malformed: bool
-    is_refused: bool
-
-    @property
-    def can_start(self) -> bool: ...
-
-    @property
-    def is_named(self) -> bool: ...
-
-    @property
-    def is_complete(self) -> bool: ...
-
-    @property
-    def depth(self) -> int:
-        """How many brackets are open."""
-        ...
-
-    @property
-    def left(self) -> str: ...
-
-    @property
-    def num_held(self) -> int:
-        """How many characters were read last that a marker in a string may cut off; where the call `is_malformed`, it has."""
-        ...
-
-    def watch(self, ends: MarkerAutomaton) -> None:
-        """These markers may end the call within a string."""
-        ...
-
-    def feed(self, text: str, position: int) -> int:
-        """Reads from `position`; returns where it stopped: the end of the text, or of the call, or what is malformed."""
-        ...
-
-    def take_arguments(self) -> str:
-        """The arguments that have come since the last call of this."""
-        ...
-
-    def end_at_marker(self) -> bool:
-        """No more comes: whether a marker in a string that is open ended the call, which is malformed then."""
-        ...
-
-    def close(self) -> None:
-        """The call ends here: arguments that are open are closed, so that they are a JSON document."""
-        ...
-
-    def stop(self) -> None:
-        """No more comes: arguments that were held back may be taken."""
-        ...
-
-
 class JsonCallReading:
     """Hands the text in `buffer` to a reader, one call after the other, and gives out what the reader makes of it.
 
@@ -153,8 +92,8 @@ class JsonCallReading:
     that is one of `ends` ends any call, even in the middle of a string; plain text that is one does where the string has no right end.
     """
 
-    def __init__(self, buffer: MarkerBuffer, ends: Collection[str], added_tokens: frozenset[str], new_id: Callable[[], str]) -> None:
-        self.num_calls = 0
+    def __init__(self, stream: CallStream, buffer: MarkerBuffer, ends: Collection[str], added_tokens: frozenset[str]) -> None:
+        self._stream = stream
         self.is_started = False
         self.is_over = True
         self.block: list[str] = []
@@ -164,7 +103,6 @@ class JsonCallReading:
         self._ends_in_strings = compile_markers(tuple(in_strings), added_tokens)
         self._held: deque[str] = deque()  # what has been read last, where a marker may cut it off
         self._num_held = 0
-        self._new_id = new_id
         self._ids: set[str] = set()
 
     @property
@@ -255,17 +193,14 @@ class JsonCallReading:
                 return
             self.is_started = True
             self.block = []
-            events.append(ToolCallStart(self.num_calls, reader.name, self._id_of(reader)))
-            self.num_calls += 1
-        fragment = reader.take_arguments()
-        if fragment:
-            events.append(ToolCallArguments(self.num_calls - 1, fragment))
+            self._stream.start_call(events, reader.name, self._id_of(reader))
+        self._stream.give_arguments(events, reader.take_arguments())
 
-    def _id_of(self, reader: JsonCallReader) -> str:
+    def _id_of(self, reader: JsonCallReader) -> str | None:
         """The format's own id, unless the model has written it before in this answer: results are told apart by it."""
         call_id = reader.call_id
         if call_id is None or call_id in self._ids:
-            return self._new_id()
+            return None
         self._ids.add(call_id)
         return call_id
 
@@ -298,7 +233,7 @@ def _split_end(pieces: Iterable[str], length: int) -> tuple[list[str], list[str]
 _BETWEEN = " \t\r\n,;"
 
 
-class JsonToolCalls:
+class JsonStream(CallStream):
     """A call starts as soon as it is known by name and its arguments have begun; these are given out as they were written where they are
     JSON.
 
@@ -308,8 +243,6 @@ class JsonToolCalls:
     `call` makes the reader of a call that is one JSON object. With `head`, a call is named before its arguments; in an envelope that
     has arrays too, where no bracket follows.
     """
-
-    tool_format: ToolFormat | None = None
 
     def __init__(
         self,
@@ -321,17 +254,12 @@ class JsonToolCalls:
         head: CallHead | None = None,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        if tool_format is not None:
-            self.tool_format = tool_format
-        self._added_tokens = turn.added_tokens
-        self._is_off = turn.tool_choice == "none"
+        super().__init__(turn, tool_format, new_id)
         self._envelope = envelope
         self._call = call
         self._head = head
-        self._buffer = MarkerBuffer(turn.added_tokens)
-        self._reading = JsonCallReading(self._buffer, (*envelope.starts, *envelope.closings), turn.added_tokens, new_id)
+        self._reading = JsonCallReading(self, self._buffer, (*envelope.starts, *envelope.closings), turn.added_tokens)
         self._step = self._read_start if envelope.first else self._read_text
-        self._block: list[str] = []  # what to give back where no call comes of it
         self._closings = envelope.closings  # those that may yet follow
         self._is_in_array = False
         self._was_call = False  # what has been read last
@@ -345,12 +273,6 @@ class JsonToolCalls:
         is_in_malformed = self._step == self._read_malformed and self._malformed is not None and not self._malformed.is_over
         return self._step == self._read_call or is_in_malformed
 
-    def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
-        if self._is_off:
-            return [Text(text)] if text else []
-        return read_steps(self._buffer, text, lambda events: self._step(events))
-
     def finish(self) -> list[Event]:
         """What has not named its call is text; what has stays a call, as far as it came."""
         events: list[Event] = []
@@ -360,8 +282,8 @@ class JsonToolCalls:
             self._leave_call()
             events += read_steps(self._buffer, "", lambda events: self._step(events))
         self._reading.finish(events)
-        rest = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
-        self._block = self._reading.block = []
+        rest = join_pieces([*self._held, *self._reading.block, *self._buffer.finish()])
+        self._held = self._reading.block = []
         if self._was_call and self._step not in (self._read_start, self._read_text) and not "".join(rest).strip(_BETWEEN):
             return events
         if self._step == self._read_end and is_cut_marker(rest, *self._closings):
@@ -370,8 +292,8 @@ class JsonToolCalls:
 
     def release(self) -> list[Event]:
         """Gives back as text what is no call yet: one in another format has begun before it. Reading goes on after that call."""
-        held = join_pieces([*self._block, *self._reading.block, *self._buffer.finish()])
-        self._block = self._reading.block = []
+        held = join_pieces([*self._held, *self._reading.block, *self._buffer.finish()])
+        self._held = self._reading.block = []
         if self._step != self._read_start:
             self._step = self._read_text
         return [] if self._is_off else [Text(piece) for piece in held]
@@ -394,7 +316,7 @@ class JsonToolCalls:
 
     def _enter(self, marker: str, before: list[str]) -> bool:
         """Where calls may begin, with what stands before it and is text unless one does."""
-        self._block = [*before, *self._as_written(marker)]
+        self._held = [*before, *self._as_written(marker)]
         self._closings = self._envelope.closings
         if marker in self._envelope.sections:
             self._step = self._read_section
@@ -419,8 +341,8 @@ class JsonToolCalls:
             self._step = self._read_head
 
     def _open(self, reader: JsonCallReader) -> JsonCallReader:
-        self._reading.open(reader, self._block)
-        self._block = []
+        self._reading.open(reader, self._held)
+        self._held = []
         self._step = self._read_call
         return reader
 
@@ -429,35 +351,35 @@ class JsonToolCalls:
         if start is None:
             return False
         space, marker = start
-        self._block += space
-        return self._give_back(events) if marker is None else self._enter(marker, self._block)
+        self._held += space
+        return self._reject(events) if marker is None else self._enter(marker, self._held)
 
     def _read_bracket(self, events: list[Event]) -> bool:
         start = self._buffer.take_start("[", *(("{",) if self._head is not None else ()))
         if start is None:
             return False
         space, marker = start
-        self._block += space
+        self._held += space
         if marker is not None:
             self._is_in_array = True
-            self._block += self._as_written(marker)
+            self._held += self._as_written(marker)
             reader = self._open(self._call())
             if marker == "{":  # an array without its brackets
                 reader.feed(marker, 0)
         elif self._head is not None or self._envelope.may_be_array:
             self._start()
         else:
-            self._give_back(events)
+            self._reject(events)
         return True
 
     def _read_head(self, events: list[Event]) -> bool:
         assert self._head is not None
         ends = self._head.fields[self._field]
         pieces, marker = self._buffer.take_until(*ends, *self._envelope.starts)
-        self._block += pieces
+        self._held += pieces
         self._fields[self._field] += "".join(pieces)
         if not is_field(self._fields[self._field]) or (marker is not None and marker not in ends):
-            self._give_back(events)
+            self._reject(events)
             if marker in self._envelope.starts:
                 self._enter(marker, [])
             elif marker is not None:
@@ -465,7 +387,7 @@ class JsonToolCalls:
             return True
         if marker is None:
             return False
-        self._block += self._as_written(marker)
+        self._held += self._as_written(marker)
         self._fields[self._field] = self._fields[self._field].strip()
         following = ends[marker]
         if following is not None:
@@ -479,7 +401,7 @@ class JsonToolCalls:
         assert self._head is not None
         identity = self._head.identify(self._fields)
         if identity is None:
-            return self._give_back(events)
+            return self._reject(events)
         self._named = NamedCall(*identity)
         if marker == "{":
             self._open(self._named).feed(marker, 0)
@@ -493,7 +415,7 @@ class JsonToolCalls:
         if start is None:
             return False
         space, marker = start
-        self._block += space
+        self._held += space
         self._open(self._named)
         if marker is not None:
             self._named.end()
@@ -551,17 +473,17 @@ class JsonToolCalls:
         if marker is None:
             self._leave_end(events, space)
         elif marker in surplus:
-            self._block = [*space, *self._as_written(marker)]
+            self._held = [*space, *self._as_written(marker)]
             self._step = self._read_surplus
         elif marker == "]" and self._is_in_array:
             self._is_in_array = False
         elif marker in of_array:
-            self._block = [*space, *self._as_written(marker)]
+            self._held = [*space, *self._as_written(marker)]
             self._open(self._call())
         elif marker in self._closings:
             self._close(marker)
         elif marker in self._envelope.separators:
-            self._block = [*space, *self._as_written(marker)]
+            self._held = [*space, *self._as_written(marker)]
             self._step = self._read_separated
         else:
             self._enter(marker, space)
@@ -579,13 +501,13 @@ class JsonToolCalls:
             return False
         space, marker = start
         if marker in self._closings and marker is not None:
-            self._block = []
+            self._held = []
             self._close(marker)
             return True
-        self._block += [*space, *([] if marker is None else self._as_written(marker))]
+        self._held += [*space, *([] if marker is None else self._as_written(marker))]
         if marker is None:
-            self._leave_end(events, join_pieces(self._block))
-            self._block = []
+            self._leave_end(events, join_pieces(self._held))
+            self._held = []
         return True
 
     def _close(self, marker: str) -> None:
@@ -598,16 +520,11 @@ class JsonToolCalls:
         if start is None:
             return False
         space, marker = start
-        self._block += space
-        return self._give_back(events) if marker is None else self._enter(marker, self._block)
+        self._held += space
+        return self._reject(events) if marker is None else self._enter(marker, self._held)
 
-    def _as_written(self, marker: str) -> list[str]:
-        """A marker as the pieces in which it came: there may be added tokens in it."""
-        return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self._added_tokens))
-
-    def _give_back(self, events: list[Event]) -> bool:
-        """No call has come of it."""
-        events += map(Text, join_pieces(self._block))
-        self._block = []
+    def _reject(self, events: list[Event]) -> bool:
+        """No call after all."""
+        self._give_back(events)
         self._step = self._read_text
         return True

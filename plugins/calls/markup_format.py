@@ -12,10 +12,10 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.tool_format import CallableTool, ToolFormat
 from penstock.engine.turn import Turn
-from penstock.plugins.calls.declaration import CallFormat
+from penstock.plugins.calls.declaration import CallFormat, tags_of
 from penstock.plugins.calls.markup_reader import Heads, ParameterMarkup, ParameterReader, Tag, read_attribute_tag, read_bare_tag
 from penstock.plugins.calls.schema_values import TextValue, ToolSchemas, Types, types_of
-from penstock.plugins.calls.stream import CallSections, Envelope, Surroundings
+from penstock.plugins.calls.stream import Envelope, SectionStream, Surroundings
 from penstock.plugins.grammars.json_schema.schema_keywords import ANNOTATIONS
 from penstock.plugins.markers import MarkerBuffer
 
@@ -86,7 +86,7 @@ class MarkupFormat(CallFormat):
     reads_untyped_json: bool = False
     wrappers: tuple[str, ...] = ()
 
-    def parser(self, turn: Turn) -> CallSections:
+    def parser(self, turn: Turn) -> SectionStream:
         markup = self.markup
         envelope = Envelope(
             call=markup.call,
@@ -96,7 +96,7 @@ class MarkupFormat(CallFormat):
             may_lack_section=markup.may_lack_section,
             is_offered_only=markup.is_offered_only,
         )
-        return CallSections(turn, envelope, partial(_new_reader, markup), self.tool_format)
+        return SectionStream(turn, envelope, partial(_new_reader, markup), self.tool_format)
 
     # What is read
 
@@ -140,7 +140,7 @@ class MarkupFormat(CallFormat):
 
     @staticmethod
     def _line_heads(after_name: str, between: str) -> dict[str, Any]:
-        name_end, value = between.replace("><", "> <").split()
+        name_end, value = tags_of(between)
         return {"heads": Heads.LINES, "name_ends": tuple(after_name.split()), "name_end": name_end, "value": value}
 
     @property

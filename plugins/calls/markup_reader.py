@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from penstock.engine.events import SpecialText
 from penstock.plugins.calls.schema_values import ANY_TYPE, STRING, ArgumentsSchema, TextValue, ToolSchemas, Types
-from penstock.plugins.calls.stream import Progress, Surroundings
+from penstock.plugins.calls.stream import CallReader, Progress, Surroundings
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.json.writer import ParameterCall
 from penstock.plugins.markers import MarkerBuffer, is_cut_marker
@@ -118,7 +118,7 @@ _LINE_TEXT = re.compile(r"[^<\n]*")
 _NO_NAME = re.compile(r"[\s{}\[\]\"'<>]")
 
 
-class ParameterReader:
+class ParameterReader(CallReader):
     """One call, from right after `markup.call`.
 
     A name that holds white space or brackets is one only where the request offers such a tool. The call is certain with its first
@@ -133,11 +133,7 @@ class ParameterReader:
     def __init__(
         self, buffer: MarkerBuffer, markup: ParameterMarkup, schemas: ToolSchemas, around: Surroundings, *, has_lead: bool = True
     ) -> None:
-        self.name: str | None = None
-        self.is_certain = False
-        self.head: list[str] = []
-        self.left: list[str] = []
-        self.end_marker: str | None = None
+        super().__init__()
         self._buffer = buffer
         self._markup = markup
         self._schemas = schemas

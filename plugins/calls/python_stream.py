@@ -1,15 +1,14 @@
 """Tool calls written as Python expressions: a list of them, or a line for each, with markers around or nothing."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.events import Event, SpecialText, Text
 from penstock.engine.tool_format import ToolFormat
 from penstock.engine.turn import Turn
 from penstock.plugins.calls.python_call import NAME, PythonCall
-from penstock.plugins.calls.stream import MalformedCall, new_call_id
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps
+from penstock.plugins.calls.stream import CallStream, MalformedCall
+from penstock.plugins.markers import is_cut_marker
 
 _HEAD = re.compile(rf"\s*\[?\s*{NAME.pattern}")
 
@@ -29,27 +28,20 @@ class PythonEnvelope:
     may_lack_brackets: bool = False
 
 
-class PythonCalls:
+class PythonStream(CallStream):
     """Reads calls whose arguments are literals, each by a keyword; anything else is no call, and `Text` as it stood.
 
     A call between others that is none does not keep those after it from being read. One that goes wrong after its first value is closed
     there, and the rest is `Text`. With `tool_choice: none`, everything is text.
     """
 
-    def __init__(
-        self, turn: Turn, envelope: PythonEnvelope, tool_format: ToolFormat | None = None, new_id: Callable[[], str] = new_call_id
-    ) -> None:
-        self.tool_format = tool_format
-        self._is_off = turn.tool_choice == "none"
+    def __init__(self, turn: Turn, envelope: PythonEnvelope, tool_format: ToolFormat | None = None) -> None:
+        super().__init__(turn, tool_format)
         self._envelope = envelope
-        self._new_id = new_id
         self._ends = (envelope.end,) if envelope.end else ()
         self._has_bracket = False  # the list that is being read has begun with one
-        self._buffer = MarkerBuffer(turn.added_tokens)
         self._tokens = turn.added_tokens & {envelope.start, envelope.end}
         self._call = PythonCall()
-        self._held: list[str] = []  # text if what follows is no call: markers, separators, and the call itself until it is certain
-        self._num_calls = 0
         self._is_started = False
         self._was_call = False  # what has been read last
         self._past_end: list[str] = []  # the end marker inside a string, and what follows it, while it may be the end of the calls
@@ -62,14 +54,7 @@ class PythonCalls:
         """Between the brackets of a call, and of what turned out to be none."""
         return self._step in (self._read_malformed, self._read_past_end) or (self._step == self._read_call and self._call.name is not None)
 
-    def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
-        if self._is_off:
-            return [Text(text)] if text else []
-        return read_steps(self._buffer, text, lambda events: self._step(events))
-
     def finish(self) -> list[Event]:
-        """A call that is open keeps what came of it, from its name on; what is none is text."""
         events: list[Event] = []
         if self._step == self._read_past_end:
             self._end_string(events)
@@ -131,10 +116,6 @@ class PythonCalls:
         self._give_back(events)
         self._was_call = False
         self._step = self._read_text
-
-    def _give_back(self, events: list[Event]) -> None:
-        events += map(Text, join_pieces(self._held))
-        self._held = []
 
     def _read_item(self, events: list[Event]) -> bool:
         """A call, or the end of the calls."""
@@ -273,12 +254,8 @@ class PythonCalls:
         if not self._is_started:
             self._is_started = True
             self._was_call = True
-            self._held = []
-            events.append(ToolCallStart(self._num_calls, self._call.name or "", self._new_id()))
-            self._num_calls += 1
-        fragment = self._call.take_arguments()
-        if fragment:
-            events.append(ToolCallArguments(self._num_calls - 1, fragment))
+            self.start_call(events, self._call.name or "")
+        self.give_arguments(events, self._call.take_arguments())
 
     def _end_malformed(self, events: list[Event]) -> None:
         """The rest of what looked like a call is text; with a bracket open, there may be others after it."""

@@ -2,10 +2,10 @@
 
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import Parser, is_in_call, release
@@ -67,33 +67,43 @@ class Progress(Enum):
     MALFORMED = auto()  # this is no call: only before it has a name
 
 
-class CallReader(Protocol):
+class CallReader(ABC):
     """Reads one call from a buffer that others have read the beginning of.
 
     `name` is None until it has been read. Until the call `is_certain`, `head` are the pieces that have been read, which are text if it is
     none after all. A call that was not closed ends where it goes wrong: `left` is what was read then and is text, `end_marker` the marker
-    of what is outside that was met instead.
+    of what is outside that was met instead. `next_head` are the pieces before another call that follows without a marker.
     """
 
-    name: str | None
-    is_certain: bool
-    head: list[str]
-    left: list[str]
-    end_marker: str | None
+    name: str | None = None
+    is_certain = False
+    end_marker: str | None = None
+    next_head: list[str] | None = None
 
-    def read(self) -> Progress: ...
+    def __init__(self) -> None:
+        self.head: list[str] = []
+        self.left: list[str] = []
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether what comes next belongs to the call's arguments."""
+        return self.name is not None
+
+    @abstractmethod
+    def read(self) -> Progress:
+        """Reads on in the buffer."""
 
     def settle(self) -> bool:
         """Generation is over: decides what only more text would have decided. True where that leaves something to read."""
-        ...
+        return False
 
+    @abstractmethod
     def finish(self) -> list[str]:
         """Generation is over inside the call: gives back what has been read after `head` and is no part of a call."""
-        ...
 
+    @abstractmethod
     def take_arguments(self) -> str:
         """The arguments that have come since the last call of this."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,44 +153,31 @@ class Envelope:
 NewReader = Callable[[MarkerBuffer, ToolSchemas, Surroundings], CallReader]
 
 
-class CallSections:
-    """A tool parser: text, and calls that `new_reader` reads.
+class CallStream(ABC):
+    """A tool parser: text, and calls in it, as a state machine whose states (`_step`) read from the buffer as far as they can.
 
-    White space between calls is part of the format. What is no call is `Text` as it stood; a call that has begun keeps what it said. With
-    `tool_choice: none`, everything is text.
+    What is no call is `Text` as it stood; what may become one is held back until that is certain. White space between calls is part of the
+    format. With `tool_choice: none`, everything is text.
     """
 
-    def __init__(
-        self,
-        turn: Turn,
-        envelope: Envelope,
-        new_reader: NewReader,
-        tool_format: ToolFormat | None,
-        new_id: Callable[[], str] = new_call_id,
-    ) -> None:
+    def __init__(self, turn: Turn, tool_format: ToolFormat | None, new_id: Callable[[], str] = new_call_id) -> None:
         self.tool_format = tool_format
         self._is_off = turn.tool_choice == "none"
-        self._new_reader = new_reader
-        self._new_id = new_id
-        self._envelope = envelope
+        self._added_tokens = turn.added_tokens
         self._buffer = MarkerBuffer(turn.added_tokens)
-        self._schemas = ToolSchemas(turn.tools)
-        self._around = Surroundings(envelope.markers, turn.added_tokens)
-        # Strict calls are held to their tool from the section's marker on, so that a call without one would evade that.
-        self._may_lack_section = envelope.may_lack_section and not has_strict_tool(turn.tools)
-        self._step = self._read_text
-        self._reader: CallReader | None = None
-        self._block: list[str] = []  # what to give back where this is no call: what was read before the call itself
-        self._is_started = False  # the call that is being read has been given out
-        self._is_bare = False  # the call that is being read has no section
-        self._is_in_section = False
-        self._tail = ""  # the end of the text so far
+        self._new_id = new_id
         self._num_calls = 0
+        self._held: list[str] = []  # text if no call follows: markers, separators, and the call itself until it is certain
+        self._step: Callable[[list[Event]], bool]
 
     @property
+    @abstractmethod
     def is_in_call(self) -> bool:
-        """From the name of a call to its end."""
-        return self._reader is not None and self._reader.name is not None
+        """Whether what comes next belongs to a call's arguments."""
+
+    @abstractmethod
+    def finish(self) -> list[Event]:
+        """Generation is over: a call that has been named stays one as far as it came, anything else that is held is text."""
 
     def feed(self, text: str) -> list[Event]:
         """Takes text as it arrived, however it is cut."""
@@ -188,8 +185,49 @@ class CallSections:
             return [Text(text)] if text else []
         return read_steps(self._buffer, text, lambda events: self._step(events))
 
+    def start_call(self, events: list[Event], name: str, call_id: str | None = None) -> None:
+        events.append(ToolCallStart(self._num_calls, name, call_id or self._new_id()))
+        self._num_calls += 1
+        self._held = []
+
+    def give_arguments(self, events: list[Event], fragment: str) -> None:
+        """More of the call that was started last."""
+        if fragment:
+            events.append(ToolCallArguments(self._num_calls - 1, fragment))
+
+    def _give_back(self, events: list[Event]) -> None:
+        """What is held is text."""
+        events += map(Text, join_pieces(self._held))
+        self._held = []
+
+    def _as_written(self, marker: str) -> list[str]:
+        """A marker as the pieces in which it came: there may be added tokens in it."""
+        return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self._added_tokens))
+
+
+class SectionStream(CallStream):
+    """Calls that begin with a marker of their own, alone or in sections; `new_reader` makes the reader of one call."""
+
+    def __init__(self, turn: Turn, envelope: Envelope, new_reader: NewReader, tool_format: ToolFormat | None) -> None:
+        super().__init__(turn, tool_format)
+        self._new_reader = new_reader
+        self._envelope = envelope
+        self._schemas = ToolSchemas(turn.tools)
+        self._around = Surroundings(envelope.markers, turn.added_tokens)
+        # Strict calls are held to their tool from the section's marker on, so that a call without one would evade that.
+        self._may_lack_section = envelope.may_lack_section and not has_strict_tool(turn.tools)
+        self._step = self._read_text
+        self._reader: CallReader | None = None
+        self._is_started = False  # the call that is being read has been given out
+        self._is_bare = False  # the call that is being read has no section
+        self._is_in_section = False
+        self._tail = ""  # the end of the text so far, where a call may lack its section
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._reader is not None and self._reader.is_in_call
+
     def finish(self) -> list[Event]:
-        """An open block that has not named its call is text; one that has stays a call, as far as it came."""
         events: list[Event] = []
         while self._reader is not None and self._reader.settle():
             while self._step(events):
@@ -198,11 +236,11 @@ class CallSections:
             reader = self._reader
             rest = reader.finish()
             if self._start(reader, events):
-                self._give_out(reader, events)
+                self.give_arguments(events, reader.take_arguments())
             else:
-                rest = [*self._block, *reader.head, *rest]
+                rest = [*self._held, *reader.head, *rest]
         else:
-            rest = [*self._block, *self._buffer.finish()]
+            rest = [*self._held, *self._buffer.finish()]
             if self._step == self._read_after and is_cut_marker(rest, *self._ends):
                 rest = []
         self._say(rest, events)
@@ -229,7 +267,7 @@ class CallSections:
         if marker == envelope.call:
             self._open(pieces)
         elif marker == envelope.section:
-            self._block = pieces
+            self._held = pieces
             self._step = self._read_section
         elif marker == envelope.section_end:
             self._is_in_section = False
@@ -249,17 +287,17 @@ class CallSections:
         if start is None:
             return False
         space, marker = start
-        self._block += space
+        self._held += space
         if marker is not None:
-            self._block += self._around.pieces(marker)
-            self._open(self._block)
+            self._held += self._around.pieces(marker)
+            self._open(self._held)
             return True
-        self._give_back([], events)
+        self._reject([], events)
         return True
 
     def _open(self, block: list[str]) -> None:
         self._is_bare = bool(self._envelope.section) and not self._is_in_section and self._step != self._read_section
-        self._block = block
+        self._held = block
         self._is_started = False
         self._reader = self._new_reader(self._buffer, self._schemas, self._around)
         self._step = self._read_call
@@ -269,15 +307,17 @@ class CallSections:
         assert reader is not None
         progress = reader.read()
         if progress is Progress.MALFORMED or (reader.name is not None and not self._may_call(reader.name)):
-            self._give_back(reader.head, events)
+            self._reject(reader.head, events)
             return True
         if self._start(reader, events):
-            self._give_out(reader, events)
+            self.give_arguments(events, reader.take_arguments())
         if progress is Progress.OVER:
             self._reader = None
             self._step = self._read_text if reader.left else self._read_after
             self._say(reader.left, events)
-            if reader.end_marker is not None:
+            if reader.next_head is not None:
+                self._open(reader.next_head)
+            elif reader.end_marker is not None:
                 self._follow(reader.end_marker, [])
         return progress is not Progress.WAITING
 
@@ -290,22 +330,15 @@ class CallSections:
         if self._is_started or not reader.is_certain or reader.name is None or not self._may_call(reader.name):
             return self._is_started
         self._is_started = True
-        self._block = []
         self._is_in_section = not self._is_bare and bool(self._envelope.section)
-        events.append(ToolCallStart(self._num_calls, reader.name, self._new_id()))
-        self._num_calls += 1
+        self.start_call(events, reader.name)
         return True
 
-    def _give_out(self, reader: CallReader, events: list[Event]) -> None:
-        fragment = reader.take_arguments()
-        if fragment:
-            events.append(ToolCallArguments(self._num_calls - 1, fragment))
-
-    def _give_back(self, pieces: list[str], events: list[Event]) -> None:
-        """What was held is text."""
+    def _reject(self, pieces: list[str], events: list[Event]) -> None:
+        """No call after all: what is held is text, and these pieces."""
         self._reader = None
-        block, self._block = self._block, []
-        self._say([*block, *pieces], events)
+        held, self._held = self._held, []
+        self._say([*held, *pieces], events)
         self._step = self._read_text
 
     def _read_after(self, events: list[Event]) -> bool:
@@ -337,7 +370,8 @@ class CallSections:
 
     def _say(self, pieces: Iterable[str], events: list[Event]) -> None:
         for piece in join_pieces([piece for piece in pieces if piece]):
-            self._tail = (self._tail + piece[-_TAIL:])[-_TAIL:]
+            if self._may_lack_section:
+                self._tail = (self._tail + piece[-_TAIL:])[-_TAIL:]
             events.append(Text(piece))
 
 

@@ -5,7 +5,7 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.text.parser_chain import split_at_calls
 from penstock.engine.turn import Turn
-from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonToolCalls
+from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonStream
 from penstock.plugins.calls.schema_values import ToolSchemas
 from penstock.plugins.markers import MarkerBuffer, read_steps
 
@@ -25,7 +25,7 @@ class FunctionaryMessages:
         envelope = CallEnvelope(openings=(RECIPIENT,))
         head = CallHead({"name": {"\n": None}}, lambda fields: (fields["name"], None) if fields["name"] in offered else None)
         self._is_off = turn.tool_choice == "none"
-        self._calls = JsonToolCalls(turn, envelope, head=head)
+        self._calls = JsonStream(turn, envelope, head=head)
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._names = tuple(f"{name}\n" for name in offered.names)
         self._is_at_start = True

@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
 from penstock.plugins.calls.json_format import JsonFormat
-from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, Identity, JsonToolCalls
+from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, Identity, JsonStream
 from penstock.plugins.calls.stream import new_short_call_id
 
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+")
@@ -126,7 +126,7 @@ MISTRAL = JsonFormat(
 MISTRAL_ARRAY = replace(MISTRAL, call="{object}", block="[TOOL_CALLS] [{calls}]", separator=", ")
 
 
-def mistral(turn: Turn) -> JsonToolCalls:
+def mistral(turn: Turn) -> JsonStream:
     """Every generation is read; how calls are written is told by the vocabulary."""
     return (MISTRAL if "[ARGS]" in turn.added_tokens else MISTRAL_ARRAY).parser(turn)
 

@@ -7,7 +7,7 @@ from penstock.engine.parsing import ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins.calls.json_call import CallKeys
 from penstock.plugins.calls.json_format import JsonFormat
-from penstock.plugins.calls.json_stream import CallEnvelope, JsonToolCalls
+from penstock.plugins.calls.json_stream import CallEnvelope, JsonStream
 from penstock.plugins.calls.schema_values import has_strict_tool
 from penstock.plugins.calls.stream import ParsersInTurn
 
@@ -226,7 +226,7 @@ GIGACHAT = JsonFormat(
 GIGACHAT_30 = replace(GIGACHAT, call=f"{_GIGACHAT_END}{_GIGACHAT_ROLE}{{object}}", trigger=_GIGACHAT_END + _GIGACHAT_ROLE)
 
 
-def gigachat3(turn: Turn) -> JsonToolCalls:
+def gigachat3(turn: Turn) -> JsonStream:
     """Both generations are read; how calls are written is told by the vocabulary."""
     is_older = _GIGACHAT_END in turn.added_tokens and GIGACHAT.opening not in turn.added_tokens
     return (GIGACHAT_30 if is_older else GIGACHAT).parser(turn)

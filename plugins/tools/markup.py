@@ -10,7 +10,7 @@ from penstock.plugins.calls.elements import ElementFormat
 from penstock.plugins.calls.json_format import JsonFormat
 from penstock.plugins.calls.markup_format import MarkupFormat
 from penstock.plugins.calls.markup_reader import Tag
-from penstock.plugins.calls.stream import CallSections, ParsersInTurn
+from penstock.plugins.calls.stream import ParsersInTurn, SectionStream
 from penstock.plugins.marker_suffix import marker_suffix
 
 QWEN3_CODER = MarkupFormat(
@@ -149,7 +149,7 @@ def _hunyuan(suffix: str) -> MarkupFormat:
 HUNYUAN = _hunyuan("")
 
 
-def hy_v3(turn: Turn) -> CallSections:
+def hy_v3(turn: Turn) -> SectionStream:
     suffix = marker_suffix(turn)
     return (_hunyuan(suffix) if suffix else HUNYUAN).parser(turn)
 

@@ -110,3 +110,11 @@ def test_the_markers_and_the_example_of_markup_follow_from_its_templates() -> No
     assert calls(row.parser, example, AUTO) == [("weather", {"city": "Oslo"})]
     check_parser(row.parser, [f"a{example}b"], markers=markers, max_examples=15)
     check_tool_format(row.parser, markers=markers, num_walks=1)
+
+
+def test_a_declaration_that_cannot_be_read_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'mine' has to hold \{object\}"):
+        JsonFormat(name="mine", call="<call>{arguments}</call>")
+    with pytest.raises(ValueError, match="'mine' has no marker before its calls"):
+        JsonFormat(name="mine", call="[CALL]{object}").parser(AUTO)
+    assert calls(JsonFormat(call="[CALL]{object}", markers=("[CALL]",)).parser, '[CALL]{"name": "f"}') == [("f", {})]

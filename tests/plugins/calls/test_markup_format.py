@@ -25,14 +25,6 @@ formats = pytest.mark.parametrize("name", FORMATS)
 
 
 @formats
-def test_any_cut_and_any_stop_give_the_same_answer(name: str) -> None:
-    factory, info = FORMATS[name]
-    call = info.example
-    end = len(call) - 24
-    check_parser(factory, [f"a {call}", f"{call[:end]} x{call[end:]} b"], markers=info.markers, turn=AUTO, max_examples=25)
-
-
-@formats
 def test_what_the_format_allows_is_read_as_calls(name: str) -> None:
     factory, info = FORMATS[name]
     check_tool_format(factory, markers=info.markers, num_walks=2)

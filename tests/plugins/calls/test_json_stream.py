@@ -5,7 +5,7 @@ import pytest
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.calls.json_call import CallKeys, JsonCall
-from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonToolCalls
+from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonStream
 from penstock.testing import check_parser, read
 
 AUTO = Turn(tool_choice="auto")
@@ -17,16 +17,16 @@ F = '{"name": "f", "arguments": {}}'
 G = '{"name": "g", "arguments": {}}'
 
 
-def array(turn: Turn) -> JsonToolCalls:
-    return JsonToolCalls(turn, ARRAY)
+def array(turn: Turn) -> JsonStream:
+    return JsonStream(turn, ARRAY)
 
 
-def section(turn: Turn) -> JsonToolCalls:
-    return JsonToolCalls(turn, SECTION, head=HEAD)
+def section(turn: Turn) -> JsonStream:
+    return JsonStream(turn, SECTION, head=HEAD)
 
 
-def bare(turn: Turn) -> JsonToolCalls:
-    return JsonToolCalls(turn, BARE, call=lambda: JsonCall(CallKeys(is_bare=True)))
+def bare(turn: Turn) -> JsonStream:
+    return JsonStream(turn, BARE, call=lambda: JsonCall(CallKeys(is_bare=True)))
 
 
 def called(*names: str) -> list[Event]:
@@ -90,13 +90,13 @@ BARES = {
     ("factory", "text", "events"),
     [(factory, text, events) for factory, cases in ((array, ARRAYS), (section, SECTIONS), (bare, BARES)) for text, events in cases.items()],
 )
-def test_what_is_a_call_and_what_stays_text(factory: Callable[[Turn], JsonToolCalls], text: str, events: list[Event]) -> None:
+def test_what_is_a_call_and_what_stays_text(factory: Callable[[Turn], JsonStream], text: str, events: list[Event]) -> None:
     assert read(factory(AUTO), [text]) == events
 
 
 @pytest.mark.parametrize(("factory", "cases", "envelope"), [(array, ARRAYS, ARRAY), (section, SECTIONS, SECTION), (bare, BARES, BARE)])
 def test_any_cut_and_any_stop_give_the_same_answer(
-    factory: Callable[[Turn], JsonToolCalls], cases: dict[str, list[Event]], envelope: CallEnvelope
+    factory: Callable[[Turn], JsonStream], cases: dict[str, list[Event]], envelope: CallEnvelope
 ) -> None:
     markers = [marker for marker in (*envelope.sections, *envelope.openings, *envelope.closings) if marker != "```"]
     samples = [text for text in cases if 20 < len(text) < 80][:5]
@@ -125,7 +125,7 @@ def test_an_end_token_ends_a_call_in_the_middle_of_a_string() -> None:
 
 def test_an_added_token_in_a_marker_comes_back_as_one() -> None:
     envelope = CallEnvelope(openings=("``json",), is_array=True)
-    parser = JsonToolCalls(Turn(tool_choice="auto", added_tokens=frozenset({"``"})), envelope)
+    parser = JsonStream(Turn(tool_choice="auto", added_tokens=frozenset({"``"})), envelope)
     (token, text) = [event.text for event in read(parser, [SpecialText("``"), "json x"]) if isinstance(event, Text)]
     assert (token, text) == ("``", "json x")
     assert isinstance(token, SpecialText)
