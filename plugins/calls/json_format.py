@@ -166,14 +166,18 @@ class JsonFormat(CallFormat):
         return Sequence((*self._parts(lead[len(taken) :]), Either(tuple(arms)), *self._parts(call[end:])))
 
     def _parts(self, text: str, tool: CallableTool | None = None, taken: str = "") -> tuple[Structure, ...]:
+        """A part of the templates with its slots filled in, neighbouring text joined, and without what is `taken` of its beginning."""
         parts: list[Structure] = []
         for part in self._written(text, tool):
-            if isinstance(part, Literal) and parts and isinstance(parts[-1], Literal):
-                part = Literal(parts.pop().text + part.text)
-            parts.append(part)
+            last = parts[-1] if parts else None
+            if isinstance(part, Literal) and isinstance(last, Literal):
+                parts[-1] = Literal(last.text + part.text)
+            else:
+                parts.append(part)
         if taken:
-            assert isinstance(parts[0], Literal)
-            parts[0] = Literal(parts[0].text.removeprefix(taken))
+            first = parts[0]
+            assert isinstance(first, Literal)
+            parts[0] = Literal(first.text.removeprefix(taken))
         return tuple(parts)
 
     def _written(self, text: str, tool: CallableTool | None) -> Iterator[Structure]:

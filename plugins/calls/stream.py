@@ -221,7 +221,7 @@ class SectionStream(CallStream):
         self._is_started = False  # the call that is being read has been given out
         self._is_bare = False  # the call that is being read has no section
         self._is_in_section = False
-        self._tail = ""  # the end of the text so far, where a call may lack its section
+        self._tail = ""  # the end of the text so far, where there are sections
 
     @property
     def is_in_call(self) -> bool:
@@ -306,10 +306,10 @@ class SectionStream(CallStream):
         reader = self._reader
         assert reader is not None
         progress = reader.read()
-        if progress is Progress.MALFORMED or (reader.name is not None and not self._may_call(reader.name)):
+        if not self._is_started and (progress is Progress.MALFORMED or (reader.name is not None and not self._may_call(reader.name))):
             self._reject(reader.head, events)
             return True
-        if self._start(reader, events):
+        if self._is_started or self._start(reader, events):
             self.give_arguments(events, reader.take_arguments())
         if progress is Progress.OVER:
             self._reader = None
@@ -370,7 +370,7 @@ class SectionStream(CallStream):
 
     def _say(self, pieces: Iterable[str], events: list[Event]) -> None:
         for piece in join_pieces([piece for piece in pieces if piece]):
-            if self._may_lack_section:
+            if self._envelope.section:
                 self._tail = (self._tail + piece[-_TAIL:])[-_TAIL:]
             events.append(Text(piece))
 
