@@ -281,6 +281,8 @@ class NotationReader(CallReader):
         self._around = around
         self._start = start
         self._end = end
+        self._outer_ends = (end,)
+        self._string_ends = (end, f"}}{end}")
         self._delimiter = delimiter
         self._types_of_strings = types_of_strings
         self._call = NotationCall(schemas.of("").node, delimiter, types_of_strings)
@@ -357,8 +359,9 @@ class NotationReader(CallReader):
     def _ends(self) -> tuple[str, ...]:
         """The end marker; in a string also with the brackets before it that end the call if the string was not closed."""
         if not self._call.is_in_string:
-            return (self._end,)
-        return tuple(dict.fromkeys((self._end, f"}}{self._end}", f"{self._call.closers}{self._end}")))
+            return self._outer_ends
+        closers = self._call.closers
+        return self._string_ends if closers in ("", "}") else (*self._string_ends, f"{closers}{self._end}")
 
     def _read_past_end(self) -> Progress:
         """The end marker in a string belongs to it where the string is closed later; not where another call begins before that."""
