@@ -1,4 +1,4 @@
-"""gpt-oss's format: messages with a header that says whom they are for, `<|start|>assistant<|channel|>final<|message|>`."""
+"""gpt-oss's format: messages with a header that names their channel and recipient, `<|start|>assistant<|channel|>final<|message|>`."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,8 +24,8 @@ MAX_LENGTH = 600
 class Header:
     """Holds the pieces of a header while it is open, and says what they make.
 
-    `first` is the marker that it begins with and `pieces` what has come of it. `channel` is None where there is none; `recipient` is
-    somebody else than a function.
+    `first` is the marker that it begins with and `pieces` what has been read of it. `channel` and `recipient` are
+    None where there is none; a recipient here is never a function.
     """
 
     def __init__(self, first: str, pieces: list[str]) -> None:

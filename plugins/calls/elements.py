@@ -95,7 +95,7 @@ class Element:
         return "{" + ", ".join(members) + "}"
 
     def cut(self, name: str = "", json_text: str = "") -> str:
-        """The rest as far as it came, with what came of the child that is open."""
+        """The rest as far as it was written, with what there is of the child that is open."""
         if not self._children and not name:
             return "".join([*self._json, self._text.cut()])
         types = self._types or frozenset()
@@ -137,7 +137,7 @@ class ElementReader(CallReader):
         self._open: list[Element] = []  # the argument, and what is open inside it
         self._pieces: list[str] = []
         self._is_written = False  # the name of the argument that is open
-        self._tag: list[str] = []  # what has come of a tag
+        self._tag: list[str] = []  # the tag that is being read
         self._is_tag_begun = True  # which is true of the call's own
         self._step: Callable[[], Progress] = self._read_call_tag
 

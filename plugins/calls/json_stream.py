@@ -205,7 +205,7 @@ class JsonCallReading:
         return call_id
 
     def finish(self, events: list[Event]) -> None:
-        """Generation is over: a call that is open keeps what came of it, from its name on."""
+        """Generation is over: a call that is open stays one as far as it was written, from its name on."""
         if not self.is_over and (self.is_started or self._reader.is_named):
             self._reader.stop()
             self.announce(events, is_cut=True)

@@ -321,7 +321,7 @@ class PythonCall:
         return self._in_list and char == "]" and "]" not in self._closers
 
     def _end_at_bracket(self, position: int) -> int:
-        """The list ends before the call does, which leaves its bracket to whoever reads the list."""
+        """The list ends before the call does, whose bracket is left to the reader of the list."""
         while self._closers:
             self._close()
         return position

@@ -1,4 +1,4 @@
-"""The stream of a tool parser: tells calls from text for formats with markers around calls, whatever a call is made of."""
+"""Streams of tool calls: the base of all of them, calls in sections, and the contract of what reads one call."""
 
 import secrets
 import string
@@ -59,7 +59,7 @@ class MalformedCall:
 
 
 class Progress(Enum):
-    """What came of reading on."""
+    """The result of reading on."""
 
     WAITING = auto()  # for more text
     READ = auto()  # something; there may be more

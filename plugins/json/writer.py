@@ -145,7 +145,7 @@ class ParameterCall:
         self._pieces.append("}" if self._names else "{}")
 
     def cut(self) -> None:
-        """The call ends inside a parameter: what has come of it is kept, and nothing is closed."""
+        """The call ends inside a parameter: its value so far is kept, and nothing is closed."""
         if self.value is not None:
             self._write(self.value.cut())
 

@@ -13,7 +13,7 @@ RECIPIENT, ALL = ">>>", "all\n"
 
 
 class FunctionaryMessages:
-    """Functionary 3.2: messages, each with a line that says whom it is for. The prompt has opened the first one.
+    """Functionary 3.2: messages, each with a line that names its recipient. The prompt has opened the first one.
 
     A line that names neither an offered tool nor `all` is text.
     """

@@ -51,7 +51,7 @@ class TemplateCalls:
         return self._events(self._reader.feed([text] if isinstance(text, SpecialText) else text))
 
     def finish(self) -> list[Event]:
-        """A field that is not closed is a call all the same, if what has come of it is one."""
+        """A field that is not closed is a call all the same, if what was written is one."""
         events = self._events(self._reader.finish())
         if self._pieces is not None:
             self._end([], events)
