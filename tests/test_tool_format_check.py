@@ -76,7 +76,7 @@ class PerhapsNone(Blocks):
 
 def parser_with(tool_format: Any) -> Callable[[Turn], ToolParser]:
     def factory(turn: Turn) -> ToolParser:
-        parser = HERMES.parser(turn)
+        parser = HERMES(turn)
         parser.tool_format = tool_format
         return parser
 
@@ -119,7 +119,7 @@ def test_a_format_that_ignores_the_offer_is_found() -> None:
 
 def test_a_parser_that_reads_something_else_around_calls_is_found() -> None:
     def shouts(turn: Turn) -> ToolParser:
-        parser = HERMES.parser(turn)
+        parser = HERMES(turn)
         feed = parser.feed
         parser.feed = lambda text: [  # type: ignore[method-assign]
             Text(event.text.upper()) if isinstance(event, Text) else event for event in feed(text)
@@ -136,4 +136,4 @@ def test_a_parser_without_a_format_has_none_to_check() -> None:
 
 
 def test_the_format_may_depend_on_the_turn() -> None:
-    check_tool_format(HERMES.parser, num_walks=2)
+    check_tool_format(HERMES, num_walks=2)

@@ -4,6 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.parsing import ToolParser
@@ -18,7 +19,8 @@ _TAG = re.compile(r"<[^<>\s]+>")
 class CallFormat(ABC):
     """One wire format of tool calls, declared once: parser, grammar, markers, example and the row in docs/parsers.md follow from it.
 
-    The fields here are those of `FormatInfo`. `markers` and `example` follow from the templates of a subclass where they are not given.
+    It is registered as the factory of its parsers: `register(row.name, row, row.info)`. The fields here are those of `FormatInfo`;
+    `markers` and `example` follow from the templates of a subclass where they are not given.
     """
 
     name: str = ""
@@ -31,6 +33,9 @@ class CallFormat(ABC):
     prompt_tail: str = ""
     markers: tuple[str, ...] = ()
     example: str = ""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # it never changes
 
     @property
     def info(self) -> FormatInfo:
@@ -58,7 +63,7 @@ class CallFormat(ABC):
         return None
 
     @abstractmethod
-    def parser(self, turn: Turn) -> ToolParser:
+    def __call__(self, turn: Turn) -> ToolParser:
         """The parser of one answer."""
 
     @abstractmethod

@@ -323,7 +323,7 @@ class ElementFormat(CallFormat):
     mark: str
     section: str
 
-    def parser(self, turn: Turn) -> SectionStream:
+    def __call__(self, turn: Turn) -> SectionStream:
         mark, section = self.mark, self.section
         envelope = Envelope(section=f"{mark}<{section}>", section_end=f"{mark}</{section}>", call=f"{mark}<invoke name=")
         return SectionStream(turn, envelope, self._new_reader, self.tool_format)

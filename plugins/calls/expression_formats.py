@@ -58,7 +58,7 @@ class PythonFormat(CallFormat):
     is_bare: bool = False
     may_lack_brackets: bool = False
 
-    def parser(self, turn: Turn) -> PythonStream:
+    def __call__(self, turn: Turn) -> PythonStream:
         return PythonStream(turn, self._envelope, self.tool_format)
 
     @cached_property
@@ -108,7 +108,7 @@ class NotationFormat(CallFormat):
     delimiter: str
     types_of_strings: Types = STRING
 
-    def parser(self, turn: Turn) -> SectionStream:
+    def __call__(self, turn: Turn) -> SectionStream:
         return SectionStream(turn, Envelope(call=self.start), self._new_reader, self.tool_format)
 
     def _new_reader(self, buffer: MarkerBuffer, schemas: ToolSchemas, around: Surroundings) -> NotationReader:

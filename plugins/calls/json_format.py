@@ -52,7 +52,7 @@ class JsonFormat(CallFormat):
     may_repeat_name: bool = False
     new_id: Callable[[], str] = new_call_id
 
-    def parser(self, turn: Turn) -> JsonStream:
+    def __call__(self, turn: Turn) -> JsonStream:
         offered = ToolSchemas(turn.tools) if self.is_offered_only else None
         envelope = self._read_envelope
         if self.may_repeat_name:

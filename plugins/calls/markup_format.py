@@ -86,7 +86,7 @@ class MarkupFormat(CallFormat):
     reads_untyped_json: bool = False
     wrappers: tuple[str, ...] = ()
 
-    def parser(self, turn: Turn) -> SectionStream:
+    def __call__(self, turn: Turn) -> SectionStream:
         markup = self.markup
         envelope = Envelope(
             call=markup.call,

@@ -80,11 +80,11 @@ LFM2_JSON = JsonFormat(call="<|tool_call_start|>{object}<|tool_call_end|>", may_
 
 def lfm2(turn: Turn) -> ToolParser:
     """A list of Python calls, or JSON where the prompt asks for it."""
-    return ParsersInTurn(LFM2_JSON.parser(turn), lambda: LFM2.parser(turn), LFM2.tool_format)
+    return ParsersInTurn(LFM2_JSON(turn), lambda: LFM2(turn), LFM2.tool_format)
 
 
 @hookimpl
 def register_tool_parsers(register: Register) -> None:
     for row in (*PYTHON, *NOTATION):
-        register(row.name, row.parser, row.info)
+        register(row.name, row, row.info)
     register(LFM2.name, lfm2, LFM2.info)

@@ -128,11 +128,11 @@ MISTRAL_ARRAY = replace(MISTRAL, call="{object}", block="[TOOL_CALLS] [{calls}]"
 
 def mistral(turn: Turn) -> JsonStream:
     """Every generation is read; how calls are written is told by the vocabulary."""
-    return (MISTRAL if "[ARGS]" in turn.added_tokens else MISTRAL_ARRAY).parser(turn)
+    return (MISTRAL if "[ARGS]" in turn.added_tokens else MISTRAL_ARRAY)(turn)
 
 
 @hookimpl
 def register_tool_parsers(register: Register) -> None:
     for row in FORMATS:
-        register(row.name, row.parser, row.info)
+        register(row.name, row, row.info)
     register(MISTRAL.name, mistral, MISTRAL.info)

@@ -229,7 +229,7 @@ GIGACHAT_30 = replace(GIGACHAT, call=f"{_GIGACHAT_END}{_GIGACHAT_ROLE}{{object}}
 def gigachat3(turn: Turn) -> JsonStream:
     """Both generations are read; how calls are written is told by the vocabulary."""
     is_older = _GIGACHAT_END in turn.added_tokens and GIGACHAT.opening not in turn.added_tokens
-    return (GIGACHAT_30 if is_older else GIGACHAT).parser(turn)
+    return (GIGACHAT_30 if is_older else GIGACHAT)(turn)
 
 
 _FENCES = ("```json", "```\n")
@@ -276,13 +276,13 @@ QWEN25_STRICT = replace(
 def qwen25_coder(turn: Turn) -> ToolParser:
     """Hermes' blocks, and the objects of offered tools that stand elsewhere."""
     if has_strict_tool(turn.tools):
-        return QWEN25_STRICT.parser(turn)
-    return ParsersInTurn(HERMES.parser(turn), lambda: QWEN25.parser(turn), QWEN25.tool_format)
+        return QWEN25_STRICT(turn)
+    return ParsersInTurn(HERMES(turn), lambda: QWEN25(turn), QWEN25.tool_format)
 
 
 @hookimpl
 def register_tool_parsers(register: Register) -> None:
     for row in (*BLOCKS, *ARRAYS, *BARE):
-        register(row.name, row.parser, row.info)
+        register(row.name, row, row.info)
     register(GIGACHAT.name, gigachat3, GIGACHAT.info)
     register(QWEN25.name, qwen25_coder, QWEN25.info)

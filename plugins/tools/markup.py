@@ -151,7 +151,7 @@ HUNYUAN = _hunyuan("")
 
 def hy_v3(turn: Turn) -> SectionStream:
     suffix = marker_suffix(turn)
-    return (_hunyuan(suffix) if suffix else HUNYUAN).parser(turn)
+    return (_hunyuan(suffix) if suffix else HUNYUAN)(turn)
 
 
 K2_HORIZON = MarkupFormat(
@@ -176,7 +176,7 @@ K2_HORIZON_JSON = JsonFormat(
 def k2_horizon(turn: Turn) -> ToolParser:
     """All forms are read; the request's `tool_call_format` says which one its prompt asks for."""
     written = K2_HORIZON_JSON if turn.chat_template_kwargs.get("tool_call_format") == "json" else K2_HORIZON
-    return ParsersInTurn(K2_HORIZON_JSON.parser(turn), lambda: K2_HORIZON.parser(turn), written.tool_format)
+    return ParsersInTurn(K2_HORIZON_JSON(turn), lambda: K2_HORIZON(turn), written.tool_format)
 
 
 LONGCAT = JsonFormat(
@@ -204,7 +204,7 @@ LONGCAT_20 = MarkupFormat(
 
 def longcat(turn: Turn) -> ToolParser:
     """Every block is one call, written in either way."""
-    return ParsersInTurn(LONGCAT.parser(turn), lambda: LONGCAT_20.parser(turn), LONGCAT.tool_format)
+    return ParsersInTurn(LONGCAT(turn), lambda: LONGCAT_20(turn), LONGCAT.tool_format)
 
 
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
@@ -286,8 +286,8 @@ DEEPSEEK_V4 = replace(
 
 def deepseek_v4(turn: Turn) -> ToolParser:
     """Reads V3.2's section too, which the model writes now and then. A grammar allows its own alone."""
-    in_v32_section = DEEPSEEK_V32_SECTION.parser(replace(turn, tool_choice="none") if turn.is_constrained else turn)
-    return ParsersInTurn(in_v32_section, lambda: DEEPSEEK_V4.parser(turn), DEEPSEEK_V4.tool_format)
+    in_v32_section = DEEPSEEK_V32_SECTION(replace(turn, tool_choice="none") if turn.is_constrained else turn)
+    return ParsersInTurn(in_v32_section, lambda: DEEPSEEK_V4(turn), DEEPSEEK_V4.tool_format)
 
 
 MINIMAX_M3 = ElementFormat(
@@ -305,7 +305,7 @@ MINIMAX_M3 = ElementFormat(
 @hookimpl
 def register_tool_parsers(register: Register) -> None:
     for row in (*TAGS, *LINES, KIMI_K3, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX_M3):
-        register(row.name, row.parser, row.info)
+        register(row.name, row, row.info)
     register(HUNYUAN.name, hy_v3, HUNYUAN.info)
     register(K2_HORIZON.name, k2_horizon, K2_HORIZON.info)
     register(LONGCAT.name, longcat, LONGCAT.info)

@@ -37,9 +37,7 @@ def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[
         taken = refused = 0
         with Workers() as workers:
             engine = ScriptedEngine(byte_tokenizer())
-            context = scripted_context(
-                engine, RecordingCompiler(), workers, reasoning_parser=deepseek_r1.deepseek_r1, tool_parser=HERMES.parser
-            )
+            context = scripted_context(engine, RecordingCompiler(), workers, reasoning_parser=deepseek_r1.deepseek_r1, tool_parser=HERMES)
             await take(context, msgspec.json.encode(whole), False)
             for number, data in enumerate(mutated_bodies(whole, 1000, seed=1)):
                 try:

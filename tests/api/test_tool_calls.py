@@ -212,7 +212,7 @@ def test_strict_arguments_are_exact_or_refused_and_others_as_exact_as_can_be() -
 def test_equal_requests_are_held_to_equal_grammars() -> None:
     async def run() -> None:
         async with (
-            scripted_server(tool_parser=HERMES.parser) as scripted,
+            scripted_server(tool_parser=HERMES) as scripted,
             AsyncOpenAI(base_url=scripted.base_url, api_key="none") as client,
         ):
             for fields in ({"n": 1}, {"n": 2, "stream": True}, {"user": "somebody"}):
@@ -261,7 +261,7 @@ def test_a_parser_is_told_whether_a_grammar_holds_the_answer() -> None:
 
     def told(turn: Turn) -> ToolParser:
         turns.append(turn)
-        return HERMES.parser(turn)
+        return HERMES(turn)
 
     async def run() -> None:
         async with scripted_server(tool_parser=told) as scripted, AsyncOpenAI(base_url=scripted.base_url, api_key="none") as client:

@@ -38,7 +38,7 @@ def test_the_page_of_parsers_is_what_they_say_of_themselves() -> None:
 def test_the_page_has_what_a_format_is_known_by() -> None:
     plugins = Plugins()
     info = FormatInfo(models="Mine", markers=("<a|b>",), quirks="Odd.", aliases=("m2",), signs=("<a|",), counter_signs=("x",))
-    plugins.tool_parsers.add("mine", "mine.py", HERMES.parser, info)
+    plugins.tool_parsers.add("mine", "mine.py", HERMES, info)
     page = parser_page(plugins)
     assert r"| `mine` | Mine | `<a\|b>` | `m2` |  |" in page
     assert "- **`mine`**: Odd. Signs: `<a|`, and no `x`." in page

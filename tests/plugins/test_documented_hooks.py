@@ -98,8 +98,8 @@ def test_the_example_of_calls_made_of_parameters() -> None:
     names: dict[str, Any] = {}
     exec(example, names)
     row = names["ELEMENTS"]
-    check_parser(row.parser, ['a<calls><call name="f"><arg name="x">1</arg></call></calls>'], markers=row.all_markers, max_examples=25)
-    check_tool_format(row.parser, markers=row.all_markers, num_walks=2)
+    check_parser(row, ['a<calls><call name="f"><arg name="x">1</arg></call></calls>'], markers=row.all_markers, max_examples=25)
+    check_tool_format(row, markers=row.all_markers, num_walks=2)
 
 
 def test_a_format_that_a_plugin_declares_is_read_written_and_recognized(tmp_path: Path) -> None:

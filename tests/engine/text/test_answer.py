@@ -54,7 +54,7 @@ def make_answer(
 ) -> Answer:
     turn = Turn(prompt_tail="<think>\n", added_tokens=added, tools=TOOLS, tool_choice="auto")
     reasoning = deepseek_r1(turn) if reasons else None
-    tool_parser = HERMES.parser(turn) if calls else None
+    tool_parser = HERMES(turn) if calls else None
     return Answer(Detokenizer(TOKENIZER, ids("user")), reasoning, tool_parser, stop, include, skip, min_tokens)
 
 
@@ -249,7 +249,7 @@ def test_without_a_reasoning_parser_everything_is_content() -> None:
 
 def test_a_branch_knows_that_markers_in_arguments_are_none() -> None:
     turn = Turn(added_tokens=ADDED, tools=TOOLS, tool_choice="auto")
-    answer = Answer(Detokenizer(TOKENIZER, ids("user")), mistral(turn), HERMES.parser(turn), ["STOP"], False, True)
+    answer = Answer(Detokenizer(TOKENIZER, ids("user")), mistral(turn), HERMES(turn), ["STOP"], False, True)
     for token_id in ids('<tool_call>{"name": "f", "arguments": {"x": "'):
         answer.feed(token_id)
     branch = answer.branch()

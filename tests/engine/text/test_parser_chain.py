@@ -17,7 +17,7 @@ ANSWER = '<think>Use f.</think>\n\nWait.<tool_call>{"name": "f", "arguments": {}
 
 
 def reasoning_then_tools(turn: Turn) -> ParserChain:
-    return ParserChain([HERMES.parser(turn)], reasoning=qwen3(turn))
+    return ParserChain([HERMES(turn)], reasoning=qwen3(turn))
 
 
 def test_without_parsers_everything_is_text() -> None:
@@ -92,5 +92,5 @@ def test_what_one_parser_gives_back_at_the_end_is_read_by_the_next() -> None:
 @given(st.text(max_size=20))
 def test_a_chain_of_one_is_the_parser_itself(text: str) -> None:
     turn = Turn(tool_choice="auto")
-    chain, parser = ParserChain([HERMES.parser(turn)]), HERMES.parser(turn)
+    chain, parser = ParserChain([HERMES(turn)]), HERMES(turn)
     assert [*chain.feed(text), *chain.finish()] == [*parser.feed(text), *parser.finish()]

@@ -88,8 +88,8 @@ def test_a_row_of_json_writes_every_shape(row: JsonFormat, two_calls: str, are_t
 
 @shapes
 def test_its_parser_reads_what_its_grammar_allows(row: JsonFormat, two_calls: str) -> None:
-    assert calls(row.parser, two_calls) == [("f", {}), ("g", {})]
-    check_tool_format(row.parser, markers=row.all_markers, num_walks=2)
+    assert calls(row, two_calls) == [("f", {}), ("g", {})]
+    check_tool_format(row, markers=row.all_markers, num_walks=2)
 
 
 def test_names_are_escaped_as_json() -> None:
@@ -107,14 +107,14 @@ def test_the_markers_and_the_example_of_markup_follow_from_its_templates() -> No
     markers = ("<calls>", "<call name=", "<arg name=", "</arg>", "</call>", "</calls>")
     example = '<calls>\n<call name="weather"><arg name="city">Oslo</arg>\n</call>\n</calls>'
     assert (row.info.markers, row.info.example) == (markers, example)
-    assert calls(row.parser, example, AUTO) == [("weather", {"city": "Oslo"})]
-    check_parser(row.parser, [f"a{example}b"], markers=markers, max_examples=15)
-    check_tool_format(row.parser, markers=markers, num_walks=1)
+    assert calls(row, example, AUTO) == [("weather", {"city": "Oslo"})]
+    check_parser(row, [f"a{example}b"], markers=markers, max_examples=15)
+    check_tool_format(row, markers=markers, num_walks=1)
 
 
 def test_a_declaration_that_cannot_be_read_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'mine' has to hold \{object\}"):
         JsonFormat(name="mine", call="<call>{arguments}</call>")
     with pytest.raises(ValueError, match="'mine' has no marker before its calls"):
-        JsonFormat(name="mine", call="[CALL]{object}").parser(AUTO)
-    assert calls(JsonFormat(call="[CALL]{object}", markers=("[CALL]",)).parser, '[CALL]{"name": "f"}') == [("f", {})]
+        JsonFormat(name="mine", call="[CALL]{object}")(AUTO)
+    assert calls(JsonFormat(call="[CALL]{object}", markers=("[CALL]",)), '[CALL]{"name": "f"}') == [("f", {})]

@@ -204,7 +204,7 @@ def test_what_the_format_allows_is_read_as_calls_of_hermes() -> None:
 
 
 def test_a_call_starts_with_its_first_argument_and_strings_follow_character_by_character() -> None:
-    parser = replace(HERMES, new_id=lambda: "id").parser(AUTO)
+    parser = replace(HERMES, new_id=lambda: "id")(AUTO)
     assert parser.feed('<tool_call>\n{"name": "f", "arguments": {') == []
     assert parser.feed('"x": "') == [ToolCallStart(0, "f", "id"), ToolCallArguments(0, '{"x": "')]
     for char in "yz":
@@ -223,7 +223,7 @@ def test_arguments_come_out_as_they_were_written() -> None:
 
 
 def test_arguments_before_the_name_wait_for_it() -> None:
-    parser = replace(HERMES, new_id=lambda: "id").parser(AUTO)
+    parser = replace(HERMES, new_id=lambda: "id")(AUTO)
     assert parser.feed('<tool_call>{"arguments": {"x": 1}, ') == []
     assert parser.feed('"name": "f"}') == [ToolCallStart(0, "f", "id"), ToolCallArguments(0, '{"x": 1}')]
 
