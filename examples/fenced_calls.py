@@ -13,7 +13,7 @@ from collections.abc import Callable
 from penstock import hookimpl
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.call_ids import new_call_id
+from penstock.plugins.calls.stream import new_call_id
 from penstock.plugins.markers import MarkerBuffer
 
 START = "```call\n"

@@ -3,8 +3,8 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
+from penstock.plugins.calls.schema_values import ToolSchemas
 from penstock.plugins.reasoning_blocks import ReasoningBlocks
-from penstock.plugins.schema_types import ToolSchemas
 
 HEADER = "<|start|>assistant"
 MESSAGE = "<|message|>"

@@ -3,8 +3,7 @@
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.harmony.harmony import ANALYSIS, FINAL, Harmony
-from penstock.plugins.harmony.harmony_header import CHANNEL, ENDS, MESSAGE, ROLE
+from penstock.plugins.harmony import ANALYSIS, CHANNEL, ENDS, FINAL, MESSAGE, ROLE, Harmony
 
 INFO = FormatInfo(
     models="gpt-oss",

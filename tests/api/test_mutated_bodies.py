@@ -11,7 +11,7 @@ from penstock.api.errors import body_of
 from penstock.api.protocol import CompletionRequest
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning import deepseek_r1
-from penstock.plugins.tools import hermes
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.serving.context import ServerContext
 from penstock.serving.requests import ChatCompletionRequest
 from penstock.serving.workers import Workers
@@ -37,9 +37,7 @@ def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[
         taken = refused = 0
         with Workers() as workers:
             engine = ScriptedEngine(byte_tokenizer())
-            context = scripted_context(
-                engine, RecordingCompiler(), workers, reasoning_parser=deepseek_r1.deepseek_r1, tool_parser=hermes.Hermes
-            )
+            context = scripted_context(engine, RecordingCompiler(), workers, reasoning_parser=deepseek_r1.deepseek_r1, tool_parser=HERMES)
             await take(context, msgspec.json.encode(whole), False)
             for number, data in enumerate(mutated_bodies(whole, 1000, seed=1)):
                 try:

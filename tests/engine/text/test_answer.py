@@ -17,7 +17,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.deepseek_r1 import deepseek_r1
 from penstock.plugins.reasoning.mistral import mistral
-from penstock.plugins.tools.hermes import Hermes
+from penstock.plugins.tools.json_objects import HERMES
 
 WORDS = ["think", "STOP", "hello", "TOP", "ingS", "</"]  # tokens that text can be cut into other than byte by byte
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -54,7 +54,7 @@ def make_answer(
 ) -> Answer:
     turn = Turn(prompt_tail="<think>\n", added_tokens=added, tools=TOOLS, tool_choice="auto")
     reasoning = deepseek_r1(turn) if reasons else None
-    tool_parser = Hermes(turn) if calls else None
+    tool_parser = HERMES(turn) if calls else None
     return Answer(Detokenizer(TOKENIZER, ids("user")), reasoning, tool_parser, stop, include, skip, min_tokens)
 
 
@@ -249,7 +249,7 @@ def test_without_a_reasoning_parser_everything_is_content() -> None:
 
 def test_a_branch_knows_that_markers_in_arguments_are_none() -> None:
     turn = Turn(added_tokens=ADDED, tools=TOOLS, tool_choice="auto")
-    answer = Answer(Detokenizer(TOKENIZER, ids("user")), mistral(turn), Hermes(turn), ["STOP"], False, True)
+    answer = Answer(Detokenizer(TOKENIZER, ids("user")), mistral(turn), HERMES(turn), ["STOP"], False, True)
     for token_id in ids('<tool_call>{"name": "f", "arguments": {"x": "'):
         answer.feed(token_id)
     branch = answer.branch()
