@@ -50,14 +50,14 @@ if TYPE_CHECKING:
     )
     from penstock.llm.preparing import TextPrompt, TokensPrompt
     from penstock.llm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
-    from penstock.plugins.call_ids import new_call_id
-    from penstock.plugins.json_calls.call_envelope import CallEnvelope
-    from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
-    from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
+    from penstock.plugins.calls.elements import ElementFormat
+    from penstock.plugins.calls.expression_formats import NotationFormat, PythonFormat
+    from penstock.plugins.calls.json_call import CallKeys
+    from penstock.plugins.calls.json_format import JsonFormat
+    from penstock.plugins.calls.json_stream import CallEnvelope
+    from penstock.plugins.calls.markup_format import MarkupFormat
+    from penstock.plugins.calls.stream import new_call_id
     from penstock.plugins.markers import MarkerBuffer
-    from penstock.plugins.markup_calls.parameter_calls import parameter_calls
-    from penstock.plugins.markup_calls.parameter_markup import ParameterMarkup, read_attribute_tag
-    from penstock.plugins.markup_calls.parameter_tool_format import ParameterToolFormat
     from penstock.plugins.reasoning.think_format import ThinkFormat, Thinking
 
 __version__ = "0.1.0"
@@ -74,14 +74,14 @@ _PLUGIN_API = {
     "penstock.engine.parsing": ("Parser", "Phase", "ReasoningParser", "ToolParser"),
     "penstock.engine.tool_format": ("CallableTool", "ToolFormat"),
     "penstock.engine.turn": ("Turn",),
-    "penstock.plugins.call_ids": ("new_call_id",),
-    "penstock.plugins.json_calls.call_envelope": ("CallEnvelope",),
-    "penstock.plugins.json_calls.json_tool_calls": ("JsonToolCalls",),
-    "penstock.plugins.json_calls.json_tool_format": ("JsonToolFormat",),
+    "penstock.plugins.calls.expression_formats": ("NotationFormat", "PythonFormat"),
+    "penstock.plugins.calls.json_call": ("CallKeys",),
+    "penstock.plugins.calls.json_format": ("JsonFormat",),
+    "penstock.plugins.calls.json_stream": ("CallEnvelope",),
+    "penstock.plugins.calls.elements": ("ElementFormat",),
+    "penstock.plugins.calls.markup_format": ("MarkupFormat",),
+    "penstock.plugins.calls.stream": ("new_call_id",),
     "penstock.plugins.markers": ("MarkerBuffer",),
-    "penstock.plugins.markup_calls.parameter_calls": ("parameter_calls",),
-    "penstock.plugins.markup_calls.parameter_markup": ("ParameterMarkup", "read_attribute_tag"),
-    "penstock.plugins.markup_calls.parameter_tool_format": ("ParameterToolFormat",),
     "penstock.plugins.reasoning.think_format": ("ThinkFormat", "Thinking"),
 }
 _LIBRARY = {
@@ -128,6 +128,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CallEnvelope",
+    "CallKeys",
     "CallableTool",
     "ClassificationOutput",
     "ClassificationRequestOutput",
@@ -135,6 +136,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigurationError",
     "ConstraintTooLarge",
+    "ElementFormat",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineUnavailable",
@@ -149,22 +151,22 @@ __all__ = [
     "GrammarSpec",
     "GuidedDecodingParams",
     "InvalidRequest",
-    "JsonToolCalls",
-    "JsonToolFormat",
+    "JsonFormat",
     "KvCacheRetentionConfig",
     "LogitsProcessor",
     "LogitsRow",
     "Logprob",
     "MarkerBuffer",
+    "MarkupFormat",
+    "NotationFormat",
     "OutputConfig",
-    "ParameterMarkup",
-    "ParameterToolFormat",
     "Parser",
     "PenstockError",
     "Phase",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PythonFormat",
     "QueueFull",
     "Reasoning",
     "ReasoningParser",
@@ -197,10 +199,8 @@ __all__ = [
     "__version__",
     "hookimpl",
     "new_call_id",
-    "parameter_calls",
     "per_row",
     "per_sequence",
-    "read_attribute_tag",
     "structure",
     "uncounted",
 ]

@@ -17,9 +17,8 @@ from penstock.engine.events import SpecialText
 from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.text.answer import BlankText, ParserChain, visible_events
 from penstock.engine.turn import Turn
-from penstock.plugins.automaton import split_symbols
 from penstock.plugins.manager import Plugins
-from penstock.plugins.markers import join_pieces
+from penstock.plugins.markers import join_pieces, split_symbols
 from penstock.plugins.registry import NONE, Registry
 from penstock.serving.messages import Message, MessageReader
 from penstock.serving.tools import read_tool

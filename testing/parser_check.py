@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.parsing import Parser, Phase, ReasoningParser
 from penstock.engine.turn import Turn
-from penstock.plugins.json_scanner import JsonScanner, State
+from penstock.plugins.json.scanner import JsonScanner, State
 from penstock.testing.answers import join_atoms, read, split_atoms
 from penstock.testing.cost_check import check_cost
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.turn import Turn
-from penstock.plugins.harmony.harmony import ANALYSIS, FINAL, Harmony
-from penstock.plugins.harmony.harmony_header import CHANNEL, ENDS, MESSAGE, ROLE
+from penstock.plugins.harmony import ANALYSIS, CHANNEL, ENDS, FINAL, MESSAGE, ROLE, Harmony
 from penstock.plugins.reasoning.content import AppendThink
 from penstock.plugins.reasoning.response_template import TEMPLATE_INFO, TemplateReasoning
 from penstock.plugins.reasoning.think_format import ALL, ThinkFormat, Thinking

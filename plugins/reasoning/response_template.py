@@ -5,8 +5,19 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.parsing import Phase, ReasoningParser
 from penstock.engine.turn import Turn
 from penstock.plugins.markers import EdgeSpace, join_pieces
-from penstock.plugins.response_templates.response_template import CALLS_FIELD, REASONING_FIELDS, Delimiter, Field, after_anchor, template_of
-from penstock.plugins.response_templates.template_reader import Closed, Opened, Part, Stretch, TemplateReader
+from penstock.plugins.response_templates.template import (
+    CALLS_FIELD,
+    REASONING_FIELDS,
+    Closed,
+    Delimiter,
+    Field,
+    Opened,
+    Part,
+    Stretch,
+    TemplateReader,
+    after_anchor,
+    template_of,
+)
 
 MAX_BETWEEN = 100
 """Characters between two fields that pass for part of their delimiters, where the template has no field for them."""

@@ -9,9 +9,9 @@ from penstock.engine.events import Event, Reasoning, SpecialText, Text
 from penstock.engine.format_info import Format, FormatInfo
 from penstock.engine.parsing import Phase, ReasoningParser
 from penstock.engine.turn import Turn
+from penstock.plugins.calls.schema_values import ToolSchemas
 from penstock.plugins.markers import EdgeSpace, MarkerBuffer, marker_suffix, read_steps
 from penstock.plugins.reasoning.content import ContentTags, NonemptyContent
-from penstock.plugins.schema_types import ToolSchemas
 
 ALL = sys.maxsize  # line breaks next to a marker
 

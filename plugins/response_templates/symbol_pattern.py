@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.events import SpecialText
-from penstock.plugins.automaton import split_symbols
+from penstock.plugins.markers import split_symbols
 
 MAX_SIZE = 2000
 """Instructions of all patterns that are looked for together."""

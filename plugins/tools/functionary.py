@@ -1,41 +1,20 @@
-"""Functionary: v3.1 writes `<function=NAME>{…}</function>`, v3.2 a line `>>>NAME` before the arguments, and `>>>all` before text."""
+"""Functionary 3.2: a line `>>>NAME` before the arguments of each call, and `>>>all` before text."""
 
 from penstock.engine.events import Event, Text
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.parsing import ToolParser
-from penstock.engine.structure import Literal, Sequence, Structure, Value
 from penstock.engine.text.answer import split_at_calls
-from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
-from penstock.plugins.json_calls.call_envelope import CallEnvelope
-from penstock.plugins.json_calls.call_head import CallHead
-from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
-from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
+from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonStream
+from penstock.plugins.calls.schema_values import ToolSchemas
 from penstock.plugins.markers import MarkerBuffer, read_steps
-from penstock.plugins.schema_types import ToolSchemas
-
-START, END = "<function=", "</function>"
-ENVELOPE = CallEnvelope(openings=(START,), closings=(END,))
-HEAD = CallHead({"name": {">": None}})
-
-
-def _call(tool: CallableTool) -> Structure:
-    return Sequence((Literal(f"{tool.name}>"), Value(tool.arguments), Literal(END)))
-
-
-FORMAT = JsonToolFormat(START, call=_call, separator=(Literal(START),))
-
-
-def functionary_v31(turn: Turn) -> JsonToolCalls:
-    return JsonToolCalls(turn, ENVELOPE, FORMAT, head=HEAD)
-
 
 RECIPIENT, ALL = ">>>", "all\n"
 
 
 class FunctionaryMessages(ToolParser):
-    """Functionary 3.2: messages, each with a line that says whom it is for. The prompt has opened the first one.
+    """Functionary 3.2: messages, each with a line that names its recipient. The prompt has opened the first one.
 
     A line that names neither an offered tool nor `all` is text.
     """
@@ -47,7 +26,7 @@ class FunctionaryMessages(ToolParser):
         envelope = CallEnvelope(openings=(RECIPIENT,))
         head = CallHead({"name": {"\n": None}}, lambda fields: (fields["name"], None) if fields["name"] in offered else None)
         self._is_off = turn.tool_choice == "none"
-        self._calls = JsonToolCalls(turn, envelope, head=head)
+        self._calls = JsonStream(turn, envelope, head=head)
         self._buffer = MarkerBuffer(turn.added_tokens)
         self._names = tuple(f"{name}\n" for name in offered.names)
         self._is_at_start = True
@@ -102,15 +81,6 @@ class FunctionaryMessages(ToolParser):
 @hookimpl
 def register_tool_parsers(register: Register) -> None:
     info = FormatInfo(
-        models="Functionary 3.1, Llama 3.1 with functions of one's own",
-        markers=(START, END),
-        quirks="Code after `<|python_tag|>` is content.",
-        aliases=("functionary-v3.1",),
-        signs=(START, END, "<|python_tag|>"),
-        example='<function=weather>{"city": "Oslo"}</function>',
-    )
-    register("functionary_v31", functionary_v31, info)
-    messages = FormatInfo(
         models="Functionary 3.2",
         markers=(RECIPIENT, RECIPIENT + ALL),
         quirks="The prompt ends with `>>>`, so that an answer begins with the name of a tool or with `all`, which is taken out. "
@@ -120,4 +90,4 @@ def register_tool_parsers(register: Register) -> None:
         prompt_tail=RECIPIENT,
         example='weather\n{"city": "Oslo"}',
     )
-    register("functionary_v32", FunctionaryMessages, messages)
+    register("functionary_v32", FunctionaryMessages, info)

@@ -9,8 +9,7 @@ from penstock.engine.parsing import ToolParser
 from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
-from penstock.plugins.harmony.harmony import TO, Harmony
-from penstock.plugins.harmony.harmony_header import CHANNEL, CONSTRAIN, ENDS, MESSAGE, ROLE
+from penstock.plugins.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, ROLE, TO, Harmony
 
 HEADERS = (
     (Literal(" "), Marker(CONSTRAIN), Literal("json"), Marker(MESSAGE)),

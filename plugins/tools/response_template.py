@@ -10,14 +10,20 @@ from penstock.engine.format_info import FormatInfo
 from penstock.engine.hooks import Register, hookimpl
 from penstock.engine.parsing import ToolParser
 from penstock.engine.turn import Turn
-from penstock.plugins.call_ids import new_call_id
-from penstock.plugins.json_calls.json_call import is_name
+from penstock.plugins.calls.json_call import is_name
+from penstock.plugins.calls.schema_values import SchemaNode, ToolSchemas, to_json
+from penstock.plugins.calls.stream import new_call_id
 from penstock.plugins.markers import join_pieces
-from penstock.plugins.response_templates.response_template import CALLS_FIELD, template_of
-from penstock.plugins.response_templates.template_reader import Closed, Opened, Part, TemplateReader
-from penstock.plugins.response_templates.template_values import parse_content, transformed
-from penstock.plugins.schema_types import SchemaNode, ToolSchemas
-from penstock.plugins.schema_values import to_json
+from penstock.plugins.response_templates.template import (
+    CALLS_FIELD,
+    Closed,
+    Opened,
+    Part,
+    TemplateReader,
+    parse_content,
+    template_of,
+    transformed,
+)
 
 Call = tuple[str, str]
 """A name, and arguments as JSON."""
@@ -46,7 +52,7 @@ class TemplateCalls(ToolParser):
         return self._events(self._reader.feed([text] if isinstance(text, SpecialText) else text))
 
     def finish(self) -> list[Event]:
-        """A field that is not closed is a call all the same, if what has come of it is one."""
+        """A field that is not closed is a call all the same, if what was written is one."""
         events = self._events(self._reader.finish())
         if self._pieces is not None:
             self._end([], events)

@@ -9,7 +9,7 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Structure, TextUntil, Value
 from penstock.engine.structure import Sequence as Parts
 from penstock.engine.tool_format import CallableTool, ToolFormat
-from penstock.plugins.tools.hermes import Hermes
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.serving.templates.messages import ToolArguments
 
 INSTRUCTIONS = (
@@ -28,7 +28,7 @@ class ToolPrompt:
     format that a parser reads: the server describes this one, and not the template another.
     """
 
-    tool_format: ToolFormat | None = Hermes.tool_format
+    tool_format: ToolFormat | None = HERMES.tool_format
     example: str = ""
     is_default: bool = False
 
@@ -65,8 +65,7 @@ class ToolPrompt:
         text = str(arguments) if isinstance(arguments, str | ToolArguments) else json.dumps(arguments or {}, ensure_ascii=False)
         written = None if self.tool_format is None else written_call(self.tool_format, name, text)
         if written is None:
-            assert Hermes.tool_format is not None
-            written = written_call(Hermes.tool_format, name, text)
+            written = written_call(HERMES, name, text)
         return written or ""
 
 

@@ -11,7 +11,7 @@ from openai import AsyncAzureOpenAI, AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 
 from penstock import LogitsRow
-from penstock.plugins.tools import hermes
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.serving.context import ServerOptions
 from penstock.serving.requests import ReasoningField
 from penstock.serving.sampling import DEFAULT_LIMIT
@@ -113,7 +113,7 @@ def test_a_stream_adds_up_to_the_whole_answer(answer: str, tokens_per_step: int)
         await compare(client, {})
         await compare(client, {"max_tokens": 20})
 
-    serve(scenario, thinks=True, tool_parser=hermes.Hermes, engine={"answers": [answer], "tokens_per_step": tokens_per_step})
+    serve(scenario, thinks=True, tool_parser=HERMES, engine={"answers": [answer], "tokens_per_step": tokens_per_step})
 
 
 def test_reasoning_and_content_come_apart() -> None:
@@ -286,7 +286,7 @@ def test_a_call_finishes_with_tool_calls_unless_it_was_cut() -> None:
         assert none.choices[0].finish_reason == "stop"
         assert none.choices[0].message.content == CALL, "markup stays visible"
 
-    serve(scenario, tool_parser=hermes.Hermes, engine={"answers": [CALL]})
+    serve(scenario, tool_parser=HERMES, engine={"answers": [CALL]})
 
 
 def test_parallel_tool_calls_false_keeps_the_first_call() -> None:
@@ -296,7 +296,7 @@ def test_parallel_tool_calls_false_keeps_the_first_call() -> None:
         first = await ask(client, tools=WEATHER, parallel_tool_calls=False)
         assert len(first.choices[0].message.tool_calls) == 1
 
-    serve(scenario, tool_parser=hermes.Hermes, engine={"answers": [CALL + "\n" + CALL]})
+    serve(scenario, tool_parser=HERMES, engine={"answers": [CALL + "\n" + CALL]})
 
 
 def test_n_answers_are_told_apart_by_index() -> None:

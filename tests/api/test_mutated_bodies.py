@@ -9,7 +9,7 @@ from penstock.api.bodies import decode
 from penstock.api.errors import body_of
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.tools import hermes
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.serving.context import ServerContext
 from penstock.serving.preparing import prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
@@ -36,9 +36,7 @@ def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[
         taken = refused = 0
         with Workers() as workers:
             engine = ScriptedEngine(byte_tokenizer())
-            context = scripted_context(
-                engine, RecordingCompiler(), workers, reasoning_parser=FORMATS["deepseek_r1"], tool_parser=hermes.Hermes
-            )
+            context = scripted_context(engine, RecordingCompiler(), workers, reasoning_parser=FORMATS["deepseek_r1"], tool_parser=HERMES)
             await take(context, msgspec.json.encode(whole), False)
             for number, data in enumerate(mutated_bodies(whole, 1000, seed=1)):
                 try:

@@ -16,7 +16,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence
-from penstock.plugins.tools import hermes
+from penstock.plugins.tools.json_objects import HERMES
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.scripted import scripted_server
 from tests.api.test_chat import HELLO, joined
@@ -212,7 +212,7 @@ def test_strict_arguments_are_exact_or_refused_and_others_as_exact_as_can_be() -
 def test_equal_requests_are_held_to_equal_grammars() -> None:
     async def run() -> None:
         async with (
-            scripted_server(tool_parser=hermes.Hermes) as scripted,
+            scripted_server(tool_parser=HERMES) as scripted,
             AsyncOpenAI(base_url=scripted.base_url, api_key="none") as client,
         ):
             for fields in ({"n": 1}, {"n": 2, "stream": True}, {"user": "somebody"}):
@@ -256,24 +256,21 @@ def test_a_parser_is_told_of_the_choice_and_without_a_format_it_is_promised_noth
     asyncio.run(run())
 
 
-class Told(hermes.Hermes):
-    turns: ClassVar[list[Turn]] = []
-
-    def __init__(self, turn: Turn) -> None:
-        super().__init__(turn)
-        self.turns.append(turn)
-
-
 def test_a_parser_is_told_whether_a_grammar_holds_the_answer() -> None:
+    turns: list[Turn] = []
+
+    def told(turn: Turn) -> ToolParser:
+        turns.append(turn)
+        return HERMES(turn)
+
     async def run() -> None:
-        async with scripted_server(tool_parser=Told) as scripted, AsyncOpenAI(base_url=scripted.base_url, api_key="none") as client:
+        async with scripted_server(tool_parser=told) as scripted, AsyncOpenAI(base_url=scripted.base_url, api_key="none") as client:
             for tools in (LOOSE, STRICT):
                 await client.chat.completions.create(model=MODEL, messages=HELLO, tools=tools)
             for request, is_constrained in zip(scripted.engine.requests, (False, True), strict=True):
                 request.make_answer()
-                assert Told.turns[-1].is_constrained is is_constrained
+                assert turns[-1].is_constrained is is_constrained
 
-    Told.turns.clear()
     asyncio.run(run())
 
 

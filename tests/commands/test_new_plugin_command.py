@@ -82,7 +82,7 @@ def test_what_is_written_is_formatted_as_our_own_code(packages: Path, package: s
 @pytest.mark.parametrize(
     ("name", "kinds", "reason"),
     [
-        ("hermes", ["tool"], "there is a tool parser of that name, of plug-in 'penstock.plugins.tools.hermes'"),
+        ("hermes", ["tool"], "there is a tool parser of that name, of plug-in 'penstock.plugins.tools.json_objects'"),
         ("deepseek-r1", ["tool", "reasoning"], "there is a reasoning parser of that name"),
         ("qwen", ["tool"], "there is a tool parser of that name, which is 'hermes'"),
         ("llguidance", ["grammar"], "there is a grammar backend of that name"),

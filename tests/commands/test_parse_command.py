@@ -23,7 +23,7 @@ from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.tools.hermes import Hermes
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.server import main
 from penstock.serving.messages import Message, MessageReader
 
@@ -206,14 +206,14 @@ def test_the_message_is_the_one_that_the_server_answers(text: str, sizes: list[i
     tokenizer = tokenizer_of_bytes("<think>", "</think>", "<tool_call>", "<|im_end|>")
     special = frozenset(token.text for token in tokenizer.added_tokens.values())
     written = WrittenAnswer(text=text, tools=TOOLS, special_tokens=special, chunk_sizes=sizes)
-    answer = Answer(Detokenizer(tokenizer), deepseek_r1(written.turn), Hermes(written.turn), [], False, True)
+    answer = Answer(Detokenizer(tokenizer), deepseek_r1(written.turn), HERMES(written.turn), [], False, True)
     reader, message = MessageReader(), Message()
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         message.add(reader.feed(SequenceDelta(0, events=answer.feed(token_id))))
     message.add(reader.feed(SequenceDelta(0, events=answer.finish(), finish_reason=FinishReason.STOP)))
     expected, actual = (
         json.loads(re.sub(r"call_\w+", "", as_json(each)))
-        for each in (AssistantMessage.of(message, has_reasoning_parser=True), written.message(deepseek_r1, Hermes))
+        for each in (AssistantMessage.of(message, has_reasoning_parser=True), written.message(deepseek_r1, HERMES))
     )
     assert actual == expected
 

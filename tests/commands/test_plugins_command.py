@@ -8,7 +8,7 @@ import pytest
 from penstock.cli.plugins import code, parser_page, plugin_table
 from penstock.engine.format_info import FormatInfo
 from penstock.plugins.manager import Plugins
-from penstock.plugins.tools.hermes import Hermes
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.server import main
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +25,8 @@ def test_plugins_are_listed_with_their_distribution_and_aliases(capsys: pytest.C
 
 def test_a_plugin_from_nowhere_has_no_distribution() -> None:
     plugins = Plugins()
-    plugins.load(str(ROOT / "plugins" / "tools" / "hermes.py"))
-    assert re.search(r"tool parser\s+hermes \*\s+-\s+/", plugin_table(plugins))
+    plugins.load(str(ROOT / "plugins" / "tools" / "functionary.py"))
+    assert re.search(r"tool parser\s+functionary_v32 \*\s+-\s+/", plugin_table(plugins))
 
 
 def test_the_page_of_parsers_is_what_they_say_of_themselves() -> None:
@@ -37,7 +37,7 @@ def test_the_page_of_parsers_is_what_they_say_of_themselves() -> None:
 def test_the_page_has_what_a_format_is_known_by() -> None:
     plugins = Plugins()
     info = FormatInfo(models="Mine", markers=("<a|b>",), quirks="Odd.", aliases=("m2",), signs=("<a|",), counter_signs=("x",))
-    plugins.tool_parsers.add("mine", "mine.py", Hermes, info)
+    plugins.tool_parsers.add("mine", "mine.py", HERMES, info)
     page = parser_page(plugins)
     assert r"| `mine` | Mine | `<a\|b>` | `m2` |  |" in page
     assert "- **`mine`**: Odd. Signs: `<a|`, and no `x`." in page

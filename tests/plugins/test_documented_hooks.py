@@ -15,9 +15,10 @@ from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Marker, Sequence
 from penstock.engine.tool_format import CallableTool
 from penstock.engine.turn import Turn
+from penstock.plugins.calls.json_format import JsonFormat
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.json_calls.json_tool_format import JsonToolFormat
 from penstock.plugins.manager import Plugins
+from penstock.plugins.registry import Evidence, recognize
 from penstock.testing import check_logits_processor, check_parser, check_tool_format, read
 from penstock.testing.grammar_walks import accepts, byte_vocabulary
 
@@ -37,9 +38,14 @@ def blocks_of(hook: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / PAGES[hook]).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+def examples_of(hook: str) -> list[str]:
+    """Those that implement the hook from scratch: a declared format is another matter."""
+    return [block for block in blocks_of(hook) if f"@hookimpl\ndef {hook}(" in block and "JsonFormat(" not in block]
+
+
 def load_example(hook: str, folder: Path) -> Plugins:
     """The one example of this hook on its page, loaded as a file."""
-    (example,) = [block for block in blocks_of(hook) if f"@hookimpl\ndef {hook}(" in block]
+    (example,) = examples_of(hook)
     path = folder / f"documented_{hook}.py"
     path.write_text(example)
     return Plugins.start([str(path)])
@@ -52,7 +58,7 @@ def test_every_hook_has_a_page() -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_documented_and_its_example_has_a_test(hook: str) -> None:
-    assert sum(f"@hookimpl\ndef {hook}(" in block for block in blocks_of(hook)) == 1
+    assert len(examples_of(hook)) == 1
     assert callable(getattr(sys.modules[__name__], f"test_the_example_of_{hook}", None))
 
 
@@ -77,9 +83,9 @@ def test_the_example_of_a_tool_format() -> None:
     (example,) = [block for block in blocks_of("register_tool_parsers") if "tool_format = " in block]
     names: dict[str, Any] = {}
     exec(example, names)
-    check_tool_format(names["ShortHermes"], markers=["<tool_call>", "</tool_call>"], num_walks=2)
+    check_tool_format(names["short_hermes"], markers=["<tool_call>", "</tool_call>"], num_walks=2)
     tools = [CallableTool("f", GrammarSpec(GrammarKind.JSON_OBJECT, ""))]
-    same = JsonToolFormat("<tool_call>", after=(Marker("</tool_call>"),), separator=(Marker("<tool_call>"),))
+    same = JsonFormat(call="<tool_call>{object}</tool_call>")
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>'
     vocabulary = byte_vocabulary()
     for tool_format in (names["ShortBlocks"](), same):
@@ -89,20 +95,25 @@ def test_the_example_of_a_tool_format() -> None:
 
 
 def test_the_example_of_calls_made_of_parameters() -> None:
-    (example,) = [block for block in blocks_of("register_tool_parsers") if "MARKUP = " in block]
+    (example,) = [block for block in blocks_of("register_tool_parsers") if "MarkupFormat(" in block]
     names: dict[str, Any] = {}
     exec(example, names)
-    factory, markers = names["call_elements"], names["MARKUP"].markers
-    check_parser(factory, ['a<calls><call name="f"><arg name="x">1</arg></call></calls>'], markers=markers, max_examples=25)
-    check_tool_format(factory, markers=markers, num_walks=2)
+    row = names["ELEMENTS"]
+    check_parser(row, ['a<calls><call name="f"><arg name="x">1</arg></call></calls>'], markers=row.all_markers, max_examples=25)
+    check_tool_format(row, markers=row.all_markers, num_walks=2)
 
 
-def test_the_example_of_json_between_markers() -> None:
-    (example,) = [block for block in blocks_of("register_tool_parsers") if "JsonToolCalls(" in block]
-    names: dict[str, Any] = {}
-    exec(example, names)
-    check_parser(names["call_blocks"], ['a<call>{"name": "f"}</call>b'], markers=["<call>", "</call>"], max_examples=10)
-    check_tool_format(names["call_blocks"], markers=["<call>", "</call>"], num_walks=2)
+def test_a_format_that_a_plugin_declares_is_read_written_and_recognized(tmp_path: Path) -> None:
+    (example,) = [block for block in blocks_of("register_tool_parsers") if "FORMAT = JsonFormat(" in block]
+    path = tmp_path / "declared.py"
+    path.write_text(example)
+    registry = Plugins.start([str(path)]).tool_parsers
+    assert registry.active == "call_blocks"
+    assert registry.infos["call_blocks"].example == '<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
+    assert recognize(registry.infos, Evidence(("It writes <call> and </call>.",))) == "call_blocks"
+    factory = registry["call_blocks"]
+    check_parser(factory, ['a<call>{"name": "f"}</call>b'], markers=["<call>", "</call>"], max_examples=10)
+    check_tool_format(factory, markers=["<call>", "</call>"], num_walks=2)
 
 
 def test_the_example_of_vllms_parser_classes_reads_the_same_calls(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.plugins.json_repair import JsonRepair
-from penstock.plugins.json_scanner import JsonScanner, State
+from penstock.plugins.json.repair import JsonRepair
+from penstock.plugins.json.scanner import JsonScanner, State
 
 documents = st.dictionaries(
     st.text(),

@@ -62,7 +62,7 @@ def test_built_in_plugins_come_through_the_hooks_of_everyone() -> None:
     assert "hermes" in plugins.tool_parsers
     rows = {(row.kind, row.name): row for row in plugins.listing()}
     row = rows["tool parser", "hermes"]
-    assert (row.plugin, row.distribution, row.is_active) == ("penstock.plugins.tools.hermes", "penstock", False)
+    assert (row.plugin, row.distribution, row.is_active) == ("penstock.plugins.tools.json_objects", "penstock", False)
     assert row.version
 
 

@@ -3,9 +3,8 @@
 from penstock.engine.events import Event, Text
 from penstock.engine.parsing import ToolParser
 from penstock.engine.turn import Turn
-from penstock.plugins.json_calls.call_envelope import CallEnvelope
-from penstock.plugins.json_calls.json_tool_calls import JsonToolCalls
-from penstock.plugins.parsers_in_turn import ParsersInTurn
+from penstock.plugins.calls.json_stream import CallEnvelope, JsonStream
+from penstock.plugins.calls.stream import ParsersInTurn
 from penstock.testing import read
 
 
@@ -26,5 +25,5 @@ class InBrackets(ToolParser):
 def test_no_text_overtakes_what_the_first_parser_holds_when_the_second_one_begins_a_call() -> None:
     text = "[[CALL [/CALL][Ce[CALL"
     for pieces in ([text], list(text), [text[:2], text[2:]]):
-        parser = ParsersInTurn(JsonToolCalls(Turn(tool_choice="auto"), CallEnvelope(openings=("[CALL]", "Call"))), InBrackets)
+        parser = ParsersInTurn(JsonStream(Turn(tool_choice="auto"), CallEnvelope(openings=("[CALL]", "Call"))), InBrackets)
         assert read(parser, pieces) == [Text(text)]

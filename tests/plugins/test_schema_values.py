@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plugins.schema_types import ANY_TYPE, Types, types_of
-from penstock.plugins.schema_values import TextValue, to_json
+from penstock.plugins.calls.schema_values import ANY_TYPE, TextValue, Types, to_json, types_of
 
 
 def types(*names: str) -> Types:

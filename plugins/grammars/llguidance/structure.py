@@ -15,7 +15,6 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.plugins.automaton import split_symbols
 from penstock.plugins.grammars.json_schema.document import parse_document
 from penstock.plugins.grammars.llguidance import edges as part_edges
 from penstock.plugins.grammars.llguidance.edges import Edges, Indistinct
@@ -23,7 +22,7 @@ from penstock.plugins.grammars.llguidance.leaves import Leaf, regular_tree
 from penstock.plugins.grammars.regex import tree as regular
 from penstock.plugins.grammars.regex.syntax import RegexError, parse, python_dialect
 from penstock.plugins.grammars.regex.tree import ANY, CharSet, of, union
-from penstock.plugins.markers import join_pieces
+from penstock.plugins.markers import join_pieces, split_symbols
 
 _MAX_STATES = 500
 _MAX_LENGTH = 20_000  # of an expression; markers that overlap with themselves in many places make long ones

@@ -7,7 +7,6 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarSpec, Vocabulary
 from penstock.engine.structure import FreeText, Marker, Structure, TextUntil, Value
-from penstock.plugins.automaton import split_symbols
 from penstock.plugins.grammars.regex.tree import (
     ANYTHING,
     EMPTY,
@@ -22,7 +21,7 @@ from penstock.plugins.grammars.regex.tree import (
     either,
     of,
 )
-from penstock.plugins.markers import join_pieces
+from penstock.plugins.markers import join_pieces, split_symbols
 
 MAX_MARKER = 64
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from penstock.plugins.tools import hermes
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.serving.constraints.answer_check import MAX_HEADER, WARNING_HEADER, warning_header
 from penstock.serving.context import ServerOptions
 from tests.api.scripted import NoGrammar, Scripted, scripted_server
@@ -134,7 +134,7 @@ def test_calls_are_checked_instead_of_the_content(stream: bool) -> None:
         assert answered.found[0] == VALID
         assert (answered.found[1]["valid"], answered.found[1]["path"]) == (False, "$.tool_calls[1].function.arguments.a")
 
-    serve(scenario, [CALL.format(GOOD), CALL.format(GOOD) + CALL.format(BAD)], tool_parser=hermes.Hermes)
+    serve(scenario, [CALL.format(GOOD), CALL.format(GOOD) + CALL.format(BAD)], tool_parser=HERMES)
 
 
 def test_work_is_held_to_the_api_key_or_else_the_address() -> None:

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import ClientSession
 
 from penstock.engine.grammar import AdditionalProperties, GrammarSpec
-from penstock.plugins.tools import hermes
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.serving.context import ServerOptions
 from tests.api.scripted import scripted_server
 
@@ -28,7 +28,7 @@ def compiled(path: str, fields: dict[str, Any], default: AdditionalProperties = 
     options = ServerOptions(keep_alive_seconds=0, additional_properties=default)
 
     async def run() -> GrammarSpec:
-        async with scripted_server({"answers": ["{}"]}, options=options, tool_parser=hermes.Hermes) as scripted, ClientSession() as client:
+        async with scripted_server({"answers": ["{}"]}, options=options, tool_parser=HERMES) as scripted, ClientSession() as client:
             body = fields if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]} | fields
             async with client.post(f"{scripted.base_url}/{path}", json=body) as response:
                 assert response.status == 200, await response.text()

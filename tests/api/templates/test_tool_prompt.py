@@ -8,8 +8,8 @@ import pytest
 from penstock.engine.events import ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
-from penstock.plugins.tools.hermes import Hermes
-from penstock.plugins.tools.mistral import mistral
+from penstock.plugins.tools.json_arguments import mistral
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template
 from penstock.serving.templates.tool_prompt import ToolPrompt, written_call
 
@@ -89,7 +89,7 @@ def test_a_template_that_knows_tools_is_given_them() -> None:
 
 
 def test_a_template_of_a_format_that_nobody_reads_is_not() -> None:
-    default = ToolPrompt(Hermes.tool_format, is_default=True)
+    default = ToolPrompt(HERMES.tool_format, is_default=True)
     text = prompt(KNOWING, USER, CALLS, *RESULTS, tools=[WEATHER], told=default)
     assert text.startswith("<system># Tools\n")
     assert f"{WRITTEN}\n{WRITTEN}" in text

@@ -16,7 +16,7 @@ from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.tools.hermes import Hermes
+from penstock.plugins.tools.json_objects import HERMES
 
 deepseek_r1 = FORMATS["deepseek_r1"]
 mistral = FORMATS["mistral"]
@@ -56,7 +56,7 @@ def make_answer(
 ) -> Answer:
     turn = Turn(prompt_tail="<think>\n", added_tokens=added, tools=TOOLS, tool_choice="auto")
     reasoning = deepseek_r1(turn) if reasons else None
-    tool_parser = Hermes(turn) if calls else None
+    tool_parser = HERMES(turn) if calls else None
     return Answer(Detokenizer(TOKENIZER, ids("user")), reasoning, tool_parser, stop, include, skip, min_tokens)
 
 
@@ -251,7 +251,7 @@ def test_without_a_reasoning_parser_everything_is_content() -> None:
 
 def test_a_branch_knows_that_markers_in_arguments_are_none() -> None:
     turn = Turn(added_tokens=ADDED, tools=TOOLS, tool_choice="auto")
-    answer = Answer(Detokenizer(TOKENIZER, ids("user")), mistral(turn), Hermes(turn), ["STOP"], False, True)
+    answer = Answer(Detokenizer(TOKENIZER, ids("user")), mistral(turn), HERMES(turn), ["STOP"], False, True)
     for token_id in ids('<tool_call>{"name": "f", "arguments": {"x": "'):
         answer.feed(token_id)
     branch = answer.branch()

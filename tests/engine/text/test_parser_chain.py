@@ -8,8 +8,8 @@ from penstock.engine.parsing import Parser
 from penstock.engine.text.answer import ParserChain
 from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.tools.hermes import Hermes
-from penstock.plugins.tools.mistral import mistral as mistral_calls
+from penstock.plugins.tools.json_arguments import mistral as mistral_calls
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.testing import check_parser, merged, read
 
 mistral = FORMATS["mistral"]
@@ -20,7 +20,7 @@ ANSWER = '<think>Use f.</think>\n\nWait.<tool_call>{"name": "f", "arguments": {}
 
 
 def reasoning_then_tools(turn: Turn) -> ParserChain:
-    return ParserChain([Hermes(turn)], reasoning=qwen3(turn))
+    return ParserChain([HERMES(turn)], reasoning=qwen3(turn))
 
 
 def test_without_parsers_everything_is_text() -> None:
@@ -95,5 +95,5 @@ def test_what_one_parser_gives_back_at_the_end_is_read_by_the_next() -> None:
 @given(st.text(max_size=20))
 def test_a_chain_of_one_is_the_parser_itself(text: str) -> None:
     turn = Turn(tool_choice="auto")
-    chain, parser = ParserChain([Hermes(turn)]), Hermes(turn)
+    chain, parser = ParserChain([HERMES(turn)]), HERMES(turn)
     assert [*chain.feed(text), *chain.finish()] == [*parser.feed(text), *parser.finish()]

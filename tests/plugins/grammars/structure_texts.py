@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.engine.events import SpecialText
 from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.plugins.automaton import split_symbols
+from penstock.plugins.markers import split_symbols
 
 ADDED = frozenset({"<t>", "<e>"})
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}

@@ -6,9 +6,16 @@ import pytest
 from penstock.engine.events import SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.hooks import ToolParserFactory
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.deepseek_dsml import TOKEN, V4, V32, DeepSeekV4, deepseek_v32, deepseek_v41
+from penstock.plugins.tools.markup import DEEPSEEK_V4 as V4
+from penstock.plugins.tools.markup import DEEPSEEK_V32 as V32
+from penstock.plugins.tools.markup import DSML_TOKEN as TOKEN
 from penstock.testing import check_parser, read
+from tests.helpers.tool_parsers import tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, TOOLS, calls, content
+
+deepseek_v32 = tool_parser("deepseek_v32")
+deepseek_v4 = tool_parser("deepseek_v4")
+deepseek_v41 = tool_parser("deepseek_v41")
 
 
 def block(parameters: str, tool: str = "weather") -> str:
@@ -44,39 +51,41 @@ V32_BLOCK = block(parameter("city", "Oslo", "true")).replace("tool_calls", "func
     ],
 )
 def test_the_tag_says_whether_a_value_is_a_string_as_far_as_the_schema_allows(name: str, value: str, is_string: str, expected: Any) -> None:
-    assert calls(DeepSeekV4, block(parameter(name, value, is_string))) == [("weather", {name: expected})]
+    assert calls(deepseek_v4, block(parameter(name, value, is_string))) == [("weather", {name: expected})]
 
 
 def test_v32s_section_is_read_where_no_grammar_holds_the_answer() -> None:
     text = f"a{V32_BLOCK}b"
-    assert (calls(DeepSeekV4, text), content(DeepSeekV4, text)) == ([("weather", {"city": "Oslo"})], "ab")
-    assert read(DeepSeekV4(replace(AUTO, is_constrained=True)), ["a", V32.section]) == [Text(f"a{V32.section}")]
-    check_parser(DeepSeekV4, [text], markers=(*V4.markers, V32.section, V32.section_end), turn=AUTO, max_examples=20)
+    assert (calls(deepseek_v4, text), content(deepseek_v4, text)) == ([("weather", {"city": "Oslo"})], "ab")
+    assert read(deepseek_v4(replace(AUTO, is_constrained=True)), ["a", V32.markup.section]) == [Text(f"a{V32.markup.section}")]
+    check_parser(deepseek_v4, [text], markers=(*V4.markup.markers, V32.markup.section, V32.markup.section_end), turn=AUTO, max_examples=20)
 
 
 def test_v32s_section_in_an_argument_is_part_of_it() -> None:
-    assert calls(DeepSeekV4, block(parameter("city", V32.section, "true"))) == [("weather", {"city": V32.section})]
+    assert calls(deepseek_v4, block(parameter("city", V32.markup.section, "true"))) == [("weather", {"city": V32.markup.section})]
 
 
 def test_a_parameter_that_holds_all_arguments_is_unwrapped() -> None:
     for wrapper, is_string in (("arguments", "false"), ("input", "true")):
         text = block(parameter(wrapper, '{"city": "Oslo", "days": 3}', is_string))
-        assert calls(DeepSeekV4, text) == [("weather", {"city": "Oslo", "days": 3})]
-    assert calls(DeepSeekV4, block(parameter("arguments", '{"other": 1}', "false"))) == [("weather", {"arguments": {"other": 1}})]
+        assert calls(deepseek_v4, text) == [("weather", {"city": "Oslo", "days": 3})]
+    assert calls(deepseek_v4, block(parameter("arguments", '{"other": 1}', "false"))) == [("weather", {"arguments": {"other": 1}})]
 
 
 def test_the_arguments_may_be_one_json_object_in_the_place_of_parameters() -> None:
-    assert calls(DeepSeekV4, block('{"city": "a</｜DSML｜invoke>b", "x": [1]}')) == [("weather", {"city": "a</｜DSML｜invoke>b", "x": [1]})]
-    assert calls(DeepSeekV4, block('{"city": Oslo,}')) == [("weather", {"city": "Oslo"})]
-    assert content(DeepSeekV4, block("{city}")) == block("{city}")
-    check_parser(DeepSeekV4, [block('{"city": "a"}'), block('{"city": a}')], markers=V4.markers, turn=AUTO, max_examples=20)
+    assert calls(deepseek_v4, block('{"city": "a</｜DSML｜invoke>b", "x": [1]}')) == [
+        ("weather", {"city": "a</｜DSML｜invoke>b", "x": [1]})
+    ]
+    assert calls(deepseek_v4, block('{"city": Oslo,}')) == [("weather", {"city": "Oslo"})]
+    assert content(deepseek_v4, block("{city}")) == block("{city}")
+    check_parser(deepseek_v4, [block('{"city": "a"}'), block('{"city": a}')], markers=V4.markup.markers, turn=AUTO, max_examples=20)
 
 
 @pytest.mark.parametrize(
     ("factory", "rewritten"),
     [
         (deepseek_v32, lambda text: text.replace("tool_calls", "function_calls")),
-        (DeepSeekV4, lambda text: text),
+        (deepseek_v4, lambda text: text),
         (
             deepseek_v41,
             lambda text: text.replace("｜tool_calls", "｜ calls").replace("｜invoke", "｜ invoke").replace("｜parameter", "｜ parameter"),
@@ -91,23 +100,23 @@ def test_each_version_has_its_own_spelling(factory: ToolParserFactory, rewritten
 
 def test_a_call_may_lack_its_section_at_the_beginning_of_a_line() -> None:
     bare = block(parameter("city", "Oslo", "true")).removeprefix("<｜DSML｜tool_calls>\n")
-    assert calls(DeepSeekV4, bare) == [("weather", {"city": "Oslo"})]
-    assert content(DeepSeekV4, f"Sure!\n{bare}") == "Sure!\n"
-    assert calls(DeepSeekV4, f"Such as {bare}") == []
-    assert calls(DeepSeekV4, bare.replace("weather", "other")) == []
+    assert calls(deepseek_v4, bare) == [("weather", {"city": "Oslo"})]
+    assert content(deepseek_v4, f"Sure!\n{bare}") == "Sure!\n"
+    assert calls(deepseek_v4, f"Such as {bare}") == []
+    assert calls(deepseek_v4, bare.replace("weather", "other")) == []
     assert calls(deepseek_v41, bare) == []
-    check_parser(DeepSeekV4, [bare], markers=V4.markers, turn=AUTO, max_examples=20)
+    check_parser(deepseek_v4, [bare], markers=V4.markup.markers, turn=AUTO, max_examples=20)
 
 
 def test_the_next_tag_ends_a_parameter_that_was_not_closed() -> None:
     closed = block(parameter("city", "a<b>", "true") + parameter("days", "3", "false"))
-    assert calls(DeepSeekV4, closed.replace("</｜DSML｜parameter>", "")) == [("weather", {"city": "a<b>", "days": 3})]
-    assert calls(DeepSeekV4, closed.replace("</｜DSML｜parameter>", "", 1)) == [("weather", {"city": "a<b>", "days": 3})]
+    assert calls(deepseek_v4, closed.replace("</｜DSML｜parameter>", "")) == [("weather", {"city": "a<b>", "days": 3})]
+    assert calls(deepseek_v4, closed.replace("</｜DSML｜parameter>", "", 1)) == [("weather", {"city": "a<b>", "days": 3})]
 
 
 def test_the_token_inside_the_tags_is_looked_for_as_such() -> None:
     turn = Turn(tool_choice="auto", tools=TOOLS, added_tokens=frozenset({TOKEN}))
     text = block(parameter("city", "a </parameter> b", "true"))
     pieces = [piece for part in text.split(TOKEN) for piece in (part, SpecialText(TOKEN))][:-1]
-    assert read(DeepSeekV4(turn), pieces) == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "a </parameter> b"}')]
-    assert content(DeepSeekV4, text, turn) == text
+    assert read(deepseek_v4(turn), pieces) == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "a </parameter> b"}')]
+    assert content(deepseek_v4, text, turn) == text

@@ -8,16 +8,19 @@ import pytest
 from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.hooks import ToolParserFactory
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.command_r import command_r
-from penstock.plugins.tools.functionary import FunctionaryMessages, functionary_v31
-from penstock.plugins.tools.gigachat3 import gigachat3
-from penstock.plugins.tools.inkling import inkling
-from penstock.plugins.tools.k2_horizon import MARKUP, K2Horizon
-from penstock.plugins.tools.kimi_k3 import kimi_k3
-from penstock.plugins.tools.minimax_m1 import minimax_m1
-from penstock.plugins.tools.muse_glimmer import muse_glimmer
-from penstock.plugins.tools.solar_open import solar_open
 from penstock.testing import check_parser, check_tool_format, read
+from tests.helpers.tool_parsers import format_info, tool_parser
+
+command_r = tool_parser("command_r")
+functionary_v31 = tool_parser("functionary_v31")
+functionary_v32 = tool_parser("functionary_v32")
+gigachat3 = tool_parser("gigachat3")
+inkling = tool_parser("inkling")
+k2_horizon = tool_parser("k2_horizon")
+kimi_k3 = tool_parser("kimi_k3")
+minimax_m1 = tool_parser("minimax_m1")
+muse_glimmer = tool_parser("muse_glimmer")
+solar_open = tool_parser("solar_open")
 
 ORDER = {
     "type": "object",
@@ -85,15 +88,15 @@ def test_k2_horizon_writes_calls_in_three_ways() -> None:
     parameters = "order" + k2_parameter("note", "", "3") + k2_parameter("count", "", "3")
     typed = "order" + k2_parameter("note", "string", "3") + k2_parameter("count", "integer", "3")
     expected = ("order", {"note": "3", "count": 3})
-    assert answer(K2Horizon, k2_section(parameters, parameters)) == ([expected, expected], "")
-    assert answer(K2Horizon, k2_section(typed), ANY_TOOL) == ([expected], "")
+    assert answer(k2_horizon, k2_section(parameters, parameters)) == ([expected, expected], "")
+    assert answer(k2_horizon, k2_section(typed), ANY_TOOL) == ([expected], "")
     as_json = json.dumps({"name": "order", "arguments": expected[1]})
-    assert answer(K2Horizon, f"So: {k2_section(as_json, as_json)}!") == ([expected, expected], "So: !")
+    assert answer(k2_horizon, f"So: {k2_section(as_json, as_json)}!") == ([expected, expected], "So: !")
 
 
 def test_the_request_says_which_form_of_k2_horizon_is_forced() -> None:
     in_json = Turn(tool_choice="auto", chat_template_kwargs={"tool_call_format": "json"})
-    assert K2Horizon(in_json).tool_format is not K2Horizon(TURN).tool_format
+    assert k2_horizon(in_json).tool_format is not k2_horizon(TURN).tool_format
 
 
 def test_minimax_m1_writes_one_call_to_a_line() -> None:
@@ -165,7 +168,7 @@ def test_functionary_v31_names_functions_in_tags() -> None:
     ],
 )
 def test_functionary_v32_says_whom_a_message_is_for(text: str, calls: int, content: str) -> None:
-    read_calls, read_content = answer(FunctionaryMessages, text)
+    read_calls, read_content = answer(functionary_v32, text)
     assert read_calls == [("order", {"count": number}) for number in range(1, calls + 1)]
     assert read_content == content
 
@@ -173,7 +176,7 @@ def test_functionary_v32_says_whom_a_message_is_for(text: str, calls: int, conte
 FORMATS: dict[str, tuple[ToolParserFactory, tuple[str, ...]]] = {
     "command_r": (command_r, ()),
     "functionary_v31": (functionary_v31, ()),
-    "k2_horizon": (K2Horizon, ("<ifm|tool_calls>", "<ifm|tool_call>", "</ifm|tool_call>", "</ifm|tool_calls>")),
+    "k2_horizon": (k2_horizon, ("<ifm|tool_calls>", "<ifm|tool_call>", "</ifm|tool_call>", "</ifm|tool_calls>")),
     "kimi_k3": (kimi_k3, ("<|open|>", "<|close|>", "<|sep|>")),
     "muse_glimmer": (muse_glimmer, ()),
 }
@@ -189,10 +192,14 @@ def test_what_the_format_allows_is_read_as_calls(factory: ToolParserFactory, mar
 def test_any_cut_of_a_typed_parameter_gives_the_same_answer() -> None:
     text = k2_section("order" + k2_parameter("note", "string", "3") + k2_parameter("count", "any", "[1]"))
     check_parser(
-        K2Horizon, [text, text.replace("</ifm|arg_type>", "")], markers=(*MARKUP.markers, "string", "any"), turn=TURN, max_examples=20
+        k2_horizon,
+        [text, text.replace("</ifm|arg_type>", "")],
+        markers=(*format_info("k2_horizon").markers, "string", "any"),
+        turn=TURN,
+        max_examples=20,
     )
 
 
 def test_with_tool_choice_none_functionary_reads_only_whom_a_message_is_for() -> None:
-    events: list[Event] = [*read(FunctionaryMessages(Turn(tools=(TOOL,))), ["order\n{}"])]
+    events: list[Event] = [*read(functionary_v32(Turn(tools=(TOOL,))), ["order\n{}"])]
     assert events == [Text("order\n{}")]

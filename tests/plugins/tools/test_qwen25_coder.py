@@ -5,8 +5,10 @@ import pytest
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
-from penstock.plugins.tools.qwen25_coder import qwen25_coder
 from penstock.testing import check_parser, check_tool_format, read, split_atoms
+from tests.helpers.tool_parsers import tool_parser
+
+qwen25_coder = tool_parser("qwen25_coder")
 
 TOKENS = frozenset({"<tool_call>", "</tool_call>"})
 
@@ -143,3 +145,9 @@ def test_a_token_within_a_bare_call_is_part_of_the_text() -> None:
     assert read(qwen25_coder(AUTO), [text]) == [ToolCallStart(0, "f", ""), ToolCallArguments(0, '{"x": "</tool_call>"}')]
     pieces = ['{"name": "f", "arguments": {"x": "', SpecialText("</tool_call>"), '"}}']
     assert read(qwen25_coder(AUTO), pieces) == read(qwen25_coder(AUTO), [text])
+
+
+def test_a_marker_in_an_open_string_of_a_tool_that_is_not_offered_is_text() -> None:
+    turn = Turn(tool_choice="auto", tools=[tool("f", strict=True)])
+    text = '<tool_call>{"name": "other", "arguments": {"x": "a</tool_call> b'
+    assert answer(text, turn) == [Text(text)]

@@ -9,13 +9,14 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.tool_format import CallableTool
-from penstock.plugins.automaton import split_symbols
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.tools.hermes import END, START, Hermes
+from penstock.plugins.markers import split_symbols
+from penstock.plugins.tools.json_objects import HERMES
 from penstock.testing.grammar_walks import accepts, byte_vocabulary, random_answer, split_pieces
 from tests.plugins.grammars.structure_texts import ADDED, OBJECT, allows, choice, regex, schema, structures, texts, texts_of
 
 NO_TOKENS: tuple[str, ...] = ()
+START, END = "<tool_call>", "</tool_call>"
 TOKENS = (START, END)
 VOCABULARIES = pytest.mark.parametrize("added", [NO_TOKENS, TOKENS], ids=["text", "tokens"])
 UNICODE = "<｜tool▁calls▁begin｜>"
@@ -56,7 +57,7 @@ def allowed(structure: Structure, text: str, added: tuple[str, ...] = ()) -> boo
 
 
 def calls(*, is_single: bool = False) -> Structure:
-    return Hermes.tool_format.calls(TOOLS, is_single=is_single)
+    return HERMES.calls(TOOLS, is_single=is_single)
 
 
 REQUIRED = Sequence((Marker(START), calls()))

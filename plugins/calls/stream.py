@@ -1,0 +1,436 @@
+"""Streams of tool calls: the base of all of them, calls in sections, and the contract of what reads one call."""
+
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Parser, ToolParser
+from penstock.engine.text.answer import split_at_calls
+from penstock.engine.tool_format import ToolFormat
+from penstock.engine.turn import Turn
+from penstock.plugins.calls.schema_values import ToolSchemas, has_strict_tool
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps, split_symbols
+
+
+def new_call_id() -> str:
+    """A fresh id, as OpenAI writes them: `call_` and 24 hexadecimal digits."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def new_short_call_id() -> str:
+    """A fresh id, as Mistral's templates ask for them: nine letters and digits."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+_OPENERS = "([{"
+_CLOSERS = ")]}"
+
+
+class MalformedCall:
+    """Passes text up to the bracket that closes the call, of which `depth` are open. Brackets in strings do not count."""
+
+    def __init__(self, buffer: MarkerBuffer, depth: int, ends: Sequence[str], *, quotes: str = "\"'") -> None:
+        self.is_over = depth <= 0
+        self._buffer = buffer
+        self._depth = depth
+        self._ends = ends
+        self._quotes = quotes
+        self._quote = ""
+
+    def read(self, events: list[Event]) -> str | None:
+        """Reads on to the next mark, which is text unless it is one of `ends`; None where more text has to come first."""
+        marks = (self._quote, f"\\{self._quote}") if self._quote else (*_OPENERS, *_CLOSERS, *self._quotes)
+        pieces, marker = self._buffer.take_until(*marks, *self._ends)
+        events += map(Text, pieces)
+        if marker is None or marker in self._ends:
+            return marker
+        events.append(Text(marker))
+        if self._quote or marker in self._quotes:
+            if len(marker) == 1:
+                self._quote = "" if self._quote else marker
+        else:
+            self._depth += 1 if marker in _OPENERS else -1
+            self.is_over = self._depth <= 0
+        return marker
+
+
+class Progress(Enum):
+    """The result of reading on."""
+
+    WAITING = auto()  # for more text
+    READ = auto()  # something; there may be more
+    OVER = auto()  # the call is complete
+    MALFORMED = auto()  # this is no call: only before it has a name
+
+
+class CallReader(ABC):
+    """Reads one call from a buffer that others have read the beginning of.
+
+    `name` is None until it has been read. Until the call `is_certain`, `head` are the pieces that have been read, which are text if it is
+    none after all. A call that was not closed ends where it goes wrong: `left` is what was read then and is text, `end_marker` the marker
+    of what is outside that was met instead. `next_head` are the pieces before another call that follows without a marker.
+    """
+
+    name: str | None = None
+    is_certain = False
+    end_marker: str | None = None
+    next_head: list[str] | None = None
+
+    def __init__(self) -> None:
+        self.head: list[str] = []
+        self.left: list[str] = []
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether what comes next belongs to the call's arguments."""
+        return self.name is not None
+
+    @abstractmethod
+    def read(self) -> Progress:
+        """Reads on in the buffer."""
+
+    def settle(self) -> bool:
+        """Generation is over: decides what only more text would have decided. True where that leaves something to read."""
+        return False
+
+    @abstractmethod
+    def finish(self) -> list[str]:
+        """Generation is over inside the call: gives back what has been read after `head` and is no part of a call."""
+
+    @abstractmethod
+    def take_arguments(self) -> str:
+        """The arguments that have come since the last call of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The markers of what stands around calls, as one call's reader meets them where the call was not closed."""
+
+    markers: tuple[str, ...]
+    added_tokens: frozenset[str]
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Those that no plain text can be."""
+        return tuple(marker for marker in self.markers if self.is_token(marker))
+
+    def is_token(self, marker: str) -> bool:
+        return any(token in marker for token in self.added_tokens if token)
+
+    def pieces(self, marker: str) -> list[str]:
+        """A marker that was taken for one and is none, as it came."""
+        return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self.added_tokens))
+
+
+_TAIL = 64
+_INDENT = " \t"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """`call` opens a call; all of them stand between `section` and `section_end` where there are such.
+
+    `skipped` may stand between calls and mean nothing. Where `may_lack_section`, a call of an offered tool may begin at the beginning of a
+    line without one. Where `is_offered_only`, what calls a tool that the request does not offer is text.
+    """
+
+    call: str
+    section: str = ""
+    section_end: str = ""
+    skipped: tuple[str, ...] = ()
+    may_lack_section: bool = False
+    is_offered_only: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(marker for marker in (self.section, self.section_end, self.call) if marker)
+
+
+NewReader = Callable[[MarkerBuffer, ToolSchemas, Surroundings], CallReader]
+
+
+class CallStream(ToolParser):
+    """A tool parser: text, and calls in it, as a state machine whose states (`_step`) read from the buffer as far as they can.
+
+    What is no call is `Text` as it stood; what may become one is held back until that is certain. White space between calls is part of the
+    format. With `tool_choice: none`, everything is text.
+    """
+
+    def __init__(self, turn: Turn, tool_format: ToolFormat | None, new_id: Callable[[], str] = new_call_id) -> None:
+        self.tool_format = tool_format
+        self._is_off = turn.tool_choice == "none"
+        self._added_tokens = turn.added_tokens
+        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._new_id = new_id
+        self._num_calls = 0
+        self._held: list[str] = []  # text if no call follows: markers, separators, and the call itself until it is certain
+        self._step: Callable[[list[Event]], bool]
+
+    @property
+    @abstractmethod
+    def is_in_call(self) -> bool:
+        """Whether what comes next belongs to a call's arguments."""
+
+    @abstractmethod
+    def finish(self) -> list[Event]:
+        """Generation is over: a call that has been named stays one as far as it came, anything else that is held is text."""
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        if self._is_off:
+            return [Text(text)] if text else []
+        return read_steps(self._buffer, text, lambda events: self._step(events))
+
+    def start_call(self, events: list[Event], name: str, call_id: str | None = None) -> None:
+        events.append(ToolCallStart(self._num_calls, name, call_id or self._new_id()))
+        self._num_calls += 1
+        self._held = []
+
+    def give_arguments(self, events: list[Event], fragment: str) -> None:
+        """More of the call that was started last."""
+        if fragment:
+            events.append(ToolCallArguments(self._num_calls - 1, fragment))
+
+    def _give_back(self, events: list[Event]) -> None:
+        """What is held is text."""
+        events += map(Text, join_pieces(self._held))
+        self._held = []
+
+    def _as_written(self, marker: str) -> list[str]:
+        """A marker as the pieces in which it came: there may be added tokens in it."""
+        return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self._added_tokens))
+
+
+class SectionStream(CallStream):
+    """Calls that begin with a marker of their own, alone or in sections; `new_reader` makes the reader of one call."""
+
+    def __init__(self, turn: Turn, envelope: Envelope, new_reader: NewReader, tool_format: ToolFormat | None) -> None:
+        super().__init__(turn, tool_format)
+        self._new_reader = new_reader
+        self._envelope = envelope
+        self._schemas = ToolSchemas(turn.tools)
+        self._around = Surroundings(envelope.markers, turn.added_tokens)
+        # Strict calls are held to their tool from the section's marker on, so that a call without one would evade that.
+        self._may_lack_section = envelope.may_lack_section and not has_strict_tool(turn.tools)
+        self._step = self._read_text
+        self._reader: CallReader | None = None
+        self._is_started = False  # the call that is being read has been given out
+        self._is_bare = False  # the call that is being read has no section
+        self._is_in_section = False
+        self._tail = ""  # the end of the text so far, where there are sections
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._reader is not None and self._reader.is_in_call
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        while self._reader is not None and self._reader.settle():
+            while self._step(events):
+                pass
+        if self._reader is not None:
+            reader = self._reader
+            rest = reader.finish()
+            if self._start(reader, events):
+                self.give_arguments(events, reader.take_arguments())
+            else:
+                rest = [*self._held, *reader.head, *rest]
+        else:
+            rest = [*self._held, *self._buffer.finish()]
+            if self._step == self._read_after and is_cut_marker(rest, *self._ends):
+                rest = []
+        self._say(rest, events)
+        return events
+
+    def _read_text(self, events: list[Event]) -> bool:
+        envelope = self._envelope
+        markers: tuple[str, ...] = envelope.markers if self._is_in_section else (envelope.section or envelope.call,)
+        if self._may_lack_section and envelope.call not in markers:
+            markers = (*markers, envelope.call)
+        pieces, marker = self._buffer.take_until(*markers)
+        self._say(pieces, events)
+        if marker is None:
+            return False
+        if marker == envelope.call and envelope.section and not self._is_in_section and not self._may_begin_here:
+            self._say(self._around.pieces(marker), events)
+            return True
+        return self._follow(marker, [])
+
+    def _follow(self, marker: str, space: list[str]) -> bool:
+        """A marker of the envelope came where it may stand."""
+        envelope = self._envelope
+        pieces = [*space, *self._around.pieces(marker)]
+        if marker == envelope.call:
+            self._open(pieces)
+        elif marker == envelope.section:
+            self._held = pieces
+            self._step = self._read_section
+        elif marker == envelope.section_end:
+            self._is_in_section = False
+            if self._step != self._read_text:  # white space after other text is text
+                self._step = self._read_after
+        return True
+
+    @property
+    def _may_begin_here(self) -> bool:
+        """At the beginning of a line, and not after a quotation of what sections begin with."""
+        before = self._tail.rstrip(_INDENT)
+        return (not before or before.endswith("\n")) and not before.rstrip().endswith(self._envelope.section)
+
+    def _read_section(self, events: list[Event]) -> bool:
+        """Between the beginning of a section and its first call."""
+        start = self._buffer.take_start(self._envelope.call)
+        if start is None:
+            return False
+        space, marker = start
+        self._held += space
+        if marker is not None:
+            self._held += self._around.pieces(marker)
+            self._open(self._held)
+            return True
+        self._reject([], events)
+        return True
+
+    def _open(self, block: list[str]) -> None:
+        self._is_bare = bool(self._envelope.section) and not self._is_in_section and self._step != self._read_section
+        self._held = block
+        self._is_started = False
+        self._reader = self._new_reader(self._buffer, self._schemas, self._around)
+        self._step = self._read_call
+
+    def _read_call(self, events: list[Event]) -> bool:
+        reader = self._reader
+        assert reader is not None
+        progress = reader.read()
+        if not self._is_started and (progress is Progress.MALFORMED or (reader.name is not None and not self._may_call(reader.name))):
+            self._reject(reader.head, events)
+            return True
+        if self._is_started or self._start(reader, events):
+            self.give_arguments(events, reader.take_arguments())
+        if progress is Progress.OVER:
+            self._reader = None
+            self._step = self._read_text if reader.left else self._read_after
+            self._say(reader.left, events)
+            if reader.next_head is not None:
+                self._open(reader.next_head)
+            elif reader.end_marker is not None:
+                self._follow(reader.end_marker, [])
+        return progress is not Progress.WAITING
+
+    def _may_call(self, name: str) -> bool:
+        is_offered_only = self._is_bare or self._envelope.is_offered_only
+        return not is_offered_only or not self._schemas or name in self._schemas
+
+    def _start(self, reader: CallReader, events: list[Event]) -> bool:
+        """Begins the call, unless it has begun; False where it is not certain."""
+        if self._is_started or not reader.is_certain or reader.name is None or not self._may_call(reader.name):
+            return self._is_started
+        self._is_started = True
+        self._is_in_section = not self._is_bare and bool(self._envelope.section)
+        self.start_call(events, reader.name)
+        return True
+
+    def _reject(self, pieces: list[str], events: list[Event]) -> None:
+        """No call after all: what is held is text, and these pieces."""
+        self._reader = None
+        held, self._held = self._held, []
+        self._say([*held, *pieces], events)
+        self._step = self._read_text
+
+    def _read_after(self, events: list[Event]) -> bool:
+        """After a call, or after the section that it stood in."""
+        envelope = self._envelope
+        markers = (
+            *self._ends,
+            envelope.section,
+            envelope.call if self._is_in_section or not envelope.section or self._may_lack_section else "",
+        )
+        start = self._buffer.take_start(*(marker for marker in markers if marker))
+        if start is None:
+            return False
+        space, marker = start
+        if marker is None:
+            self._say(space, events)
+            self._step = self._read_text
+        elif marker not in envelope.skipped:
+            self._is_bare = False
+            self._follow(marker, space)
+        return True
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """What may follow a call and is none."""
+        envelope = self._envelope
+        ends = (envelope.section_end, *envelope.skipped) if self._is_in_section or self._is_bare else ()
+        return tuple(marker for marker in ends if marker)
+
+    def _say(self, pieces: Iterable[str], events: list[Event]) -> None:
+        for piece in join_pieces([piece for piece in pieces if piece]):
+            if self._envelope.section:
+                self._tail = (self._tail + piece[-_TAIL:])[-_TAIL:]
+            events.append(Text(piece))
+
+
+class ParsersInTurn(ToolParser):
+    """A tool parser made of two, whose calls are numbered as one row. A call that the first finds ends whatever the second was reading.
+
+    While the second is inside a call, text goes around the first, and so does what that one still holds when the call begins.
+    """
+
+    def __init__(self, first: Parser, new_second: Callable[[], Parser], tool_format: ToolFormat | None = None) -> None:
+        self.tool_format = tool_format
+        self._first = first
+        self._new_second = new_second
+        self._second = new_second()
+        self._num_calls = 0
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether either is inside a call."""
+        return self._first.is_in_call or self._second.is_in_call
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        events: list[Event] = []
+        for part in split_at_calls(text):
+            if self._second.is_in_call:
+                events += self._through([Text(part)])
+                continue
+            events += self._through(self._first.feed(part))
+            if self._second.is_in_call:
+                events += self._through(self._first.release())
+        return self._numbered(events)
+
+    def finish(self) -> list[Event]:
+        """What both give back."""
+        return self._numbered([*self._through(self._first.finish()), *self._second.finish()])
+
+    def _through(self, events: Iterable[Event]) -> list[Event]:
+        passed: list[Event] = []
+        for event in events:
+            if isinstance(event, Text):
+                passed += self._second.feed(event.text)
+                continue
+            if isinstance(event, ToolCallStart):
+                passed += self._second.finish()
+                self._second = self._new_second()
+            passed.append(event)
+        return passed
+
+    def _numbered(self, events: Iterable[Event]) -> list[Event]:
+        """No two calls are ever open, so arguments are those of the call that has begun last; those that follow each other become one."""
+        numbered: list[Event] = []
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                event = ToolCallStart(self._num_calls, event.name, event.id)
+                self._num_calls += 1
+            elif isinstance(event, ToolCallArguments):
+                last = numbered.pop() if numbered and isinstance(numbered[-1], ToolCallArguments) else None
+                fragment = last.fragment if isinstance(last, ToolCallArguments) else ""
+                event = ToolCallArguments(self._num_calls - 1, fragment + event.fragment)
+            numbered.append(event)
+        return numbered

@@ -1,0 +1,450 @@
+"""gpt-oss's format: messages with a header that names their channel and recipient, `<|start|>assistant<|channel|>final<|message|>`."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.parsing import Phase, ReasoningParser
+from penstock.engine.turn import Turn
+from penstock.plugins.calls.stream import new_call_id
+from penstock.plugins.json.repair import JsonRepair
+from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps, split_symbols
+
+ROLE = "<|start|>assistant"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+RECIPIENT = "to=functions."
+CHANNELS = frozenset({"analysis", "commentary", "final"})
+
+MAX_LENGTH = 600
+"""Characters: a tool's name has 256 at most. What is longer is no header, however it goes on."""
+
+
+class Header:
+    """Holds the pieces of a header while it is open, and says what they make.
+
+    `first` is the marker that it begins with and `pieces` what has been read of it. `channel` and `recipient` are
+    None where there is none; a recipient here is never a function.
+    """
+
+    def __init__(self, first: str, pieces: list[str]) -> None:
+        self._opening = pieces
+        self._rest: list[str] = []
+        self._is_opened_by_role = first == ROLE
+        self.channel: str | None = None
+        self.recipient: str | None = None
+        self.is_valid = True
+        self._is_plain = True
+        self._after = first
+        self._segment: list[str] = []
+        self._length = 0
+
+    @property
+    def pieces(self) -> list[str]:
+        return [*self._opening, *self._rest]
+
+    @property
+    def pieces_after_role(self) -> list[str]:
+        """What it says of its message: whose it is says nothing."""
+        return self._rest if self._is_opened_by_role else self.pieces
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._length > MAX_LENGTH
+
+    def add(self, pieces: list[str]) -> None:
+        """Text between two markers, as it comes."""
+        self._rest += pieces
+        self._segment += pieces
+        self._length += sum(map(len, pieces))
+
+    def mark(self, marker: str) -> None:
+        """A marker that belongs to the header: what came before it is complete."""
+        self.close()
+        self._rest.append(marker)
+        self._after = marker
+
+    def close(self) -> None:
+        """What has come since the last marker is complete."""
+        segment = "".join(self._segment)
+        words = segment.split()
+        self._segment.clear()
+        if self._after == CHANNEL:
+            self.channel = words.pop(0).lower() if words else None
+            self.is_valid = self.is_valid and self.channel in CHANNELS
+        is_plain = not words and not segment[-1:].isspace() and self._after in (ROLE, CHANNEL)
+        self._is_plain = self._is_plain and is_plain
+        for word in words:
+            if word.startswith("to="):
+                self.recipient = word[len("to=") :]
+            elif self._after == ROLE or "<" in word:
+                self.is_valid = False
+
+    def text_if_cut(self) -> list[Event]:
+        """A header that stops before its message: nothing is lost with one that says no more than the channel."""
+        self.close()
+        if self.is_valid and self._is_plain:
+            return []
+        return [Text(piece) for piece in self.pieces]
+
+    @property
+    def kind(self) -> type[Text] | type[Reasoning]:
+        """What its message is. What goes to built-in tools is nothing for the reader."""
+        if self.channel in (None, "final"):
+            return Text
+        is_for_user = self.recipient in (None, "user")
+        return Text if self.channel == "commentary" and is_for_user else Reasoning
+
+
+_BOUNDARIES = frozenset({*ENDS, "<|start|>", CHANNEL})
+
+
+class HarmonyCall:
+    """What is known of a call. `head` are the pieces of its header so far, which are text where it is none after all."""
+
+    def __init__(self, head: Sequence[str] = ()) -> None:
+        self.head = list(head)
+        self.arguments = JsonRepair()
+        self._words: list[str] = []
+        self._is_named = False
+        self._length = 0
+
+    @property
+    def name(self) -> str:
+        """The first word. Empty where there is none."""
+        text = "".join(self._words)
+        return "" if not text or text[0].isspace() else text.split(maxsplit=1)[0]
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._length > MAX_LENGTH
+
+    def add(self, pieces: list[str]) -> None:
+        """Text of the header between two markers, as it comes."""
+        self.head += pieces
+        self._length += sum(map(len, pieces))
+        if not self._is_named:
+            self._words += pieces
+
+    def mark(self, marker: str) -> None:
+        """A marker that belongs to the header."""
+        self.head.append(marker)
+        self._is_named = True
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more of the arguments comes: they are complete, or what comes makes no sense."""
+        return self.arguments.is_complete or self.arguments.is_malformed
+
+    def feed(self, text: str, position: int) -> int:
+        """Reads arguments from `position`; returns where they stopped. A token that ends messages ends them too."""
+        if isinstance(text, SpecialText) and text in _BOUNDARIES:
+            self.arguments.is_malformed = True
+            return position
+        return self.arguments.feed(text, position)
+
+
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
+TO = f" {RECIPIENT}"
+FILLER = "commentary"
+
+
+class Harmony(ReasoningParser):
+    """Reads messages: `analysis` is reasoning, `final` and `commentary` are content, `to=functions.NAME` is a call.
+
+    Where `calls` are read, they come out as such, and one without arguments in JSON is text with its header. Elsewhere they pass as text,
+    for the parser after this one: with their header, or, where a grammar holds the answer, from ` to=functions.` on, where it begins. What
+    goes to other recipients is reasoning.
+
+    The phase is REASONING until the header of the final message, or ` to=functions.`, has come: short texts to the user in between are
+    content all the same. Where the request forces a call, it is over with the first message: the next one is left to the grammar.
+    """
+
+    start_marker = ANALYSIS
+    phase = Phase.REASONING
+
+    def __init__(self, turn: Turn, *, reads_calls: bool, new_id: Callable[[], str] = new_call_id) -> None:
+        self._reads_calls = reads_calls
+        self._new_id = new_id
+        self._is_constrained = turn.is_constrained and not reads_calls
+        self._is_forced = not reads_calls and turn.tool_choice not in ("auto", "none")
+        self.end_marker = f"{ENDS[0]}{ROLE}" if self._is_forced else f"{ENDS[0]}{ROLE}{FINAL}"
+        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._added_tokens = turn.added_tokens
+        self._header = Header(ROLE, [])
+        self._call = HarmonyCall()
+        self._num_calls = 0
+        self._is_started = False  # the call that is being read
+        self._kind: type[Text] | type[Reasoning] = Text
+        self._is_outside = True  # of all messages
+        self._step = self._read_start
+        start = turn.phase(ANALYSIS, (FINAL, f"{CHANNEL}commentary{MESSAGE}"), (*ENDS, ROLE))
+        if start is not Phase.UNDECIDED:
+            self._open_message(Reasoning if start is Phase.REASONING else Text)
+            self.phase = start
+
+    @property
+    def is_in_call(self) -> bool:
+        """From the brace that opens the arguments to the one that closes them."""
+        return self._step == self._read_arguments
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes text as it arrived, however it is cut."""
+        return read_steps(self._buffer, text, lambda events: self._step(events))
+
+    def finish(self) -> list[Event]:
+        """An open header is text, unless it is one of ours with nothing but its end missing."""
+        rest = self._buffer.finish()
+        events: list[Event] = []
+        if self._step == self._read_header:
+            self._header.add(rest)
+            return self._header.text_if_cut()
+        if self._step == self._read_call_head:
+            return [Text(piece) for piece in join_pieces([*self._call.head, *rest])]
+        if self._step == self._read_arguments_start:
+            self._start_call(events)
+            self._give_out("{}", events)
+            return events
+        if self._step == self._read_arguments:
+            if not self._is_started:
+                self._start_call(events)
+            self._call.arguments.stop()
+            self._give_out(self._call.arguments.take(), events)
+            return events
+        ends = {self._read_call_end: ENDS, self._read_after_call: ()}.get(self._step)
+        if self._reads_calls and ends is not None and is_cut_marker(rest, *ends):
+            return []
+        return [self._kind(piece) for piece in rest]
+
+    def _read_start(self, events: list[Event]) -> bool:
+        """The prompt has written the role: what comes first may be its recipient."""
+        start = self._buffer.take_start(RECIPIENT)
+        if start is None:
+            return False
+        space, marker = start
+        self._step = self._read_body
+        if marker is None:
+            events += map(Text, space)
+        else:
+            self._open_call([*space, marker], events)
+        return True
+
+    def _read_body(self, events: list[Event]) -> bool:
+        watches_calls = self._reads_calls and self._kind is Text
+        pieces, marker = self._buffer.take_until(ROLE, CHANNEL, *ENDS, *((TO,) if watches_calls else ()))
+        if self._is_outside and any(not piece.isspace() for piece in pieces):
+            self.phase = Phase.CONTENT
+        events += [self._kind(piece) for piece in pieces]
+        if marker == TO:
+            self._open_call([marker], events)
+        elif marker is not None:
+            self._leave(marker)
+        return marker is not None
+
+    def _leave(self, marker: str) -> None:
+        """A message is over: by its end, or because the next one begins."""
+        if marker in ENDS:
+            self._open_message(Text)
+            self._is_outside = True
+        else:
+            self._open_header(marker)
+
+    def _open_message(self, kind: type[Text] | type[Reasoning]) -> None:
+        self._kind = kind
+        self._is_outside = False
+        self._step = self._read_body
+
+    def _open_header(self, marker: str) -> None:
+        self._header = Header(marker, join_pieces(split_symbols(marker, self._added_tokens)))
+        self._step = self._read_header
+        if self._is_forced and marker == ROLE:
+            self.phase = Phase.CONTENT
+
+    def _read_header(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(ROLE, CHANNEL, CONSTRAIN, MESSAGE, *ENDS, TO)
+        self._header.add(pieces)
+        if self._header.is_too_long:
+            self._give_back(events, self._header.pieces)
+            return self._read_on(marker, events)
+        if marker in (CHANNEL, CONSTRAIN):
+            self._header.mark(marker)
+        elif marker == MESSAGE:
+            self._end_header(marker, events)
+        elif marker == TO:
+            self._end_at_recipient(events)
+        elif marker is not None:
+            events += self._header.text_if_cut()
+            self._leave(marker)
+        return marker is not None
+
+    def _read_on(self, marker: str | None, events: list[Event]) -> bool:
+        """After what was no header: the marker is what it would be inside a message."""
+        if marker == TO and self._reads_calls:
+            self._open_call([marker], events)
+        elif marker in (TO, MESSAGE, CONSTRAIN):
+            events.append(Text(marker))
+        elif marker is not None:
+            self._leave(marker)
+        return True
+
+    def _end_header(self, marker: str, events: list[Event]) -> None:
+        header = self._header
+        header.close()
+        is_final = self._is_constrained and self.phase is Phase.CONTENT
+        if not header.is_valid or (is_final and header.kind is Reasoning):
+            self._give_back(events, [*header.pieces, marker])
+            return
+        self._open_message(header.kind)
+        if header.channel in (None, "final"):
+            self.phase = Phase.CONTENT
+        elif header.channel == "analysis":
+            self.phase = Phase.REASONING
+
+    def _end_at_recipient(self, events: list[Event]) -> None:
+        self._header.close()
+        if self._header.is_valid:
+            self._open_call([TO] if self._is_constrained else [*self._header.pieces_after_role, TO], events)
+        else:
+            self._give_back(events, self._header.pieces)
+            self._read_on(TO, events)
+
+    def _give_back(self, events: list[Event], pieces: list[str]) -> None:
+        """What is no header is content, and so is what follows it."""
+        events += map(Text, join_pieces(pieces))
+        self._open_message(Text)
+        self.phase = Phase.CONTENT
+
+    def _open_call(self, head: list[str], events: list[Event]) -> None:
+        self.phase = Phase.CONTENT
+        self._kind = Text
+        self._is_outside = False
+        if self._reads_calls:
+            self._call = HarmonyCall(head)
+            self._is_started = False
+            self._step = self._read_call_head
+        else:
+            events += map(Text, join_pieces(head))
+            self._step = self._pass_call_head
+
+    def _pass_call_head(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(MESSAGE, ROLE, *ENDS)
+        return self._pass(pieces, marker, events)
+
+    def _pass_call_body(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(ROLE, CHANNEL, *ENDS)
+        return self._pass(pieces, marker, events)
+
+    def _pass(self, pieces: list[str], marker: str | None, events: list[Event]) -> bool:
+        events += map(Text, pieces)
+        if marker == MESSAGE or marker in ENDS:
+            events.append(Text(marker))
+            self._step = self._pass_call_body if marker == MESSAGE else self._read_after_call
+        elif marker is not None:
+            self._open_header(marker)
+        return marker is not None
+
+    def _read_call_head(self, events: list[Event]) -> bool:
+        pieces, marker = self._buffer.take_until(CHANNEL, CONSTRAIN, MESSAGE, ROLE, *ENDS, TO)
+        self._call.add(pieces)
+        if self._call.is_too_long:
+            self._give_back(events, self._call.head)
+            return self._read_on(marker, events)
+        if marker in (CHANNEL, CONSTRAIN):
+            self._call.mark(marker)
+        elif marker == MESSAGE and self._call.name:
+            self._call.mark(marker)
+            self._step = self._read_arguments_start
+        elif marker is not None:
+            self._give_back(events, self._call.head)
+            self._read_on(marker, events)
+        return marker is not None
+
+    def _read_arguments_start(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start("{", ROLE, CHANNEL, *ENDS)
+        if start is None:
+            return False
+        space, marker = start
+        if marker is None:
+            self._give_back(events, [*self._call.head, *space])
+        elif marker == "{":
+            self._call.head += space
+            self._step = self._read_arguments
+            self._feed_arguments(marker, 0, events)
+        else:
+            self._start_call(events)
+            self._give_out("{}", events)
+            self._end_call(marker)
+        return True
+
+    def _start_call(self, events: list[Event]) -> None:
+        self._is_started = True
+        events.append(ToolCallStart(self._num_calls, self._call.name, self._new_id()))
+        self._num_calls += 1
+
+    def _give_out(self, fragment: str, events: list[Event]) -> None:
+        if fragment:
+            events.append(ToolCallArguments(self._num_calls - 1, fragment))
+
+    def _read_arguments(self, events: list[Event]) -> bool:
+        piece = self._buffer.peek()
+        if piece is None:
+            return False
+        start = self._buffer.offset
+        self._buffer.skip(self._feed_arguments(piece, start, events) - start)
+        if not self._call.is_over:
+            return True
+        if self._is_started:
+            self._step = self._read_call_end
+            events += [Text(self._call.arguments.left)] if self._call.arguments.left else []
+        else:
+            self._give_back(events, self._call.head)
+        return True
+
+    def _feed_arguments(self, piece: str, start: int, events: list[Event]) -> int:
+        """Reads on in the arguments, which make this a call once more than their first brace has come; returns where that stopped."""
+        arguments = self._call.arguments
+        end = self._call.feed(piece, start)
+        if end > start and not self._is_started:
+            self._call.head.append(piece if isinstance(piece, SpecialText) else piece[start:end])
+        if arguments.is_begun and not self._is_started:
+            self._start_call(events)
+        if self._is_started:
+            if arguments.is_malformed:
+                arguments.close()
+            self._give_out(arguments.take(), events)
+        return end
+
+    def _read_call_end(self, events: list[Event]) -> bool:
+        start = self._buffer.take_start(ROLE, CHANNEL, *ENDS)
+        if start is None:
+            return False
+        space, marker = start
+        if marker is None:
+            events += map(Text, space)
+            self._open_message(Text)
+        else:
+            self._end_call(marker)
+        return True
+
+    def _end_call(self, marker: str) -> None:
+        self._leave(marker)
+        if marker in ENDS:
+            self._step = self._read_after_call
+
+    def _read_after_call(self, events: list[Event]) -> bool:
+        """Between two calls the model at times writes the name of their channel without its marker."""
+        start = self._buffer.take_start(FILLER + CHANNEL, FILLER + ROLE, RECIPIENT)
+        if start is None:
+            return False
+        space, marker = start
+        self._open_message(Text)
+        self._is_outside = True
+        if marker is None:
+            events += map(Text, space)
+        elif marker == RECIPIENT:
+            self._open_call([*space, marker], events)
+        else:
+            self._open_header(marker.removeprefix(FILLER))
+        return True
