@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import cast
 
 from penstock.engine.format_info import FormatInfo
 from penstock.engine.parsing import ToolParser
@@ -17,7 +16,7 @@ def _plugins() -> Plugins:
 
 
 def tool_parser(name: str) -> Callable[[Turn], ToolParser]:
-    return cast(Callable[[Turn], ToolParser], _plugins().tool_parsers[name])
+    return _plugins().tool_parsers[name]
 
 
 def format_info(name: str) -> FormatInfo:

@@ -69,6 +69,7 @@ def chatml(content: str) -> str:
 def test_ids_are_those_of_the_text_between_the_templates_own_tokens(number: int) -> None:
     (tokenizer, plain), content = TOKENIZERS[number], CONTENT_TOKENIZERS[number]
     start, end = tokenizer.token_id("<|im_start|>"), tokenizer.token_id("<|im_end|>")
+    assert start is not None
     ids = content.encode(chatml(content.mark(PASTED)), add_special_tokens=False)
     plain.pre_tokenizer = plain.pre_tokenizer if number < 2 else pre_tokenizers.Metaspace(prepend_scheme="never")
     if number == 2:  # where the control tokens are pieces as well

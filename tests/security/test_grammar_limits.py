@@ -85,7 +85,8 @@ def compiler(*backends: Backend, is_open: bool = True, **options: Any) -> Gramma
     for backend in backends:
         if is_open:
             backend.gate.set()
-    return GrammarCompiler({f"b{number}": lambda _, b=backend: b for number, backend in enumerate(backends)}, Tokens(), 2, [1], **options)
+    named: dict[str, Any] = {f"b{number}": lambda _, b=backend: b for number, backend in enumerate(backends)}
+    return GrammarCompiler(named, Tokens(), 2, [1], **options)
 
 
 async def idle(grammars: GrammarCompiler) -> None:

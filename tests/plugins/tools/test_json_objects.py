@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.format_info import FormatInfo
-from penstock.engine.parsing import Parser
+from penstock.engine.parsing import ToolParser
 from penstock.engine.turn import Turn
 from penstock.plugins.tools.json_objects import HERMES
 from penstock.testing import check_parser, check_tool_format, read, split_atoms
@@ -40,12 +40,12 @@ def tokens_of(info: FormatInfo) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(("factory", "info"), [FAMILIES[name] for name in FORMATS], ids=FORMATS)
-def test_what_the_format_allows_is_read_as_calls(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_what_the_format_allows_is_read_as_calls(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     check_tool_format(factory, markers=sorted(tokens_of(info)), tools=TOOLS, num_walks=3)
 
 
 @families
-def test_the_example_is_one_call(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_the_example_is_one_call(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     example = content_of(info)
     assert read(factory(AUTO), [example]) == WEATHER
     tokens = tokens_of(info)
@@ -53,13 +53,13 @@ def test_the_example_is_one_call(factory: Callable[[Turn], Parser], info: Format
 
 
 @families
-def test_text_around_a_call_stays(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_text_around_a_call_stays(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     events = read(factory(AUTO), [f"Let me see: {content_of(info)} That is all"])
     assert events == [Text("Let me see: "), *WEATHER, Text(" That is all")]
 
 
 @families
-def test_what_is_quoted_calls_nothing_where_the_markers_are_tokens(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_what_is_quoted_calls_nothing_where_the_markers_are_tokens(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     example = content_of(info)
     tokens = tokens_of(info)
     if any(token in example for token in tokens):
@@ -67,12 +67,12 @@ def test_what_is_quoted_calls_nothing_where_the_markers_are_tokens(factory: Call
 
 
 @families
-def test_with_tool_choice_none_everything_is_text(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_with_tool_choice_none_everything_is_text(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     assert read(factory(Turn(tool_choice="none")), [info.example]) == [Text(info.example)]
 
 
 @families
-def test_string_arguments_stream_character_by_character(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_string_arguments_stream_character_by_character(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     parser = factory(AUTO)
     head, tail = content_of(info).split("Oslo")
     events = [*parser.feed(head)]
@@ -84,19 +84,19 @@ def test_string_arguments_stream_character_by_character(factory: Callable[[Turn]
 
 
 @families
-def test_a_call_that_is_cut_keeps_what_came(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_a_call_that_is_cut_keeps_what_came(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     cut = content_of(info).partition("slo")[0]
     assert read(factory(AUTO), [cut]) == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, '{"city": "O')]
 
 
 @families
-def test_a_call_that_is_cut_before_its_name_is_text(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_a_call_that_is_cut_before_its_name_is_text(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     cut = content_of(info).partition("ther")[0]
     assert read(factory(AUTO), [cut]) == [Text(cut)]
 
 
 @families
-def test_all_kinds_of_arguments_come_out_as_they_were_written(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_all_kinds_of_arguments_come_out_as_they_were_written(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     arguments = {"s": 'a "b" \\ \n', "i": 42, "f": -2e-3, "b": True, "n": None, "l": ["a", [], {}], "o": {"k": {}}, "u": "日本 🎉", "": ""}
     written = json.dumps(arguments, ensure_ascii=False)
     events = read(factory(AUTO), [content_of(info).replace('{"city": "Oslo"}', written)])
@@ -106,34 +106,34 @@ def test_all_kinds_of_arguments_come_out_as_they_were_written(factory: Callable[
 
 
 @families
-def test_a_line_break_and_a_tab_in_a_string_are_escaped(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_a_line_break_and_a_tab_in_a_string_are_escaped(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     events = read(factory(AUTO), [content_of(info).replace("Oslo", "New\n\tYork")])
     assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, r'{"city": "New\n\tYork"}')]
 
 
 @families
-def test_calls_are_numbered(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_calls_are_numbered(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     example = content_of(info)
     events = read(factory(AUTO), [f"{example}\n{example}"])
     assert events == [*WEATHER, ToolCallStart(1, "weather", ""), ToolCallArguments(1, '{"city": "Oslo"}')]
 
 
 @families
-def test_an_object_in_a_string_stands_for_itself(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_an_object_in_a_string_stands_for_itself(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     example = content_of(info)
     assert read(factory(AUTO), [example.replace('{"city": "Oslo"}', r'"{\"city\": \"Oslo\"}"')]) == WEATHER
 
 
 @families
 @pytest.mark.parametrize("value", ['"Oslo"', "1", "[1]", "true"])
-def test_arguments_that_are_no_object_make_it_content(factory: Callable[[Turn], Parser], info: FormatInfo, value: str) -> None:
+def test_arguments_that_are_no_object_make_it_content(factory: Callable[[Turn], ToolParser], info: FormatInfo, value: str) -> None:
     text = content_of(info).replace('{"city": "Oslo"}', value)
     assert read(factory(AUTO), [text]) == [Text(text)]
 
 
 @families
 @pytest.mark.parametrize("value", ["null", '""'])
-def test_what_stands_for_no_arguments_is_an_empty_object(factory: Callable[[Turn], Parser], info: FormatInfo, value: str) -> None:
+def test_what_stands_for_no_arguments_is_an_empty_object(factory: Callable[[Turn], ToolParser], info: FormatInfo, value: str) -> None:
     events = read(factory(AUTO), [content_of(info).replace('{"city": "Oslo"}', value)])
     assert events == [ToolCallStart(0, "weather", ""), ToolCallArguments(0, "{}")]
 
@@ -143,7 +143,9 @@ WITH_KEYS = {name: family for name, family in FAMILIES.items() if re.search(r'"(
 
 @pytest.mark.parametrize(("factory", "info"), WITH_KEYS.values(), ids=WITH_KEYS)
 @pytest.mark.parametrize("member", ['"args": {"city": "Oslo"}', '"Arguments": {"city": "Oslo"}', '"city": "Oslo"'])
-def test_a_call_with_other_members_for_its_arguments_is_content(factory: Callable[[Turn], Parser], info: FormatInfo, member: str) -> None:
+def test_a_call_with_other_members_for_its_arguments_is_content(
+    factory: Callable[[Turn], ToolParser], info: FormatInfo, member: str
+) -> None:
     text = re.sub(r'"(arguments|parameters)": \{"city": "Oslo"\}', member, content_of(info))
     assert read(factory(AUTO), [text]) == [Text(text)]
     cut = text.partition("slo")[0]
@@ -151,7 +153,7 @@ def test_a_call_with_other_members_for_its_arguments_is_content(factory: Callabl
 
 
 @families
-def test_brackets_that_close_nothing_belong_to_the_format_before_its_end(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_brackets_that_close_nothing_belong_to_the_format_before_its_end(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     example = content_of(info)
     head, arguments, rest = example.partition('{"city": "Oslo"}')
     brackets = rest[: len(rest) - len(rest.lstrip("}]"))]
@@ -163,7 +165,7 @@ def test_brackets_that_close_nothing_belong_to_the_format_before_its_end(factory
 
 
 @families
-def test_an_end_token_in_the_middle_of_a_call_ends_it(factory: Callable[[Turn], Parser], info: FormatInfo) -> None:
+def test_an_end_token_in_the_middle_of_a_call_ends_it(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
     tokens = tokens_of(info)
     end = next((marker for marker in info.markers if marker in tokens and ("/" in marker or "end" in marker.lower())), None)
     if end is None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.events import SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser
+from penstock.engine.parsing import Parser, ToolParser
 from penstock.engine.turn import Turn
 from penstock.testing import check_parser, check_tool_format, read
 from penstock.testing.answers import split_atoms
@@ -191,7 +191,7 @@ def test_hunyuans_markers_have_the_suffix_of_the_prompt_or_of_the_vocabulary(tur
 
 
 def test_what_hunyuans_grammar_allows_is_read_as_calls_with_the_suffix_too() -> None:
-    def suffixed(turn: Turn) -> Parser:
+    def suffixed(turn: Turn) -> ToolParser:
         return hy_v3(replace(turn, prompt_tail=f"<think{SUFFIX}>"))
 
     check_tool_format(suffixed, markers=list(map(with_suffix, INFO.markers)), num_walks=2)
