@@ -237,7 +237,7 @@ def test_the_readmes_constraint_holds(url: str) -> None:
 def test_a_server_splits_reasoning_by_an_installed_plugin(default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_example_plugin(tmp_path / "site", tmp_path / "source")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    template = (ROOT / "api" / "templates" / "think.jinja").read_text(encoding="utf-8")
+    template = (ROOT / "serving" / "templates" / "think.jinja").read_text(encoding="utf-8")
     opened = tmp_path / "thought.jinja"
     opened.write_text(template.replace("think>", "thought>"), encoding="utf-8")
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
