@@ -19,7 +19,7 @@ from penstock.api.app import build_app, build_runner
 from penstock.arguments import parse_arguments
 from penstock.assembly import ModelFiles, assemble_pooling
 from penstock.llm.model import LoopThread
-from tests.helpers.example_plugin import install_example_plugin
+from tests.helpers.example_plugin import THOUGHT_TAGS, install_example_plugin
 from tests.llm.model_directory import write_model
 from tests.test_server import server
 
@@ -235,9 +235,9 @@ def test_the_readmes_constraint_holds(url: str) -> None:
 
 
 def test_a_server_splits_reasoning_by_an_installed_plugin(default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_example_plugin(tmp_path / "site", tmp_path / "source")
+    install_example_plugin(THOUGHT_TAGS, tmp_path / "site", tmp_path / "source")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    template = (ROOT / "api" / "templates" / "think.jinja").read_text(encoding="utf-8")
+    template = (ROOT / "serving" / "templates" / "think.jinja").read_text(encoding="utf-8")
     opened = tmp_path / "thought.jinja"
     opened.write_text(template.replace("think>", "thought>"), encoding="utf-8")
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]

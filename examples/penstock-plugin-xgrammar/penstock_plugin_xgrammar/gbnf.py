@@ -2,7 +2,7 @@
 
 import re
 
-from penstock.engine.errors import UnsupportedGrammar
+from penstock_plugin_xgrammar._penstock import UnsupportedGrammar
 
 _PARTS = re.compile(
     r"""
