@@ -28,11 +28,11 @@ class StructureRules:
             case structure.Marker(text):
                 return self._marker(text)
             case structure.FreeText(without):
-                return self._text([marker for marker in without if not self._has_token(marker)], is_until=False)
-            case structure.TextUntil(marker) if self._has_token(marker):
-                return Sequence((ANYTHING, self._marker(marker)))
-            case structure.TextUntil(marker):
-                return self._text([marker], is_until=True)
+                return self._text(without)
+            case structure.TextUntil(marker, without) if self._has_token(marker):
+                return Sequence((self._text(without), self._marker(marker)))
+            case structure.TextUntil(marker, without):
+                return self._text(without, marker)
             case structure.Value(spec):
                 return self._translate_value(spec)
             case structure.Sequence(parts):
@@ -65,11 +65,13 @@ class StructureRules:
         self.tokens[name] = token_id
         return Reference(name)
 
-    def _text(self, markers: list[str], *, is_until: bool) -> Node:
-        """Text before the first of the markers, or with it: one rule for each beginning of a marker that may stand at the text's end.
+    def _text(self, without: tuple[str, ...], until: str | None = None) -> Node:
+        """Text without these markers, up to and including the first `until`: a rule for each beginning of a marker that it may end with.
 
         The automaton of Aho and Corasick, "Efficient string matching" (1975).
         """
+        bans = [marker for marker in without if not self._has_token(marker)]
+        markers = bans if until is None else [*bans, until]
         if not markers:
             return ANYTHING
         if any(not 0 < len(marker) <= MAX_MARKER for marker in markers):
@@ -79,13 +81,14 @@ class StructureRules:
         characters = sorted(set("".join(markers)))
         others = Chars(complement(of("".join(characters))))
         for beginning, name in names.items():
-            branches: list[Node] = [] if is_until else [EMPTY]
+            branches: list[Node] = [EMPTY] if until is None else []
             branches.append(Sequence((others, Reference(names[""]))))
             for character in characters:
                 text = beginning + character
-                if any(text.endswith(marker) for marker in markers):
-                    if is_until:
-                        branches.append(Literal(character))
+                if any(text.endswith(ban) for ban in bans):
+                    continue
+                if until is not None and text.endswith(until):
+                    branches.append(Literal(character))
                     continue
                 longest = next(text[start:] for start in range(len(text) + 1) if text[start:] in names)
                 branches.append(Sequence((Literal(character), Reference(names[longest]))))

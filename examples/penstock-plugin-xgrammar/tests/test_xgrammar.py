@@ -306,6 +306,27 @@ def test_free_text_ends_before_a_marker_and_text_until_with_the_first(backend: X
     assert matcher.finished
 
 
+def test_text_until_a_marker_holds_no_other(backend: XgrammarBackend) -> None:
+    plain, token, ended = (
+        backend.compile(GrammarSpec(GrammarKind.STRUCTURE, "", structure=part))
+        for part in (
+            structure.TextUntil("aab", without=("ba",)),
+            structure.TextUntil(CALL, without=("ba",)),
+            structure.TextUntil("ba", without=("aab", CALL)),
+        )
+    )
+
+    @settings(derandomize=True, deadline=None, max_examples=60)
+    @given(st.text("aab ", max_size=9))
+    def check(text: str) -> None:
+        assert takes(plain, text) == (text.find("aab") == len(text) - 3 >= 0 and "ba" not in text)
+        assert takes(ended, text) == (text.find("ba") == len(text) - 2 >= 0 and "aab" not in text)
+        matcher = token.matcher()
+        assert all(map(matcher.advance, (*text.encode(), CALL_ID))) == ("ba" not in text)
+
+    check()
+
+
 def test_the_plugin_loads_without_torch() -> None:
     program = (
         "import sys, penstock_plugin_xgrammar as plugin;"
