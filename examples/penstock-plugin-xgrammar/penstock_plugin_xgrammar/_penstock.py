@@ -1,6 +1,6 @@
 """All that this package takes from Penstock."""
 
-# These modules are deeper than what Penstock promises to keep; what it makes public is to be imported from `penstock` itself.
+# Names that are public come from `penstock` itself. Modules below it may change with any version.
 from penstock import InvalidRequest, hookimpl
 from penstock.engine import structure
 from penstock.engine.errors import UnsupportedGrammar
