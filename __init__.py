@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.engine.parsing import Parser, Phase, ReasoningParser, ToolParser
     from penstock.engine.pooling.params import PoolingParams
     from penstock.engine.sampling.params import BeamSearchParams
+    from penstock.engine.sandbox import Limits, Sandbox
     from penstock.engine.tool_format import CallableTool, ToolFormat
     from penstock.engine.turn import Turn
     from penstock.llm.async_llm import AsyncLLM
@@ -72,6 +73,7 @@ _PLUGIN_API = {
     "penstock.engine.hooks": ("Register", "hookimpl"),
     "penstock.engine.logits_processor": ("LogitsProcessor", "LogitsRow", "per_row", "per_sequence"),
     "penstock.engine.parsing": ("Parser", "Phase", "ReasoningParser", "ToolParser"),
+    "penstock.engine.sandbox": ("Limits", "Sandbox"),
     "penstock.engine.tool_format": ("CallableTool", "ToolFormat"),
     "penstock.engine.turn": ("Turn",),
     "penstock.plugins.calls.expression_formats": ("NotationFormat", "PythonFormat"),
@@ -153,6 +155,7 @@ __all__ = [
     "InvalidRequest",
     "JsonFormat",
     "KvCacheRetentionConfig",
+    "Limits",
     "LogitsProcessor",
     "LogitsRow",
     "Logprob",
@@ -179,6 +182,7 @@ __all__ = [
     "Result",
     "SamplingConfig",
     "SamplingParams",
+    "Sandbox",
     "ScoringOutput",
     "ScoringRequestOutput",
     "SpecialText",

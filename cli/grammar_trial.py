@@ -20,7 +20,7 @@ from penstock.engine.grammars.grammar_choice import preferred_kinds
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.serving.constraints.closed_schema import closed
-from penstock.serving.constraints.sources import known_backend
+from penstock.serving.constraints.sources import INSTALLABLE, known_backend
 
 # What nobody asks for, since it would come from the cache, and what makes backends load whatever they load when first needed.
 WARM_UP_SCHEMA = """
@@ -112,6 +112,8 @@ class GrammarBench:
             return None
         if (known := known_backend(name, self.backend_names)) is not None:
             return known
+        if name in INSTALLABLE:
+            raise ConfigurationError(f"--backend {name}: it is not installed: {INSTALLABLE[name]}")
         near = difflib.get_close_matches(name, self.backend_names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are auto, {', '.join(self.backend_names)}"
         raise ConfigurationError(f"--backend {name}: no grammar backend of that name is loaded; {hint}")

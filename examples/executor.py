@@ -3,7 +3,7 @@
 import argparse
 from collections import defaultdict
 
-from penstock.llm.executor.executor import (
+from penstock.llm.executor import (
     Executor,
     FinishReason,
     GuidedDecodingParams,

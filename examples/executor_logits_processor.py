@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock import LogitsProcessor, LogitsRow, per_row
-from penstock.llm.executor.executor import Executor, LogitsProcessorConfig, OutputConfig, Request
+from penstock.llm.executor import Executor, LogitsProcessorConfig, OutputConfig, Request
 
 NO_INPUT = OutputConfig(exclude_input_from_output=True)
 

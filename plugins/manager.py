@@ -33,7 +33,6 @@ BUILT_INS = (
     "penstock.plugins.processors.no_repeat_ngram",
     "penstock.plugins.grammars.llguidance.backend",
     "penstock.plugins.grammars.outlines_core.backend",
-    "penstock.plugins.grammars.xgrammar.backend",
 )
 
 

@@ -1,4 +1,4 @@
-"""What every parser, tool format and logits processor must pass, for the tests of plug-ins. Needs `hypothesis`; any test runner will do.
+"""What plug-ins must pass, and walks through grammars, for the tests of plug-ins. Needs `hypothesis`; any test runner will do.
 
 from penstock.testing import check_parser
 
@@ -8,8 +8,22 @@ def test_any_cut_and_any_stop_give_the_same_answer() -> None:
 
 from penstock.testing.answers import join_atoms, merged, read, split_atoms
 from penstock.testing.cost_check import check_cost
+from penstock.testing.grammar_walks import accepts, allowed_tokens, byte_vocabulary, random_answer
 from penstock.testing.logits_processor_check import check_logits_processor
 from penstock.testing.parser_check import check_parser
 from penstock.testing.tool_format_check import check_tool_format
 
-__all__ = ["check_cost", "check_logits_processor", "check_parser", "check_tool_format", "join_atoms", "merged", "read", "split_atoms"]
+__all__ = [
+    "accepts",
+    "allowed_tokens",
+    "byte_vocabulary",
+    "check_cost",
+    "check_logits_processor",
+    "check_parser",
+    "check_tool_format",
+    "join_atoms",
+    "merged",
+    "random_answer",
+    "read",
+    "split_atoms",
+]

@@ -19,7 +19,7 @@ from penstock.api.app import build_app, build_runner
 from penstock.arguments import parse_arguments
 from penstock.assembly import ModelFiles, assemble_pooling
 from penstock.llm.model import LoopThread
-from tests.helpers.example_plugin import install_example_plugin
+from tests.helpers.example_plugin import THOUGHT_TAGS, XGRAMMAR, install_example_plugin
 from tests.llm.model_directory import write_model
 from tests.test_server import server
 
@@ -234,8 +234,11 @@ def test_the_readmes_constraint_holds(url: str) -> None:
     assert list(ast.literal_eval(output_of("-c", CLIENTS[1].replace(README_URL, url)))) == ["city", "continent", "is_capital"]
 
 
-def test_a_server_splits_reasoning_by_an_installed_plugin(default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_example_plugin(tmp_path / "site", tmp_path / "source")
+def test_a_server_reads_and_constrains_answers_by_installed_plugins(
+    default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for source in (THOUGHT_TAGS, XGRAMMAR):
+        install_example_plugin(source, tmp_path / "site", tmp_path / source.name)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     template = (ROOT / "serving" / "templates" / "think.jinja").read_text(encoding="utf-8")
     opened = tmp_path / "thought.jinja"
@@ -245,13 +248,19 @@ def test_a_server_splits_reasoning_by_an_installed_plugin(default_model_dir: Pat
         server("--plugin", "thought_tags", "--chat-template", str(opened)) as (_, url),
         openai.OpenAI(base_url=url, api_key="none") as client,
     ):
+        model = client.models.list().data[0].id
         answer = client.chat.completions.create(
-            model=client.models.list().data[0].id,
+            model=model,
             messages=messages,
             max_tokens=30,
             temperature=0,
             extra_body={"thinking_token_budget": 4},
         )
+        constraint = {"guided_regex": "(Par|Lond)[a-z]{2}", "guided_decoding_backend": "xgrammar"}
+        constrained = client.chat.completions.create(
+            model=model, messages=messages, max_tokens=30, extra_body={"thinking_token_budget": 4, **constraint}
+        )
+    assert re.fullmatch(constraint["guided_regex"], constrained.choices[0].message.content or "")
     message = answer.choices[0].message
     assert message.content
     assert message.to_dict()["reasoning_content"]

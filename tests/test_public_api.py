@@ -14,8 +14,8 @@ import penstock
 
 ROOT = Path(__file__).parent.parent
 TYPES = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
-# `penstock.llm.executor.executor` is the namespace of TensorRT-LLM's Executor API, some of whose names are also vLLM's.
-PUBLIC = {"penstock", "penstock.testing", "penstock.llm.executor.executor"}
+# `penstock.llm.executor` is the namespace of TensorRT-LLM's Executor API, some of whose names are also vLLM's.
+PUBLIC = {"penstock", "penstock.grammars", "penstock.testing", "penstock.llm.executor"}
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -119,6 +119,7 @@ def _class(chars: CharSet) -> str:
 
 AUTO = "auto"
 ALIASES = {"guidance": "llguidance", "outlines": "outlines_core"}  # vLLM's names of the same libraries
+INSTALLABLE = {"xgrammar": "pip install ./examples/penstock-plugin-xgrammar"}  # vLLM has them built in; in a checkout of Penstock
 NO_FALLBACK = "no-fallback"
 COMPACT = "disable-any-whitespace"
 CLOSED = "no-additional-properties"
@@ -156,6 +157,9 @@ def chosen_backend(body: GenerationFields, known: Iterable[str]) -> str | None:
     names = list(known)
     name = known_backend(named.name, names)
     if name is None:
+        if named.name in INSTALLABLE:
+            message = f"the grammar backend {named.name!r} is not installed: {INSTALLABLE[named.name]}, and start the server again"
+            raise InvalidRequest(message, named.param)
         raise InvalidRequest(f"no grammar backend {named.name[:100]!r}: there are {', '.join([AUTO, *names])}", named.param)
     return name
 

@@ -340,6 +340,12 @@ def test_an_unknown_backend_is_named_with_the_nearest() -> None:
     assert bench().backend_named(None) is None
 
 
+def test_a_backend_that_is_not_installed_is_refused_with_how_to_install_it() -> None:
+    with pytest.raises(ConfigurationError, match=r"pip install \./examples/penstock-plugin-xgrammar"):
+        bench().backend_named("xgrammar")
+    assert bench(xgrammar=ListBackend).backend_named("xgrammar") == "xgrammar"
+
+
 def test_a_backend_may_have_the_name_that_it_has_in_requests_to_vllm() -> None:
     backends = bench(outlines_core=ListBackend)
     assert [backends.backend_named(name) for name in ("outlines", "outlines_core")] == ["outlines_core"] * 2

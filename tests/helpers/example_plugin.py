@@ -1,16 +1,18 @@
-"""Installs the third-party plug-in of `examples/` into a folder, as pip would for a user."""
+"""Installs the third-party plug-ins of `examples/` into a folder, as pip would for a user."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "penstock-plugin-thought-tags"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+THOUGHT_TAGS = EXAMPLES / "penstock-plugin-thought-tags"
+XGRAMMAR = EXAMPLES / "penstock-plugin-xgrammar"
 
 
-def install_example_plugin(target: Path, workspace: Path) -> None:
+def install_example_plugin(source: Path, target: Path, workspace: Path) -> None:
     """Puts the distribution into `target`, for `PYTHONPATH`, and builds it in `workspace`, which does not exist yet. Needs no network."""
-    shutil.copytree(EXAMPLE, workspace)  # a build leaves files beside its source
+    shutil.copytree(source, workspace)  # a build leaves files beside its source
     pip_install(target, workspace)
 
 

@@ -20,17 +20,12 @@ from tests.fakes import NextToken, ids, letter_after, make_core
 OUTPUT_ALONE = OutputConfig(exclude_input_from_output=True)
 
 
-def new_plugins() -> Plugins:
-    """Without a backend that takes seconds to start."""
-    return Plugins.start(without=("xgrammar",))
-
-
-builtin_plugins = cache(new_plugins)
+builtin_plugins = cache(Plugins.start)
 
 
 def context_over(core: EngineCore, processors: Mapping[str, Any] | None = None) -> ServerContext:
     """What `assemble` makes for a server, of a core. `processors` are logits processors by name."""
-    plugins = builtin_plugins() if processors is None else new_plugins()
+    plugins = builtin_plugins() if processors is None else Plugins.start()
     plugins.register_logits_processors(processors or {}, "tests")
     workers = Workers()
     return ServerContext(

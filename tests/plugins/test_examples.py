@@ -9,17 +9,21 @@ from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read
-from tests.helpers.example_plugin import EXAMPLE, install_example_plugin
-
-ROOT = EXAMPLE.parents[1]
+from tests.helpers.example_plugin import EXAMPLES, THOUGHT_TAGS, XGRAMMAR, install_example_plugin
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables for a process in which the example is installed."""
-    target = tmp_path_factory.mktemp("site")
-    install_example_plugin(target, tmp_path_factory.mktemp("build") / "source")
-    return {**os.environ, "PYTHONPATH": str(target)}
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a copy of the examples from which they are installed."""
+    return tmp_path_factory.mktemp("build")
+
+
+@pytest.fixture(scope="module")
+def environment(build: Path) -> dict[str, str]:
+    """Variables for a process in which the examples are installed."""
+    for source in (THOUGHT_TAGS, XGRAMMAR):
+        install_example_plugin(source, build / "site", build / source.name)
+    return {**os.environ, "PYTHONPATH": str(build / "site")}
 
 
 def test_an_installed_distribution_is_found_and_selected(environment: dict[str, str], tmp_path: Path) -> None:
@@ -32,15 +36,28 @@ def test_an_installed_distribution_is_found_and_selected(environment: dict[str, 
     assert result.stdout.strip() == "reasoning parser|thought_tags|penstock-plugin-thought-tags|0.1.0|True"
 
 
-def test_the_distributions_own_tests_pass(environment: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(EXAMPLE / "tests")]
+def test_an_installed_grammar_backend_is_found_and_comes_after_the_built_in_ones(environment: dict[str, str], tmp_path: Path) -> None:
+    code = """if True:
+        from penstock.plugins.manager import Plugins
+        plugins = Plugins.start(["xgrammar"])
+        row, = [row for row in plugins.listing() if row.name == "xgrammar"]
+        print(row.kind, row.plugin, row.distribution, *plugins.grammar_backends, sep="|")
+    """
+    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "grammar backend|xgrammar|penstock-plugin-xgrammar|llguidance|outlines_core|xgrammar"
+
+
+@pytest.mark.parametrize("source", [THOUGHT_TAGS, XGRAMMAR], ids=lambda source: source.name)
+def test_the_distributions_own_tests_pass(source: Path, build: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    tests = build / source.name / "tests"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tests)]
     result = subprocess.run(command, env={**environment, "PYTHONDONTWRITEBYTECODE": "1"}, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
 @pytest.fixture
 def fenced_calls() -> Plugins:
-    return Plugins.start([str(ROOT / "examples" / "fenced_calls.py")])
+    return Plugins.start([str(EXAMPLES / "fenced_calls.py")])
 
 
 def test_the_file_is_loaded_and_selected(fenced_calls: Plugins) -> None:

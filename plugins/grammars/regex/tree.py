@@ -29,6 +29,7 @@ def charset(*ranges: tuple[int, int]) -> CharSet:
 
 
 def of(characters: str) -> CharSet:
+    """These characters."""
     return charset(*((ord(character), ord(character)) for character in characters))
 
 
@@ -38,6 +39,7 @@ def union(*sets: CharSet) -> CharSet:
 
 @lru_cache(MAX_CACHED)
 def complement(chars: CharSet) -> CharSet:
+    """All other characters that can be generated."""
     gaps = []
     start = 1
     for low, high in chars:
@@ -194,6 +196,7 @@ def sequence(*items: Node) -> Node:
 
 
 def either(*items: Node) -> Node:
+    """One of the items; an only one is itself."""
     return items[0] if len(items) == 1 else Either(items)
 
 

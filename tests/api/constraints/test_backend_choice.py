@@ -42,5 +42,11 @@ def test_any_other_name_or_option_is_refused(written: str) -> None:
     assert caught.value.param == "structured_outputs.backend"
 
 
+def test_a_backend_that_is_not_installed_is_refused_with_how_to_install_it() -> None:
+    with pytest.raises(InvalidRequest, match=r"not installed: pip install \./examples/penstock-plugin-xgrammar"):
+        chosen(guided_decoding_backend="xgrammar:no-fallback")
+    assert chosen_backend(GenerationFields(guided_decoding_backend="xgrammar"), [*KNOWN, "xgrammar"]) == "xgrammar"
+
+
 def test_a_plug_in_may_take_a_name_that_is_otherwise_an_alias() -> None:
     assert chosen_backend(GenerationFields(guided_decoding_backend="guidance"), ["llguidance", "guidance"]) == "guidance"

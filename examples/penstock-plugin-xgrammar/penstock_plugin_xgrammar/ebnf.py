@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from penstock.plugins.grammars.regex.tree import Chars, CharSet, Either, Literal, Node, Reference, Repeat, Sequence, of
+from penstock.grammars import Chars, CharSet, Either, Literal, Node, Reference, Repeat, Sequence, of
 
 MAX_CHARS = 4 * 2**20
 _NOTHING = '""'

@@ -3,9 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import Vocabulary
-from penstock.engine.sandbox import Limits, Sandbox
+from penstock import InvalidRequest, Limits, Sandbox, Vocabulary
 
 # The niceness is that of a process that holds no lock others wait for. As text a grammar takes half as much again as in memory.
 LIMITS = Limits(cpu_seconds=5.0, memory_bytes=2 * 2**30, wall_seconds=30.0, result_bytes=2**27, niceness=19)

@@ -1,17 +1,18 @@
-"""JSON Schema as a grammar with rules: what `json_schema` translates, and what takes recursion.
+"""A constraint as a grammar with rules, which takes recursion: for backends whose library compiles rules rather than schemas.
 
-xgrammar has a translation of its own, which passes over many keywords without a word and lets an additional property repeat a declared
-one. So it gets rules, not schemas. Other than for `json_schema`, references may recur, a schema may allow any value, a required property
-need not be described, and `additionalProperties` may stand beside `properties`, whose values come first. Where it is absent, there are
-none, as there. How values are spelled, and what is refused, is the same.
+For JSON Schema it is what `json_schema` translates into regular languages, and more: references may recur, a schema may allow any value,
+a required property need not be described, and `additionalProperties` may stand beside `properties`, whose values come first. Where it is
+absent, no further properties are allowed. How values are spelled, and what is refused, is the same.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engine.errors import UnsupportedKind
+from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.json_schema import values as json_text
-from penstock.plugins.grammars.json_schema.document import resolve
+from penstock.plugins.grammars.json_schema.document import parse_document, resolve
 from penstock.plugins.grammars.json_schema.regular import LenientSchema, Place, Translation, described, object_members, refusal
 from penstock.plugins.grammars.json_schema.values import (
     ANNOTATIONS,
@@ -24,6 +25,7 @@ from penstock.plugins.grammars.json_schema.values import (
     dumps,
 )
 from penstock.plugins.grammars.llguidance.limits import MAX_OPTIONAL_PROPERTIES
+from penstock.plugins.grammars.regex import lark as text_constraints
 from penstock.plugins.grammars.regex.tree import (
     EMPTY,
     Chars,
@@ -54,6 +56,44 @@ _KEYWORDS = frozenset().union(
     ("$ref", "$dynamicRef", "$recursiveRef"),
 )
 _SHARED = {"string": json_text.string(), "integer": INTEGER, "number": NUMBER}
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRules:
+    """Every `Reference` in `root` and in `rules` is to one of the `rules`, which may recur.
+
+    `warnings` are what of a lenient spec the rules do not enforce, each a keyword with its JSON path.
+    """
+
+    root: Node
+    rules: Mapping[str, Node]
+    warnings: tuple[str, ...] = ()
+
+
+def grammar_rules(spec: GrammarSpec, prefix: str = "") -> GrammarRules:
+    """The rules of a regex, a choice, a JSON Schema, or any JSON object.
+
+    Rules whose names do not begin with `prefix` are the same for every spec, so specs with different prefixes may share a grammar.
+    Raises `UnsupportedKind` for other kinds, and `UnsupportedGrammar` naming the keyword with its path, or the position in a regex.
+    """
+    match spec.kind:
+        case GrammarKind.REGEX:
+            return GrammarRules(text_constraints.regex(spec.text, spec.param), {})
+        case GrammarKind.CHOICE:
+            return GrammarRules(text_constraints.choice(spec.text, spec.param), {})
+        case GrammarKind.JSON_SCHEMA:
+            return _schema_rules(parse_document(spec.text, spec.param), spec, prefix)
+        case GrammarKind.JSON_OBJECT:
+            return _schema_rules({"type": "object"}, spec, prefix)
+    raise UnsupportedKind(f"a constraint of the kind {spec.kind} has no rules", spec.param)
+
+
+def _schema_rules(schema: Any, spec: GrammarSpec, prefix: str) -> GrammarRules:
+    pattern = spec.whitespace_pattern
+    whitespace = None if pattern is None else text_constraints.regex(pattern, spec.param)
+    translation = SchemaRules(schema, spec.param, whitespace, prefix=prefix, is_lenient=spec.is_lenient)
+    root = translation.start()
+    return GrammarRules(root, translation.rules, tuple(translation.warnings))
 
 
 @dataclass(frozen=True, slots=True)

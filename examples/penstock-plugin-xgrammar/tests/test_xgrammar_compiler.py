@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from penstock_plugin_xgrammar import XgrammarBackend
+from penstock_plugin_xgrammar import backend as xgrammar_backend
+from penstock_plugin_xgrammar.compiler import LIMITS, Compiler, spelt_tokens
 
-from penstock.engine.errors import InvalidRequest, JobLimitExceeded, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.plugins.grammars.xgrammar import backend as xgrammar_backend
-from penstock.plugins.grammars.xgrammar.backend import XgrammarBackend
-from penstock.plugins.grammars.xgrammar.compiler import LIMITS, Compiler, spelt_tokens
-from tests.plugins.grammars.grammar_walks import VOCABULARY
+from penstock import GrammarKind, GrammarSpec, InvalidRequest, UnsupportedGrammar
+from penstock.testing import byte_vocabulary
+
+VOCABULARY = byte_vocabulary()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ class Exhausted:
     def prestart(self) -> None: ...
 
     def compile(self, ebnf: str) -> None:
-        raise JobLimitExceeded("compiling took too long")
+        raise InvalidRequest("compiling took too long")
 
 
 def test_a_limit_is_an_unsupported_grammar_that_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import re
 
-from penstock.engine.errors import UnsupportedGrammar
+from penstock import UnsupportedGrammar
 
 _PARTS = re.compile(
     r"""

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from penstock.engine.grammar import CompiledGrammar, GrammarMatcher
-from penstock.engine.grammars.bitmask import allocate_bitmask
+from penstock import CompiledGrammar, GrammarMatcher
 
 MAX_FORCED_TOKENS = 64
 
@@ -14,20 +14,23 @@ MAX_FORCED_TOKENS = 64
 class XgrammarGrammar(CompiledGrammar):
     """Shared by all sequences with this constraint. `warnings` is what a lenient schema left out."""
 
+    num_bytes: int = 0
+    warnings: tuple[str, ...] = ()
+
     def __init__(self, compiled: Any, vocab_size: int, stop_token_ids: Iterable[int], warnings: tuple[str, ...] = ()) -> None:
         self.compiled = compiled
         self.vocab_size = vocab_size
         self.stop_token_ids = frozenset(stop_token_ids)
         self.num_bytes = int(compiled.memory_size_bytes)
         self.warnings = warnings
-        self.text_row = allocate_bitmask(1, vocab_size)[0].bitwise_not_()
+        self.text_row = new_row(vocab_size).bitwise_not_()
         for token_id in self.stop_token_ids:
             self.text_row[token_id // 32] &= ~_bit(token_id)
 
     def matcher(self) -> "XgrammarMatcher":
-        from xgrammar import GrammarMatcher
+        import xgrammar
 
-        return XgrammarMatcher(self, GrammarMatcher(self.compiled))
+        return XgrammarMatcher(self, xgrammar.GrammarMatcher(self.compiled))
 
 
 class XgrammarMatcher(GrammarMatcher):
@@ -88,9 +91,14 @@ class XgrammarMatcher(GrammarMatcher):
     def _row(self) -> Tensor:
         """int32 [ceil(V / 32)], overwritten by the next call."""
         if self._scratch_W is None:
-            self._scratch_W = allocate_bitmask(1, self._grammar.vocab_size)[0]
+            self._scratch_W = new_row(self._grammar.vocab_size)
         self.fill_bitmask(self._scratch_W)
         return self._scratch_W
+
+
+def new_row(vocab_size: int) -> Tensor:
+    """int32 [ceil(V / 32)], nothing allowed."""
+    return torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
 
 
 def _only_token(row_W: Tensor) -> int | None:
