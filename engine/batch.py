@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.constraints.masks import StepMasks
 from penstock.engine.device import to_device
-from penstock.engine.grammars.step_masks import StepMasks
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows

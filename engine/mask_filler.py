@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from penstock.engine.grammars.bitmask import allocate_bitmask, num_words
-from penstock.engine.grammars.mask_fill import MaskFill
-from penstock.engine.grammars.mask_worker import MaskTask, MaskWorker
-from penstock.engine.grammars.step_masks import StepMasks
+from penstock.engine.constraints.bitmask import allocate_bitmask, num_words
+from penstock.engine.constraints.masks import MaskFill, MaskTask, MaskWorker, StepMasks
 from penstock.engine.sequence import SamplerRow, Sequence
 
 GRACE = 0.01  # seconds beyond the forward pass

@@ -7,11 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
+from penstock.engine.constraints.masks import MaskFill, failure_of
+from penstock.engine.constraints.state import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
 from penstock.engine.deltas import FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
-from penstock.engine.grammars.mask_fill import MaskFill, failure_of
 from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request

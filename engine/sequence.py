@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.engine.constraints.masks import MaskFill
+from penstock.engine.constraints.state import GrammarGate
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.grammars.grammar_gate import GrammarGate
-from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.state import SamplingState

@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.beams.group import BeamGroup
 from penstock.engine.beams.search import BeamReader, BeamSearch, end_token_ids, must_go_on, num_candidates
-from penstock.engine.grammars.grammar_gate import GrammarGate
+from penstock.engine.constraints.state import GrammarGate
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sampling.state import SamplingState

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from penstock.engine.beams.group import Continuation, Ending, Hypothesis
 from penstock.engine.beams.search import BeamSearch, beam_search_of
+from penstock.engine.constraints.masks import MaskFill
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.output import OutputProcessor
 from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, SamplerOutput
 from penstock.engine.sequence import Sequence, Status

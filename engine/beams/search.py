@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.engine.beams.group import BeamGroup, Candidate, Continuation, Ending, Hypothesis
+from penstock.engine.constraints.state import UNFIT_START, GrammarGate
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Event
-from penstock.engine.grammars.grammar_gate import UNFIT_START, GrammarGate
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import SamplingParams

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.deltas import ClientFault, FinishReason
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.grammars import grammar_cache, grammar_queue
-from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.serving.messages import check_delta
 from tests.fakes import generate, make_core, make_request
 from tests.matchers import Grammar, Walk

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.grammars.bitmask import allocate_bitmask
+from penstock.engine.constraints.bitmask import allocate_bitmask
 
 MAX_FORCED_TOKENS = 64
 

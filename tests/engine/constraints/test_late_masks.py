@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.engine import loop, mask_filler
+from penstock.engine.constraints import masks
+from penstock.engine.constraints.masks import TOO_SLOW, MaskFill, MaskTask, MaskWorker
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
-from penstock.engine.grammars import mask_fill
-from penstock.engine.grammars.mask_fill import TOO_SLOW, MaskFill
-from penstock.engine.grammars.mask_worker import MaskTask, MaskWorker
 from penstock.engine.loop import Engine
 from tests.fakes import EOS, content, drive, generate, make_core, make_request, runner_of, saying, tokens
 from tests.matchers import Blocked, Grammar, Walk
@@ -155,7 +154,7 @@ def test_a_slow_sequence_can_leave_and_those_behind_it_are_filled(release: threa
 def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
     release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mask_fill, "TIME_LIMIT", 0.1)
+    monkeypatch.setattr(masks, "TIME_LIMIT", 0.1)
     monkeypatch.setattr(mask_filler, "PATIENCE", 0.02)
     core = make_core(grace=0.01)
     core.add(make_request("stuck", grammar=Grammar(lambda: Blocked(1, release)), n=2))
@@ -172,7 +171,7 @@ def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
 def test_a_mask_that_comes_when_nobody_waits_for_it_any_more_lets_nothing_pass(
     release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mask_fill, "TIME_LIMIT", 0.05)
+    monkeypatch.setattr(masks, "TIME_LIMIT", 0.05)
     monkeypatch.setattr(mask_filler, "PATIENCE", 0.02)
     core = make_core(lambda history: EOS, grace=0.01)
     core.add(make_request("slow", grammar=Grammar(lambda: Blocked(1, release, forces=False))))

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.grammars import mask_fill
-from penstock.engine.grammars.bitmask import allocate_bitmask
-from penstock.engine.grammars.grammar_gate import GrammarGate
-from penstock.engine.grammars.mask_fill import MaskFill
+from penstock.engine.constraints import masks
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.masks import MaskFill
+from penstock.engine.constraints.state import GrammarGate
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from tests.fakes import EOS, LETTERS, TOKENIZER, VOCAB_SIZE, ids
@@ -28,7 +28,7 @@ def fill_of(gate: GrammarGate, draft: list[int], draft_time: float = 60.0) -> Ma
     answer = Answer(Detokenizer(TOKENIZER), None, None, (), False, True)
     fill = MaskFill(gate, answer, allocate_bitmask(1 + len(draft), VOCAB_SIZE).fill_(-1), draft)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mask_fill, "DRAFT_TIME", draft_time)
+        patch.setattr(masks, "DRAFT_TIME", draft_time)
         fill.run()
     assert fill.is_done
     assert fill.error is None

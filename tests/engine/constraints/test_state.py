@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.state import GrammarGate
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import Event
-from penstock.engine.grammars.bitmask import allocate_bitmask
-from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.parsing import Phase
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

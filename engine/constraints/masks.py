@@ -1,15 +1,18 @@
-"""One sequence's mask, from when it is asked for until it is there."""
+"""The masks of constrained sequences: the job that fills one, the threads that run such jobs, and the masks of a step."""
 
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
+from penstock.engine.constraints.state import GrammarGate
 from penstock.engine.deltas import ClientFault, GrammarFault
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.text.answer import Answer
 
 logger = logging.getLogger(__name__)
@@ -179,3 +182,89 @@ class MaskFill:
         except Exception as error:
             self._gate.stop_guessing(error)
         self._gate.rollback(num_taken)
+
+
+class MaskTask:
+    """Masks to be filled one after the other. `is_begun` once a worker has been given it; `is_over` is set when none is left."""
+
+    __slots__ = ("_fills", "is_begun", "is_over")
+
+    def __init__(self, fills: list[MaskFill]) -> None:
+        self._fills = fills
+        self.is_begun = False
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        for fill in self._fills:
+            if fill.take():
+                fill.run()
+        self.is_over.set()
+
+
+class MaskWorker:
+    """Runs tasks in the order they came. Its thread starts with the first, and ends when the worker is closed or let go.
+
+    The thread is a daemon: nothing can stop a grammar that never comes back, and the process must be able to end all the same.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[MaskTask | None] = SimpleQueue()
+        self._is_started = False
+        self.close = weakref.finalize(self, self._tasks.put, None)
+
+    def submit(self, task: MaskTask) -> None:
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=_work, args=(self._tasks,), name="mask", daemon=True).start()
+        self._tasks.put(task)
+
+    def successor(self) -> "MaskWorker":
+        """A worker that takes over what this one has not begun, and leaves it alone with what it is at."""
+        successor = MaskWorker()
+        while True:
+            try:
+                task = self._tasks.get_nowait()
+            except Empty:
+                break
+            if task is not None:
+                successor.submit(task)
+        self.close()
+        return successor
+
+
+def _work(tasks: "SimpleQueue[MaskTask | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # it holds a step's masks
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """Filled while the model computes: its thread calls `begin` just before that, and `wait` just before it samples.
+
+    `bitmask_BW` (int32 [B, ceil(V / 32)], pinned where the model is on a GPU) has a row for each of the sampler's, all ones where no
+    grammar has a say. `fills` are those where one has, by a sequence's rows. `task` are those waited for, at most `grace` seconds, and
+    `worker` is who fills them.
+    """
+
+    bitmask_BW: Tensor
+    fills: dict[range, MaskFill]
+    task: MaskTask | None
+    worker: MaskWorker
+    grace: float
+
+    def begin(self) -> None:
+        """Has the worker fill them. Sooner, it would hold the interpreter's lock while the step is on its way to the model."""
+        if self.task is not None and not self.task.is_begun:
+            self.task.is_begun = True
+            self.worker.submit(self.task)
+
+    def wait(self) -> list[int]:
+        """The rows to be sampled: all but those whose mask is late or has failed or is none, and those where what comes next is certain."""
+        self.begin()
+        if self.task is not None:
+            self.task.is_over.wait(self.grace)
+        if not self.fills:
+            return list(range(len(self.bitmask_BW)))
+        others = {row for rows, fill in self.fills.items() for row in rows[fill.num_to_sample :]}
+        return [row for row in range(len(self.bitmask_BW)) if row not in others]

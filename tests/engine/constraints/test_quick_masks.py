@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from penstock.engine import mask_filler
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.masks import MaskFill
+from penstock.engine.constraints.state import MAX_FORCED_TOKENS
 from penstock.engine.deltas import FinishReason
-from penstock.engine.grammars.bitmask import allocate_bitmask
-from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS
-from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.mask_filler import NUM_MASKS_APART
 from tests.fakes import (
     EOS,
