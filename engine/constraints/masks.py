@@ -1,226 +1,60 @@
-"""The masks of constrained sequences: the job that fills one, the threads that run such jobs, and the masks of a step."""
+"""The mask pool: fills the masks of constrained sequences off the event loop, so that a slow grammar delays its own sequence alone."""
 
-import logging
+import ctypes
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+import torch
 from torch import Tensor
 
-from penstock.engine.constraints.state import GrammarGate
-from penstock.engine.deltas import ClientFault, GrammarFault
-from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.constraints.bitmask import num_words
+from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.text.answer import Answer
 
-logger = logging.getLogger(__name__)
-
-TIME_LIMIT = 5.0  # seconds
-DRAFT_TIME = 0.002  # seconds, after which no mask for another drafted token is begun
-TOO_SLOW = ClientFault("the constraint takes too long to say what may come next")
-
-
-def failure_of(error: Exception) -> str:
-    """Why a sequence ends whose grammar raised. `UnsupportedGrammar` is about the constraint; anything else is the plug-in's defect."""
-    if isinstance(error, UnsupportedGrammar):
-        return GrammarFault(error.message)
-    logger.error("A grammar failed", exc_info=error)
-    return f"the grammar raised {type(error).__name__}: {error}"
+GRACE = 0.01  # seconds beyond the forward pass
+SLOW = 0.005  # seconds
+NUM_MASKS_APART = 16
+PATIENCE = 1.0  # seconds between two looks at whether a late mask is overdue
 
 
-class MaskFill:
-    """What a sequence may say next: `forced` where that is certain, else the bits of `row_W`, the first of int32 [1 + draft, ceil(V / 32)].
+@dataclass(frozen=True, slots=True)
+class ConstrainedRows:
+    """The rows of a step's sampler that belong to one constrained sequence: that of its next token, and one after each draft token."""
 
-    The other rows say what may follow the tokens of the draft, as far as the grammar lets these pass and there is time.
-    It is run by whoever takes it, and nobody else touches the gate's matcher until `is_done`, which is set last. `error` says why there
-    is no result. `is_apart` says that the grammar is slow: no step waits for it, and whether it is finished is found out here as well.
-    `is_counted` is whoever counts the quick ones to set: one that comes between sampling and a step's end is seen in the next step again.
-    `on_done` is called at the end, in the thread that ran it, where it was set before `is_done` was.
-    """
-
-    __slots__ = (
-        "_answer",
-        "_begun_at",
-        "_claim",
-        "_draft",
-        "_error",
-        "_gate",
-        "_is_given_up",
-        "_num_filled",
-        "address",
-        "forced",
-        "is_apart",
-        "is_counted",
-        "is_done",
-        "is_finished",
-        "on_done",
-        "row_W",
-        "rows_DW",
-        "seconds",
-    )
-
-    def __init__(self, gate: GrammarGate, answer: Answer, rows_DW: Tensor, draft: Sequence[int] = (), *, is_apart: bool = False) -> None:
-        self._gate = gate
-        self._answer = answer
-        self._claim = threading.Lock()
-        self._begun_at: float | None = None
-        self._draft = draft
-        self._num_filled = 0
-        self._error: str | None = None
-        self._is_given_up = False
-        self.rows_DW = rows_DW
-        self.row_W = rows_DW[0]
-        self.address = self.row_W.data_ptr()
-        self.is_apart = is_apart
-        self.is_counted = False
-        self.forced: list[int] = []
-        self.seconds = 0.0
-        self.is_finished = False
-        self.is_done = False
-        self.on_done: Callable[[], None] | None = None
-
-    def take(self) -> bool:
-        """True for the first who asks, in whatever thread: it is his to run, or to leave undone."""
-        return self._claim.acquire(blocking=False)
+    constraint: ConstraintState
+    answer: Answer
+    first_row: int
+    draft: Sequence[int] = ()
 
     @property
-    def is_overdue(self) -> bool:
-        """Whether it has run for so long that nobody waits for it any more."""
-        return not self.is_done and self._begun_at is not None and time.monotonic() - self._begun_at > TIME_LIMIT
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether it is worth waiting for."""
-        return not self.is_done and not self.is_overdue
-
-    @property
-    def error(self) -> str | None:
-        if self._is_given_up or self.is_overdue:
-            return TOO_SLOW
-        return self._error if self.is_done else None
-
-    def give_up(self) -> None:
-        """It is too late for it now, even if it comes in the same moment."""
-        self._is_given_up = True
-
-    @property
-    def needs_no_sample(self) -> bool:
-        """Whether it says by itself how the sequence goes on, or that it does not."""
-        return self.error is not None or (self.is_done and (self.is_finished or bool(self.forced)))
-
-    @property
-    def num_to_sample(self) -> int:
-        """For how many of its rows it has said what may come next, where that is more than one token."""
-        return self._num_filled if self.is_done and not self.needs_no_sample else 0
-
-    def look_ahead(self, rows_DW: Tensor, draft: Sequence[int]) -> None:
-        """Goes on from the mask that is there, of which the first of these rows is a copy, to those after the tokens of a late draft."""
-        assert self._num_filled
-        self._num_filled = 1
-        self.rows_DW = rows_DW
-        self._draft = draft
-        if self._gate.may_look_ahead:
-            self._ask_ahead(time.monotonic() + DRAFT_TIME)
-
-    def run_at_once(self, *, only_forced: bool = False) -> None:
-        """Asks what may come next in this thread, and again for each token of a sequence: `row_W` is used anew.
-
-        With `only_forced` the bits are left alone: those who ask want to know only what is certain.
-        """
-        began_at = time.perf_counter()
-        self._num_filled = 0
-        self._draft = ()
-        try:
-            self._ask(only_forced=only_forced)
-        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
-            self._fail(error)
-        self.is_done = True
-        self.seconds = time.perf_counter() - began_at
-
-    def run(self) -> None:
-        self._begun_at = time.monotonic()
-        try:
-            self._ask()
-            self.seconds = time.monotonic() - self._begun_at
-            if self._draft and self._num_filled and self._gate.may_look_ahead:
-                self._ask_ahead(self._begun_at + DRAFT_TIME)
-        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
-            self._fail(error)
-        self.is_done = True
-        if self.on_done is not None:
-            self.on_done()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = failure_of(error)
-
-    def _ask(self, *, only_forced: bool = False) -> None:
-        if self.is_apart and self._gate.is_finished(self._answer):
-            self.is_finished = True
-            return
-        self.forced = self._gate.forced_tokens(self._answer)
-        if not self.forced and not only_forced:
-            self._gate.fill_bitmask(self._answer, self.row_W)
-            self._num_filled = 1
-
-    def _ask_ahead(self, deadline: float) -> None:
-        """Lets the grammar take the draft, token by token, and take it back.
-
-        What it fails at may never be said: that ends only the draft.
-        """
-        num_taken = 0
-        try:
-            for token_id, row_W in zip(self._draft, self.rows_DW[1:], strict=True):
-                if time.monotonic() > deadline or self._gate.is_stop(token_id) or not self._gate.advance(self._answer, token_id):
-                    break
-                num_taken += 1
-                if self._gate.is_finished(self._answer):
-                    break
-                self._gate.fill_bitmask(self._answer, row_W)
-                self._num_filled += 1
-        except Exception as error:
-            self._gate.stop_guessing(error)
-        self._gate.rollback(num_taken)
+    def rows(self) -> range:
+        return range(self.first_row, self.first_row + 1 + len(self.draft))
 
 
-class MaskTask:
-    """Masks to be filled one after the other. `is_begun` once a worker has been given it; `is_over` is set when none is left."""
+class MaskThread:
+    """Runs tasks in the order they came. The thread starts with the first, and ends when this is closed or no longer referenced.
 
-    __slots__ = ("_fills", "is_begun", "is_over")
-
-    def __init__(self, fills: list[MaskFill]) -> None:
-        self._fills = fills
-        self.is_begun = False
-        self.is_over = threading.Event()
-
-    def run(self) -> None:
-        for fill in self._fills:
-            if fill.take():
-                fill.run()
-        self.is_over.set()
-
-
-class MaskWorker:
-    """Runs tasks in the order they came. Its thread starts with the first, and ends when the worker is closed or let go.
-
-    The thread is a daemon: nothing can stop a grammar that never comes back, and the process must be able to end all the same.
+    It is a daemon: nothing can stop a grammar that never returns, and the process must be able to end all the same.
     """
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[MaskTask | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_started = False
         self.close = weakref.finalize(self, self._tasks.put, None)
 
-    def submit(self, task: MaskTask) -> None:
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queues a task, which must not raise."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=_work, args=(self._tasks,), name="mask", daemon=True).start()
         self._tasks.put(task)
 
-    def successor(self) -> "MaskWorker":
-        """A worker that takes over what this one has not begun, and leaves it alone with what it is at."""
-        successor = MaskWorker()
+    def successor(self) -> "MaskThread":
+        """Another, which takes over the tasks that have not begun and leaves this one alone with its current task."""
+        successor = MaskThread()
         while True:
             try:
                 task = self._tasks.get_nowait()
@@ -232,39 +66,169 @@ class MaskWorker:
         return successor
 
 
-def _work(tasks: "SimpleQueue[MaskTask | None]") -> None:
+def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := tasks.get()) is not None:
-        task.run()
+        task()
         del task  # it holds a step's masks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepMasks:
     """Filled while the model computes: its thread calls `begin` just before that, and `wait` just before it samples.
 
-    `bitmask_BW` (int32 [B, ceil(V / 32)], pinned where the model is on a GPU) has a row for each of the sampler's, all ones where no
-    grammar has a say. `fills` are those where one has, by a sequence's rows. `task` are those waited for, at most `grace` seconds, and
-    `worker` is who fills them.
+    `bitmask_BW` (int32 [B, ceil(V / 32)], pinned where the model is on a GPU) has a row for each of the sampler's, all ones where a row is
+    unconstrained. `jobs` are those of the constrained sequences, by their rows. `awaited` are those waited for, at most `grace` seconds,
+    and filled by `thread`.
     """
 
     bitmask_BW: Tensor
-    fills: dict[range, MaskFill]
-    task: MaskTask | None
-    worker: MaskWorker
+    jobs: dict[range, MaskJob]
+    awaited: list[MaskJob]
+    thread: MaskThread
     grace: float
+    _is_begun: bool = False
+    _is_over: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
-        """Has the worker fill them. Sooner, it would hold the interpreter's lock while the step is on its way to the model."""
-        if self.task is not None and not self.task.is_begun:
-            self.task.is_begun = True
-            self.worker.submit(self.task)
+        """Has the thread fill them. Sooner, it would hold the interpreter's lock while the step is on its way to the model."""
+        if self.awaited and not self._is_begun:
+            self._is_begun = True
+            self.thread.submit(self.fill)
+
+    def fill(self) -> None:
+        """Runs the jobs one after the other, except those that were withdrawn."""
+        for job in self.awaited:
+            job.run()
+        self._is_over.set()
 
     def wait(self) -> list[int]:
         """The rows to be sampled: all but those whose mask is late or has failed or is none, and those where what comes next is certain."""
         self.begin()
-        if self.task is not None:
-            self.task.is_over.wait(self.grace)
-        if not self.fills:
+        if self.awaited:
+            self._is_over.wait(self.grace)
+        if not self.jobs:
             return list(range(len(self.bitmask_BW)))
-        others = {row for rows, fill in self.fills.items() for row in rows[fill.num_to_sample :]}
+        others = {row for rows, job in self.jobs.items() for row in rows[job.num_to_sample :]}
         return [row for row in range(len(self.bitmask_BW)) if row not in others]
+
+
+class MaskPool:
+    """Belongs to the thread that schedules. One thread fills a step's masks, and the step waits for it; another those of slow grammars.
+
+    When a step's time is up, jobs that have not begun are withdrawn, and the thread finishes its current one alone; that sequence samples
+    in a later step, when its mask is there. From then on its masks are filled apart, until `NUM_MASKS_APART` of them were quick.
+    With `samples_first` quick grammars are only asked for the masks of tokens that they have rejected.
+    `wake` is called, in a mask thread, when a late mask is there.
+    """
+
+    def __init__(self, grace: float = GRACE) -> None:
+        self._grace = grace
+        self.samples_first = False
+        self._thread = MaskThread()
+        self._thread_apart = MaskThread()
+        self._in_flight: list[tuple[ConstraintState, MaskJob]] = []
+        self._news = threading.Event()
+        self.wake: Callable[[], None] = self._news.set
+
+    def begin(self, constrained: Iterable[ConstrainedRows], num_rows: int, vocab_size: int, *, pin_memory: bool) -> StepMasks | None:
+        """The masks of a step whose sampler has `num_rows`, to be filled once the step begins; None where no row needs one."""
+        masked = [one for one in constrained if not self.samples_unmasked(one.constraint, one.answer)]
+        if not masked:
+            return None
+        for one in masked:
+            if one.constraint.mask is not None:
+                one.constraint.mask.give_up()  # unless it is done: it is overdue, and has no place in this step's rows
+        bitmask_BW = self._laid_out(masked, num_rows, vocab_size, pin_memory=pin_memory)
+        awaited: list[MaskJob] = []
+        jobs: dict[range, MaskJob] = {}
+        for one in masked:
+            job = one.constraint.mask
+            rows_DW = bitmask_BW[one.rows.start : one.rows.stop]
+            if job is not None and job.is_quick:
+                if one.draft and not job.needs_no_sample:
+                    job.look_ahead(rows_DW, one.draft)
+                if one.draft or job.needs_no_sample:
+                    jobs[one.rows] = job
+                continue
+            if job is None:
+                job = MaskJob(one.constraint, one.answer, rows_DW, one.draft, is_apart=one.constraint.is_slow)
+                job.queue()
+                one.constraint.mask = job
+                if job.is_apart:
+                    self._thread_apart.submit(job.run)
+                else:
+                    awaited.append(job)
+            jobs[one.rows] = job
+            self._in_flight.append((one.constraint, job))
+        return StepMasks(bitmask_BW, jobs, awaited, self._thread, self._grace)
+
+    def samples_unmasked(self, constraint: ConstraintState, answer: Answer) -> bool:
+        """Whether the sequence's next token is sampled without a mask, and checked by its grammar then."""
+        return self.samples_first and constraint.mask is None and constraint.can_sample_first(answer)
+
+    def fill_at_once(self, constraint: ConstraintState, answer: Answer, vocab_size: int, *, only_forced: bool = False) -> MaskJob:
+        """The next mask of a quick grammar, filled in this thread; with `only_forced`, forced tokens alone.
+
+        The masks of a grammar that turns out slow are filled apart from then on.
+        """
+        job = constraint.fill_at_once(answer, vocab_size, only_forced=only_forced)
+        if job.seconds > SLOW:
+            constraint.num_masks_apart = NUM_MASKS_APART
+        return job
+
+    def _laid_out(self, masked: list[ConstrainedRows], num_rows: int, vocab_size: int, *, pin_memory: bool) -> Tensor:
+        """A step's rows: copies of masks that are there, and all ones."""
+        # Not by torch: each of its calls takes as long as all of this.
+        num_bytes = num_words(vocab_size) * torch.int32.itemsize
+        bitmask_BW = torch.empty(num_rows, num_words(vocab_size), dtype=torch.int32, pin_memory=pin_memory)
+        address = bitmask_BW.data_ptr()
+        there = {one.first_row: mask.address for one in masked if (mask := one.constraint.mask) is not None and mask.is_done}
+        for row in range(num_rows):
+            target = address + row * num_bytes
+            if row in there:
+                ctypes.memmove(target, there[row], num_bytes)
+            else:
+                ctypes.memset(target, 0xFF, num_bytes)
+        return bitmask_BW
+
+    def end(self) -> None:
+        """The step is over, whether or not all its masks are there."""
+        is_left_behind = False
+        for constraint, job in self._in_flight:
+            if not job.is_apart and job.withdraw():
+                constraint.mask = None
+                continue
+            job.on_done = self.wake
+            job.mark_late()
+            is_late = not job.is_done
+            is_left_behind = is_left_behind or (is_late and not job.is_apart)
+            if is_late or job.seconds > SLOW:
+                constraint.num_masks_apart = NUM_MASKS_APART
+            elif constraint.num_masks_apart and not job.is_counted:
+                job.is_counted = True
+                constraint.num_masks_apart -= 1
+        self._in_flight.clear()
+        if is_left_behind:
+            self._thread = self._thread.successor()
+
+    def abandon(self, constraint: ConstraintState) -> None:
+        """Drops the mask of a sequence that has ended, so that no other mask waits behind it."""
+        job, constraint.mask = constraint.mask, None
+        if job is not None and job.is_apart and not job.withdraw() and not job.has_returned:
+            self._thread_apart = self._thread_apart.successor()
+
+    def wait(self) -> None:
+        """Waits until a late mask is there, or may be overdue. Something may have come in before; then it returns at once."""
+        self._news.wait(PATIENCE)
+        self._news.clear()
+
+    def check_integrity(self) -> None:
+        """Asserts that each job in flight has rows of its own, and belongs to one constraint. For tests."""
+        addresses = [job.address for _, job in self._in_flight]
+        assert len(set(addresses)) == len(addresses), "two masks are written into one row"
+        assert len({id(constraint) for constraint, _ in self._in_flight}) == len(self._in_flight), "a constraint has two masks in flight"
+
+    def close(self) -> None:
+        """Fills nothing more; returns at once."""
+        self._thread.close()
+        self._thread_apart.close()
