@@ -321,7 +321,7 @@ def test_a_late_job_ends_as_its_thread_finds_unless_it_was_given_up(release: thr
     thread = MaskThread()
     thread.submit(job.run)
     assert matcher.asked.wait(timeout=60)
-    assert job.state is MaskState.RUNNING
+    assert (job.state, job.is_pending) == (MaskState.RUNNING, True)
     assert not job.withdraw()
     assert job.mark_late()
     assert (job.state, job.is_pending, job.needs_no_sample) == (MaskState.LATE, True, False)

@@ -314,7 +314,7 @@ def test_once_begun_the_grammar_holds_to_the_end() -> None:
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
-def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar) -> list[SequenceDelta]:
+def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar, **options: Any) -> list[SequenceDelta]:
     """The answer of a model whose parser takes `{` for the end of its reasoning."""
     prompt = ids("?")
 
@@ -322,7 +322,7 @@ def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar) -> lis
         reasoning = ThinkTags(Phase.REASONING, implicit_ends=("{",))
         return Answer(Detokenizer(TOKENIZER, prompt), reasoning, Swallowing() if tool_parser else None, (), False, True)
 
-    return generate(make_core(saying(text)), make_request(grammar=grammar, make_answer=answer))
+    return generate(make_core(saying(text)), make_request(grammar=grammar, make_answer=answer, **options))
 
 
 class Swallowing:
@@ -354,6 +354,12 @@ def test_a_tag_that_the_grammar_does_not_begin_with_belongs_to_the_reasoning() -
     deltas = tag_ends_reasoning("hm{no", tool_parser=False, grammar=Grammar(lambda: Spelling("[yes]")))
     assert (reasoning(deltas), content(deltas)) == ("hm{", "[yes]")
     assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_an_answer_that_is_cut_where_its_reasoning_ends_shows_no_content_that_the_grammar_forbids() -> None:
+    deltas = tag_ends_reasoning("hm{no", tool_parser=False, grammar=Grammar(lambda: Spelling("[yes]")), max_tokens=3)
+    assert (reasoning(deltas), content(deltas)) == ("hm{", "")
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_a_tag_that_a_parser_holds_and_the_grammar_does_not_begin_with_is_an_error() -> None:
