@@ -15,10 +15,10 @@ from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.cache_directory import redirect_compiler_caches
 from penstock.engine.config import EngineConfig
+from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.content_tokenizer import ContentTokenizer
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.loading.generation_defaults import sampling_defaults

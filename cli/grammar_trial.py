@@ -12,11 +12,10 @@ from itertools import islice
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from penstock.engine.constraints.bitmask import BITS_PER_WORD, allocate_bitmask
+from penstock.engine.constraints.compiler import GrammarCompiler, preferred_kinds
 from penstock.engine.errors import ConfigurationError, PenstockError, UnsupportedGrammar
 from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.grammars.bitmask import BITS_PER_WORD, allocate_bitmask
-from penstock.engine.grammars.grammar_cache import GrammarCompiler
-from penstock.engine.grammars.grammar_choice import preferred_kinds
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.serving.constraints.closed_schema import closed

@@ -1,14 +1,14 @@
 """A step as tensors, and the placeholders for tokens that the step before it samples."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.device import to_device
-from penstock.engine.grammars.step_masks import StepMasks
-from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
 
@@ -120,7 +120,7 @@ def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> 
     return [block_table[position // block_size] * block_size + position % block_size for position in range(start, stop)]
 
 
-def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: int, min_tokens: int, pin_masks: bool) -> Batch:
+def build_batch(step: Step, masks: MaskPool, *, block_size: int, vocab_size: int, min_tokens: int, pin_masks: bool) -> Batch:
     """Pads to `min_tokens` with tokens that belong to no sequence. `masks` begins to fill those of the step."""
     input_ids: list[int] = []
     positions: list[int] = []
@@ -175,7 +175,8 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         block_tables,
         num_decodes=sum(count for count in step.num_tokens.values() if count <= SHORT_CHUNK) + sum(map(len, step.drafts.values())),
     )
-    step_masks = masks.begin(samplers, step.drafts, vocab_size, pin_memory=pin_masks)
+    constrained = constrained_rows(samplers, step.drafts)
+    step_masks = masks.begin(constrained, len(samplers), vocab_size, pin_memory=pin_masks)
     return Batch(
         input_ids_1T=torch.tensor([input_ids + [0] * num_padding]),
         positions_1T=torch.tensor([positions + [0] * num_padding]),
@@ -187,9 +188,20 @@ def build_batch(step: Step, masks: MaskFiller, *, block_size: int, vocab_size: i
         masks=step_masks,
         copies=step.copies,
         num_pending=sum(sequence.pending_row is not None for sequence in step.num_tokens),
-        has_unmasked=any(row.sampling.is_constrained and row.sequence.mask is None for row in samplers),
+        has_unmasked=any(rows.constraint.mask is None for rows in constrained),
         outputs=outputs,
     )
+
+
+def constrained_rows(samplers: list[SamplerRow], drafts: Mapping[Sequence, list[int]]) -> list[ConstrainedRows]:
+    """The rows of each constrained sequence, which one mask job fills."""
+    constrained = []
+    for row, sampler in enumerate(samplers):
+        if sampler.sampling.is_constrained and sampler.num_drafted == 0:
+            sequence = sampler.sequence
+            assert sequence.constraint is not None
+            constrained.append(ConstrainedRows(sequence.constraint, sequence.answer, row, drafts.get(sequence, ())))
+    return constrained
 
 
 def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | range:

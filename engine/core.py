@@ -7,11 +7,11 @@ from typing import Protocol
 from penstock.engine.batch import Batch, build_batch
 from penstock.engine.beams.processor import BeamProcessor
 from penstock.engine.beams.search import beam_search_of, check_beam_request
+from penstock.engine.constraints.masks import MaskPool
 from penstock.engine.deadlines import Deadlines
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.output import OutputProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
@@ -76,15 +76,15 @@ def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
         return False
     sampling = {sampler.sequence for sampler in batch.samplers}
     going_on = [sequence for sequence in scheduler.running if not (sequence in sampling and sequence.ends_with_next_token)]
-    if any(sequence.gate is not None or sequence.search is not None for sequence in going_on):
+    if any(sequence.constraint is not None or sequence.search is not None for sequence in going_on):
         return False
     num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
-    if any(sequence.gate is not None for sequence in scheduler.waiting.first(num_places)):
+    if any(sequence.constraint is not None for sequence in scheduler.waiting.first(num_places)):
         return False  # it is admitted when no step is in flight
     if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
         return False
     newcomer = scheduler.next_to_admit
-    if newcomer is not None and newcomer.gate is not None:
+    if newcomer is not None and newcomer.constraint is not None:
         return False
     if scheduler.speculation is None:
         return True
@@ -109,7 +109,7 @@ class EngineCore:
     max_model_len: int
     vocab_size: int
     is_async: bool = False
-    masks: MaskFiller = field(default_factory=MaskFiller)
+    masks: MaskPool = field(default_factory=MaskPool)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
     give_up: Callable[[CompiledGrammar, str], None] | None = None
@@ -327,6 +327,10 @@ class EngineCore:
         live = {sequence for sequences in self._sequences.values() for sequence in sequences if sequence.status is not Status.FINISHED}
         known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.family}
         assert live == known, "a sequence is lost between its request and the scheduler"
+        self.masks.check_integrity()
+        for sequence in live:
+            if sequence.constraint is not None:
+                sequence.constraint.check_integrity()
 
     def _show(self, step: Step, deltas: DeltasByRequest) -> None:
         if self.observer is not None:
@@ -367,7 +371,8 @@ class EngineCore:
 
     def _release(self, sequence: Sequence) -> None:
         for member in sequence.family:
-            self.masks.abandon(member)
+            if member.constraint is not None:
+                self.masks.abandon(member.constraint)
         self.scheduler.finish(sequence)
 
     def _retire(self, sequence: Sequence) -> None:

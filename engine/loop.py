@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine.batch import Batch
+from penstock.engine.constraints.masks import PATIENCE
 from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
-from penstock.engine.mask_filler import PATIENCE
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Step

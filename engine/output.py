@@ -7,13 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
+from penstock.engine.constraints.masks import MaskPool
+from penstock.engine.constraints.state import MAX_FORCED_TOKENS, ConstraintState, ForbiddenToken, MaskJob, failure_of
 from penstock.engine.deltas import FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar
-from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS, UNFIT_START, GrammarGate
-from penstock.engine.grammars.mask_fill import MaskFill, failure_of
-from penstock.engine.mask_filler import MaskFiller
-from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
@@ -33,7 +31,7 @@ class OutputProcessor:
     """
 
     scheduler: Scheduler
-    masks: MaskFiller
+    masks: MaskPool
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
     vocab_size: int
@@ -50,7 +48,7 @@ class OutputProcessor:
         of the others: rejection sampling (Leviathan et al., arXiv:2211.17192) with a deterministic proposer.
         """
         num_known = len(sequence.token_ids)
-        is_constrained = sequence.is_constrained
+        constraint, is_constrained = sequence.constraint, sequence.is_constrained
         is_masked = sequence.mask is not None or not is_constrained
         num_right = 0
         while num_right < len(rows):
@@ -67,7 +65,7 @@ class OutputProcessor:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
-            if not is_masked and not self.masks.samples_unmasked(sequence):
+            if constraint is not None and not is_masked and not self.masks.samples_unmasked(constraint, sequence.answer):
                 break
             num_right = len(said)
 
@@ -82,7 +80,8 @@ class OutputProcessor:
             self.scheduler.keep_computed(sequence, min(num_known + num_right, len(sequence.token_ids) - 1))  # the last one is sampled from
 
     def _take_sample(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, row: int) -> None:
-        sequence.mask = None
+        if sequence.constraint is not None:
+            sequence.constraint.mask = None
         if row in samples.failures:
             self.fail(sequence, delta, samples.failures[row])
         else:
@@ -99,35 +98,39 @@ class OutputProcessor:
     ) -> None:
         """Advances the grammar by a token that was sampled without its mask; samples another under the mask where it is rejected."""
         # The mask also decides whether the answer may end here. And where logits are not finite, those that the mask leaves may be.
-        gate = sequence.gate
-        assert gate is not None
-        is_refused = token_id is None or self._ends(sequence, token_id) or not gate.advance_guess(sequence.answer, token_id)
+        constraint = sequence.constraint
+        assert constraint is not None
+        is_refused = token_id is None or self._ends(sequence, token_id) or not constraint.advance_guess(sequence.answer, token_id)
         taken = None if is_refused else token_id
-        if not gate.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that delays no step
-            gate.rollback(int(taken is not None))
-            sequence.num_masks_apart = 1
+        if not constraint.is_quick:  # it may not have looked: the token is sampled in another step, under a mask that delays no step
+            constraint.rollback(int(taken is not None))
+            constraint.num_masks_apart = 1
             self.scheduler.uncompute_last(sequence)
         elif taken is not None:
             self._append(sequence, taken, delta)
-        elif (mask := self.masks.fill_at_once(sequence, self.vocab_size)).needs_no_sample:
+        elif (mask := self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size)).needs_no_sample:
             self.take_mask(sequence, delta, mask)
         else:
             self._take_sample(sequence, delta, sample_again(mask.row_W), 0)
 
-    def take_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
+    def take_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskJob) -> None:
         if mask.error is not None:
             self.fail(sequence, delta, mask.error)
         else:
-            sequence.mask = None
-            self._read_or_fail(sequence, delta, lambda: self._accept_mask(sequence, delta, mask))
+            constraint = sequence.constraint
+            assert constraint is not None
+            constraint.mask = None
+            self._read_or_fail(sequence, delta, lambda: self._accept_mask(sequence, constraint, delta, mask))
 
     def take_certain(self, sequence: Sequence, delta: SequenceDelta) -> None:
         """Takes the tokens that a quick grammar forces, which are computed in the next step with the rest (jump-forward).
 
         Where they are many, the mask keeps the rest for the next step, which samples nothing.
         """
-        while sequence.status is Status.RUNNING and sequence.has_quick_grammar:
-            mask = self.masks.fill_at_once(sequence, self.vocab_size, only_forced=self.masks.samples_unmasked(sequence))
+        constraint = sequence.constraint
+        while constraint is not None and sequence.status is Status.RUNNING and constraint.can_fill_at_once:
+            only_forced = self.masks.samples_unmasked(constraint, sequence.answer)
+            mask = self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size, only_forced=only_forced)
             if not mask.needs_no_sample or len(delta.token_ids) > MAX_FORCED_TOKENS:
                 break
             self.take_mask(sequence, delta, mask)
@@ -141,20 +144,20 @@ class OutputProcessor:
                 self._finish(sequence, delta, FinishReason.LENGTH)
             else:
                 accept()
+        except ForbiddenToken as error:
+            self.fail(sequence, delta, str(error))
         except UnsupportedGrammar as error:
             self.fail(sequence, delta, failure_of(error))
         except Exception as error:  # a plug-in's parser or grammar: whatever it raises ends its own sequence
             logger.exception("An answer could not be read")
             self.fail(sequence, delta, f"reading the answer raised {type(error).__name__}: {error}")
 
-    def _accept_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskFill) -> None:
+    def _accept_mask(self, sequence: Sequence, constraint: ConstraintState, delta: SequenceDelta, mask: MaskJob) -> None:
         """Ends the answer where only the end can follow, or appends the forced tokens as if they had been sampled."""
-        assert sequence.gate is not None
         if mask.is_finished:
             return self._finish(sequence, delta, FinishReason.STOP)
         for token_id in mask.forced:
-            if not sequence.gate.advance(sequence.answer, token_id):
-                return self.fail(sequence, delta, "the grammar does not allow the token that it forced")
+            constraint.take(sequence.answer, token_id, "it forced")
             self.num_forced_tokens += 1
             self._append(sequence, token_id, delta)
             if delta.finish_reason is not None:
@@ -172,8 +175,9 @@ class OutputProcessor:
             sequence.sampling.block_stop = not sequence.thinking.has_closed
             sequence.thinking.has_closed = True
             return
-        if sequence.gate is not None and not is_stopping and not sequence.gate.advance(sequence.answer, token_id):
-            return self.fail(sequence, delta, "the grammar does not allow the token that was sampled")
+        constraint = sequence.constraint
+        if constraint is not None and not is_stopping:
+            constraint.take(sequence.answer, token_id)
         if is_stopping:
             delta.token_ids.append(token_id)
             if logprobs is not None:
@@ -182,26 +186,11 @@ class OutputProcessor:
             named = token_id in sequence.request.params.stop_token_ids
             if named and sequence.request.params.include_stop_str_in_output:
                 delta.events += sequence.answer.feed(token_id)
-            if sequence.gate is not None and not sequence.gate.is_open(sequence.answer):
+            if constraint is not None and not constraint.is_open(sequence.answer):
                 # The marker that would have ended the reasoning has no room.
                 return self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
-        was_reasoning = sequence.answer.phase is Phase.REASONING
         self._append(sequence, token_id, delta, logprobs)
-        if was_reasoning and sequence.gate is not None and sequence.answer.phase is Phase.CONTENT and delta.finish_reason is None:
-            self._begin_grammar(sequence, sequence.gate, delta)
-
-    def _begin_grammar(self, sequence: Sequence, gate: GrammarGate, delta: SequenceDelta) -> None:
-        """Applies the grammar to what follows the end of the reasoning in the same token: a tag that ends it, or text."""
-        # White space there belongs to the marker, and what the grammar does not begin with to the reasoning. The next token is no end.
-        events = gate.begin(sequence.answer, delta.events, self.tokenizer)
-        if events is None:
-            return self.fail(sequence, delta, UNFIT_START)
-        delta.events = events
-        if self._is_grammar_finished(sequence):
-            self._finish(sequence, delta, FinishReason.STOP)
-        elif not gate.has_begun:
-            sequence.sampling.block_stop = True
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         params = sequence.request.params
@@ -211,15 +200,18 @@ class OutputProcessor:
 
     def _is_grammar_finished(self, sequence: Sequence) -> bool:
         # A slow grammar must not be asked here, on the loop: its next mask will tell.
-        return sequence.gate is not None and not sequence.num_masks_apart and sequence.gate.is_finished(sequence.answer)
+        return sequence.constraint is not None and not sequence.constraint.is_slow and sequence.constraint.is_finished(sequence.answer)
 
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
         sequence.append(token_id)
         self.num_generation_tokens += 1
         delta.token_ids.append(token_id)
         num_reasoning_tokens = sequence.answer.num_reasoning_tokens
-        events = sequence.answer.feed(token_id)
-        delta.events += events if sequence.gate is None else sequence.gate.shown(sequence.answer, events)
+        before = sequence.answer.phase
+        if sequence.constraint is None:
+            delta.events += sequence.answer.feed(token_id)
+        else:
+            delta.events += sequence.constraint.read(sequence.answer, token_id, self.tokenizer)
         if logprobs is not None:
             is_reasoning = sequence.answer.num_reasoning_tokens > num_reasoning_tokens
             delta.logprobs.append(replace(logprobs, is_reasoning=True) if is_reasoning else logprobs)
@@ -232,6 +224,8 @@ class OutputProcessor:
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
+        elif sequence.constraint is not None and sequence.constraint.must_begin(before, sequence.answer):
+            sequence.sampling.block_stop = True
 
     def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         delta.events += sequence.answer.finish()

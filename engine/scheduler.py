@@ -118,7 +118,7 @@ class Scheduler:
             if sequence.is_held_up:
                 step.num_held_up += 1
                 continue
-            if is_ahead and sequence.gate is not None:
+            if is_ahead and sequence.constraint is not None:
                 break  # its mask would be filled for the step that is under way
             if self._is_next_block_among(underway, sequence):
                 continue  # the block is being computed, and can be shared soon

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.grammars.grammar_gate import GrammarGate
-from penstock.engine.grammars.mask_fill import MaskFill
-from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.speculation import NgramProposer
@@ -155,8 +153,7 @@ class Sequence:
     `forks` are the request's other sequences. They have no blocks of their own until what they share with this one has been computed
     once, by this one: the prompt, and for the beams of a `search` perhaps more.
     `queue_seconds` is None until the sequence is first scheduled. `is_overdue` once it has waited for so long that its priority does not
-    count any more. `mask` is what the grammar allows next, from when that is asked for until
-    it has been used; the next `num_masks_apart` masks hold up no step. `quick_mask` is filled again and again, where the grammar is quick.
+    count any more. `constraint` is None where no grammar decides on any of its tokens.
     `proposer` is None where the sequence never has draft tokens.
     `stops` is None where no token sequence ends the answer.
     `pending_row` is the row of the step in flight that samples its next token, where another step is scheduled behind that one.
@@ -169,10 +166,7 @@ class Sequence:
     max_tokens: int
     answer: Answer
     sampling: SamplingState
-    gate: GrammarGate | None = None
-    mask: MaskFill | None = None
-    quick_mask: MaskFill | None = None
-    num_masks_apart: int = 0
+    constraint: ConstraintState | None = None
     thinking: ThinkingBudget | None = None
     proposer: NgramProposer | None = None
     stops: StopSequences | None = None
@@ -211,7 +205,7 @@ class Sequence:
     @property
     def is_predictable(self) -> bool:
         """Whether the rules for the token after the next one do not depend on what the next one is."""
-        return self.gate is None and self.thinking is None and not self.forks and self.sampling.is_predictable
+        return self.constraint is None and self.thinking is None and not self.forks and self.sampling.is_predictable
 
     @property
     def num_reusable_tokens(self) -> int:
@@ -227,35 +221,23 @@ class Sequence:
     @property
     def is_constrained(self) -> bool:
         """Whether a grammar decides on the next token."""
-        return self.gate is not None and self.gate.is_open(self.answer)
+        return self.constraint is not None and self.constraint.is_open(self.answer)
 
     @property
-    def has_quick_grammar(self) -> bool:
-        """Whether its masks are filled as soon as a token is there: not the first one, which may take longer."""
-        return self.gate is not None and self.gate.is_quick and self.gate.has_begun and self.num_masks_apart == 0
-
-    @property
-    def can_sample_first(self) -> bool:
-        """Whether the next token may be sampled without a mask and then shown to the grammar: with one, it would be the same.
-
-        So it is where nothing is drawn. What is most probable of all tokens and allowed, is most probable of the allowed ones.
-        """
-        may_sample = self.gate is not None and self.gate.may_force and self.gate.may_look_ahead and self.sampling.params.is_greedy
-        return may_sample and self.has_quick_grammar and self.answer.phase is not Phase.REASONING
+    def mask(self) -> MaskJob | None:
+        """The job of its next mask, where that has been asked for."""
+        return None if self.constraint is None else self.constraint.mask
 
     @property
     def is_held_up(self) -> bool:
         """Whether its mask was late and is not there yet: until then nothing of it can be computed."""
-        return self.mask is not None and self.mask.is_pending
+        return self.constraint is not None and self.constraint.is_held_up
 
     @property
     def ready_proposer(self) -> NgramProposer | None:
         """The proposer of draft tokens for the next step; None where the sequence gets none."""
-        # A late mask's other rows are those of an earlier draft, and a slow grammar would have a mask to fill for each draft token.
-        is_late = self.mask is not None and self.mask is not self.quick_mask
-        is_slow = self.num_masks_apart > 0 or (self.mask is not None and not self.has_quick_grammar)
-        is_undecided = self.gate is not None and self.answer.phase is Phase.UNDECIDED and not self.gate.has_begun
-        return None if is_late or is_slow or is_undecided or self.num_output_tokens == 0 else self.proposer
+        can_have_draft = self.constraint is None or self.constraint.can_have_draft(self.answer)
+        return self.proposer if can_have_draft and self.num_output_tokens else None
 
     @property
     def stop_match(self) -> tuple[int, ...] | None:
@@ -282,7 +264,7 @@ class Sequence:
         start, stop = self.num_prompt_tokens, min(len(self.token_ids), len(other.token_ids))
         return next((place for place in range(start, stop) if self.token_ids[place] != other.token_ids[place]), stop)
 
-    def branch(self, index: int, gate: GrammarGate | None) -> "Sequence":
+    def branch(self, index: int, constraint: ConstraintState | None) -> "Sequence":
         """Another sequence with the same tokens. It holds no blocks yet."""
         return Sequence(
             request=self.request,
@@ -292,8 +274,7 @@ class Sequence:
             max_tokens=self.max_tokens,
             answer=self.answer,
             sampling=self.sampling.fork(),
-            gate=gate,
-            num_masks_apart=self.num_masks_apart,
+            constraint=constraint,
             stops=None if self.stops is None else self.stops.copy(),
             search=self.search,
             queued_at=self.queued_at,

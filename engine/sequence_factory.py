@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.beams.group import BeamGroup
 from penstock.engine.beams.search import BeamReader, BeamSearch, end_token_ids, must_go_on, num_candidates
-from penstock.engine.grammars.grammar_gate import GrammarGate
+from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sampling.state import SamplingState
@@ -53,7 +53,7 @@ class SequenceFactory:
             length_penalty=beam.length_penalty,
             early_stopping=beam.early_stopping,
         )
-        reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_gate(request, answer))
+        reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_constraint(request, answer))
         search = first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
         first.sampling.num_candidates = group.num_candidates
         first.sampling.block_stop = must_go_on(first, first.answer.phase)
@@ -84,7 +84,7 @@ class SequenceFactory:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             answer=answer,
             sampling=sampling,
-            gate=self._make_gate(request, answer),
+            constraint=self._make_constraint(request, answer),
             thinking=self._make_thinking_budget(request, answer),
             proposer=NgramProposer(token_ids, len(token_ids)) if self._may_speculate(request) else None,
             stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
@@ -95,17 +95,18 @@ class SequenceFactory:
         # A logits processor may remember the tokens that it saw, and outputs are those of each token.
         return self.speculates and not request.logits_processors and not request.outputs and request.beam is None
 
-    def _make_gate(self, request: Request, answer: Answer) -> GrammarGate | None:
+    def _make_constraint(self, request: Request, answer: Answer) -> ConstraintState | None:
         if request.grammar is None:
             return None
         start = answer.start_marker
-        return GrammarGate(
+        return ConstraintState(
             request.grammar.matcher(),
             None if start is None else self.tokenizer.token_id(start),
             stop_token_ids=self.stop_token_ids,
             client_stop_ids=frozenset(request.params.stop_token_ids),
             may_force=_is_free_of_other_rules(request),
-            is_quick=request.grammar.has_quick_masks,
+            has_quick_masks=request.grammar.has_quick_masks,
+            is_greedy=request.params.is_greedy,
         )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:

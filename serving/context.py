@@ -13,8 +13,8 @@ from penstock.serving.requests import ReasoningField
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
+    from penstock.engine.constraints.compiler import GrammarCompiler
     from penstock.engine.content_tokenizer import ContentTokenizer
-    from penstock.engine.grammars.grammar_cache import GrammarCompiler
     from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
     from penstock.engine.loop import Engine
     from penstock.engine.pooling.engine import PoolingEngine

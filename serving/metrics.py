@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.engine.constraints.compiler import BOUNDS, CompileSeconds, GrammarStats
 from penstock.engine.core import EngineStats
 from penstock.engine.deltas import PromptInfo, SequenceDelta
-from penstock.engine.grammars.grammar_stats import BOUNDS, CompileSeconds, GrammarStats
 from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput, PoolingStats, pool_all
 from penstock.engine.pooling.params import PoolingParams
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch, OutputRows, PendingTokens
 from penstock.engine.block_pool import BlockPool, Retention
+from penstock.engine.constraints.masks import MaskPool
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.events import Reasoning, Text
 from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import KVCache, LayerKV
 from penstock.engine.logits_processor import ChosenProcessor, per_sequence
-from penstock.engine.mask_filler import MaskFiller
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
@@ -227,7 +227,7 @@ def make_core(
         max_model_len=max_model_len,
         vocab_size=tokenizer.vocab_size,
         is_async=is_async,
-        masks=MaskFiller(grace),
+        masks=MaskPool(grace),
     )
 
 

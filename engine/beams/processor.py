@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from penstock.engine.beams.group import Continuation, Ending, Hypothesis
 from penstock.engine.beams.search import BeamSearch, beam_search_of
+from penstock.engine.constraints.state import MaskJob
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.grammars.mask_fill import MaskFill
 from penstock.engine.output import OutputProcessor
 from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, SamplerOutput
 from penstock.engine.sequence import Sequence, Status
@@ -35,7 +35,7 @@ class BeamProcessor:
             search.failure = failure
         search.candidates[sequence] = [] if failure is not None else list(samples.candidates[row])
 
-    def take_mask(self, sequence: Sequence, mask: MaskFill) -> None:
+    def take_mask(self, sequence: Sequence, mask: MaskJob) -> None:
         """Takes a mask that needs no sample: the grammar failed, or the beam can only end."""
         search = self._search_of(sequence)
         if mask.error is not None:
@@ -67,7 +67,8 @@ class BeamProcessor:
     def _search_of(self, sequence: Sequence) -> BeamSearch:
         search = beam_search_of(sequence)
         assert search is not None
-        sequence.mask = None
+        if sequence.constraint is not None:
+            sequence.constraint.mask = None
         self._touched[search] = None
         return search
 

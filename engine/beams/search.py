@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.engine.beams.group import BeamGroup, Candidate, Continuation, Ending, Hypothesis
+from penstock.engine.constraints.state import ConstraintState, is_end_of_reasoning
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Event
-from penstock.engine.grammars.grammar_gate import UNFIT_START, GrammarGate
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import SamplingParams
@@ -63,12 +63,8 @@ def num_candidates(width: int, num_end_tokens: int) -> int:
     return max(2, 1 + num_end_tokens) * width
 
 
-class ForbiddenToken(Exception):
-    """The grammar rejects a token that its own mask allowed."""
-
-
 class BeamReader:
-    """Reads the beams of one request. `stop_token_ids` are the tokens that end its answers, `make_gate` makes what holds one to a grammar.
+    """Reads the beams of one request. `stop_token_ids` are the tokens that end its answers, `make_constraint` makes the constraint of one.
 
     Beams are read token by token only where that matters to the search: where a stop string may end them, or a grammar begins at the end of
     their reasoning. All else is read once the answer is known. Of the beams that go on from one, the first takes over its place in the
@@ -80,12 +76,12 @@ class BeamReader:
         request: Request,
         tokenizer: Tokenizer,
         stop_token_ids: frozenset[int],
-        make_gate: Callable[[Answer], GrammarGate | None],
+        make_constraint: Callable[[Answer], ConstraintState | None],
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
-        self._make_gate = make_gate
+        self._make_constraint = make_constraint
         self._reasons = request.grammar is not None and request.make_answer().end_marker is not None
         self._follows = self._reasons or bool(request.params.stop)
         self._answers: dict[tuple[Sequence, int], Answer] = {}
@@ -95,10 +91,19 @@ class BeamReader:
         if token_id in self._stop_token_ids:
             named = token_id in self._request.params.stop_token_ids
             return Ending(FinishReason.STOP, token_id if named else None, is_token=True)
-        answer, events = parent.answer, list[Event]()
+        if parent.constraint is None:
+            return self._ending_after(parent, token_id)
+        parent.constraint.take(parent.answer, token_id)
+        ending = self._ending_after(parent, token_id)
+        parent.constraint.rollback(1)
+        return ending
+
+    def _ending_after(self, parent: Sequence, token_id: int) -> Ending | None:
+        """Reads a token that the constraint has taken."""
+        constraint, answer = parent.constraint, parent.answer
         if self._follows:
             answer = self._answers[parent, token_id] = self._branch(parent)
-            events = answer.feed(token_id)
+            self._read(answer, constraint, token_id)
             if answer.stop_match is not None:
                 return Ending(FinishReason.STOP, answer.stop_match)
         if parent.stops is not None:
@@ -106,39 +111,34 @@ class BeamReader:
             stops.append(token_id)
             if stops.match is not None:
                 return Ending(FinishReason.STOP, self._tokenizer.decode(list(stops.match), skip_special_tokens=False))
-        if parent.gate is not None:
-            _pass(parent.gate, parent.answer, token_id)
-            self._shown(parent.gate, parent.answer.phase, answer, events)
-            # A slow grammar must not be asked here, on the loop: its next mask will tell.
-            is_finished = not parent.num_masks_apart and parent.gate.is_finished(answer)
-            parent.gate.rollback(1)
-            if is_finished:
-                return Ending(FinishReason.STOP)
+        # A slow grammar must not be asked here, on the loop: its next mask will tell.
+        if constraint is not None and not constraint.is_slow and constraint.is_finished(answer):
+            return Ending(FinishReason.STOP)
         return None
 
     def append(self, sequence: Sequence, parent: Sequence, before: Answer, token_id: int) -> None:
         """The sequence, which is where the parent was when its answer was `before`, goes on with a token that ends nothing."""
         sequence.answer = self._answers.get((parent, token_id), before)
-        if sequence.gate is not None:
-            _pass(sequence.gate, before, token_id)
-            if _is_over(before.phase, sequence.answer):
-                sequence.gate.begin(sequence.answer, [], self._tokenizer)  # how it is shown is found out at the end
+        if sequence.constraint is not None:
+            sequence.constraint.take(before, token_id)
+            if is_end_of_reasoning(before.phase, sequence.answer):
+                sequence.constraint.begin(sequence.answer, [], self._tokenizer)  # how it is shown is found out at the end
         sequence.append(token_id)
         sequence.sampling.block_stop = must_go_on(sequence, before.phase)
 
-    def gate_beside(self, parent: Sequence) -> GrammarGate | None:
-        """A gate in the same state as the parent's."""
-        gate = None if parent.gate is None else parent.gate.fork()
-        if gate is None and parent.gate is not None:
+    def fork_constraint(self, parent: Sequence) -> ConstraintState | None:
+        """A constraint in the same place as the parent's, with no mask."""
+        constraint = None if parent.constraint is None else parent.constraint.fork()
+        if constraint is None and parent.constraint is not None:
             answer = self._request.make_answer()
-            gate = self._make_gate(answer)
-            assert gate is not None
+            constraint = self._make_constraint(answer)
+            assert constraint is not None
+            constraint.num_masks_apart = parent.constraint.num_masks_apart
             for token_id in parent.token_ids[parent.num_prompt_tokens :]:
+                constraint.take(answer, token_id)
                 if self._reasons:
-                    self._feed(answer, gate, token_id)
-                else:
-                    _pass(gate, answer, token_id)
-        return gate
+                    constraint.read(answer, token_id, self._tokenizer)
+        return constraint
 
     def forget(self) -> None:
         """Drops the answers that were read for the last step."""
@@ -148,9 +148,9 @@ class BeamReader:
         """A whole answer, as the last delta of its sequence."""
         params, ending = self._request.params, hypothesis.ending
         answer = self._request.make_answer()
-        gate = self._make_gate(answer) if self._reasons else None
+        constraint = self._make_constraint(answer) if self._reasons else None
         said = hypothesis.token_ids[:-1] if ending.is_token else hypothesis.token_ids
-        events = [event for token_id in said for event in self._feed(answer, gate, token_id)]
+        events = [event for token_id in said for event in self._take(answer, constraint, token_id)]
         if ending.is_token and ending.stop_reason is not None and params.include_stop_str_in_output:
             events += answer.feed(hypothesis.token_ids[-1])
         events += answer.finish()
@@ -170,23 +170,13 @@ class BeamReader:
             beam_score=hypothesis.score,
         )
 
-    def _feed(self, answer: Answer, gate: GrammarGate | None, token_id: int) -> list[Event]:
-        """Feeds a token to the grammar and the answer."""
-        phase = answer.phase
-        if gate is not None:
-            _pass(gate, answer, token_id)
-        events = answer.feed(token_id)
-        return events if gate is None else self._shown(gate, phase, answer, events)
+    def _take(self, answer: Answer, constraint: ConstraintState | None, token_id: int) -> list[Event]:
+        if constraint is not None:
+            constraint.take(answer, token_id)
+        return self._read(answer, constraint, token_id)
 
-    def _shown(self, gate: GrammarGate, phase: Phase, answer: Answer, events: list[Event]) -> list[Event]:
-        """The events of a token that followed on `phase`, as they are shown. At the end of the reasoning the grammar begins."""
-        events = gate.shown(answer, events)
-        if not _is_over(phase, answer):
-            return events
-        shown = gate.begin(answer, events, self._tokenizer)
-        if shown is None:
-            raise ForbiddenToken(UNFIT_START)
-        return shown
+    def _read(self, answer: Answer, constraint: ConstraintState | None, token_id: int) -> list[Event]:
+        return answer.feed(token_id) if constraint is None else constraint.read(answer, token_id, self._tokenizer)
 
     def _branch(self, parent: Sequence) -> Answer:
         answer = parent.answer.branch()
@@ -197,19 +187,10 @@ class BeamReader:
         return answer
 
 
-def must_go_on(sequence: Sequence, phase: Phase) -> bool:
-    """Whether the next token may be no end: there is reasoning, or its last token was in `phase` and ended it, and a grammar is to come."""
-    gate = sequence.gate
-    return gate is not None and (not gate.is_open(sequence.answer) or (_is_over(phase, sequence.answer) and not gate.has_begun))
-
-
-def _is_over(phase: Phase, answer: Answer) -> bool:
-    return phase is Phase.REASONING and answer.phase is Phase.CONTENT
-
-
-def _pass(gate: GrammarGate, answer: Answer, token_id: int) -> None:
-    if not gate.advance(answer, token_id):
-        raise ForbiddenToken("the grammar does not allow the token that was chosen")
+def must_go_on(sequence: Sequence, before: Phase) -> bool:
+    """Whether the next token may be no end: there is reasoning, or its last token followed on the phase `before` and ended that."""
+    constraint = sequence.constraint
+    return constraint is not None and (not constraint.is_open(sequence.answer) or constraint.must_begin(before, sequence.answer))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -281,7 +262,7 @@ class BeamSearch(SequenceGroup):
 
     def branch(self, parent: Sequence) -> Sequence:
         """A copy of the parent, which holds no blocks yet."""
-        sequence = parent.branch(self.num_made, self.reader.gate_beside(parent))
+        sequence = parent.branch(self.num_made, self.reader.fork_constraint(parent))
         self.num_made += 1
         return sequence
 

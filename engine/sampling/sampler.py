@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from penstock.engine.constraints.bitmask import apply_bitmask
 from penstock.engine.deltas import ClientFault, TokenLogprobs
 from penstock.engine.device import to_device
-from penstock.engine.grammars.bitmask import apply_bitmask
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.choice import choose_on_device, draw, greedy_tokens, most_probable, most_probable_k, padded_width
 from penstock.engine.sampling.penalties import apply_penalties

@@ -45,8 +45,8 @@ class CounterRng:
 class SamplingState:
     """Parameters, penalties' counts and random numbers of one sequence. Nothing in it belongs to the cache: it survives preemption.
 
-    `is_constrained` is set when the grammar's gate opens; from then on `min_tokens` does not apply. `block_stop` keeps stop ids from being
-    sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
+    `is_constrained` is set where a grammar decides on the next token; from then on `min_tokens` does not apply. `block_stop` keeps stop ids
+    from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
     chooses among that many tokens.
     """

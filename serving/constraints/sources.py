@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from msgspec import Struct
 
+from penstock.engine.constraints.limits import MAX_GRAMMAR, MAX_TEXT
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
-from penstock.engine.grammars.grammar_limits import MAX_GRAMMAR, MAX_TEXT
 from penstock.plugins.grammars.regex.syntax import Dialect, RegexError, parse
 from penstock.plugins.grammars.regex.tree import (
     Chars,

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 from openai import AsyncOpenAI
 
 from penstock.api.app import build_app
-from penstock.engine.grammars.grammar_cache import GrammarCompiler
+from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.loop import Engine
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins

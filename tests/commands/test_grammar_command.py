@@ -28,10 +28,10 @@ from penstock.cli.grammar_trial import (
     run_trial,
     schema_spec,
 )
+from penstock.engine.constraints import limits
+from penstock.engine.constraints.compiler import TIME_LIMIT
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.engine.grammars import grammar_limits
-from penstock.engine.grammars.grammar_cache import TIME_LIMIT
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server import main
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
@@ -488,9 +488,9 @@ def test_the_limits_in_the_docs_are_those_of_the_code() -> None:
         *("MAX_DEPTH_BEHIND_REFERENCES", "MAX_PROPERTIES", "MAX_SCHEMAS", "MAX_JOINED_PATTERNS", "MAX_CHOICES", "MAX_COMPOSITE_CHOICES"),
         "MAX_COMPOSITE_VALUES",
     )
-    divisors = [2**grammar_limits.MAX_DIVISOR_BITS, grammar_limits.MAX_DIVISORS]
-    limits = [getattr(grammar_limits, name) for name in names] + divisors + [grammar_limits.MAX_CONSTRAINED_PARTS, int(TIME_LIMIT)]
-    assert re.findall(r"^\| [^|]+ \| ([\d,]+) \|$", page, re.MULTILINE) == [f"{limit:,}" for limit in limits]
+    divisors = [2**limits.MAX_DIVISOR_BITS, limits.MAX_DIVISORS]
+    known = [getattr(limits, name) for name in names] + divisors + [limits.MAX_CONSTRAINED_PARTS, int(TIME_LIMIT)]
+    assert re.findall(r"^\| [^|]+ \| ([\d,]+) \|$", page, re.MULTILINE) == [f"{limit:,}" for limit in known]
 
 
 def test_a_file_that_is_not_there_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
-from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.loop import Engine
 from penstock.llm.executor.executor import Executor
 from penstock.llm.executor.requests import OutputConfig, Request

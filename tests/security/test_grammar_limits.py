@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.constraints import compiler as compilation
+from penstock.engine.constraints import queue
+from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.deltas import ClientFault, FinishReason
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, UnsupportedGrammar
 from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.grammars import grammar_cache, grammar_queue
-from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.serving.messages import check_delta
 from tests.fakes import generate, make_core, make_request
 from tests.matchers import Grammar, Walk
@@ -131,7 +132,7 @@ def test_a_constraint_that_no_other_backend_takes_is_refused_without_generating(
 
 
 def test_constraints_that_were_given_up_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_cache, "MAX_REFUSALS", 2)
+    monkeypatch.setattr(compilation, "MAX_REFUSALS", 2)
     backend = Backend(lambda: GivesUp("advance"))
     grammars = compiler(backend)
 
@@ -150,7 +151,7 @@ def test_constraints_that_were_given_up_are_remembered_within_bounds(monkeypatch
 def test_a_busy_machine_is_not_blamed_on_the_constraint(
     monkeypatch: pytest.MonkeyPatch, cpu_seconds: float | None, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(grammar_queue, "thread_seconds", lambda native_id: cpu_seconds)
+    monkeypatch.setattr(queue, "thread_seconds", lambda native_id: cpu_seconds)
     backend = Backend(Walk)
     grammars = compiler(backend, is_open=False, time_limit=0.05)
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from penstock.engine.constraints.limits import position
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammars.joined_keywords import position
 from penstock.plugins.grammars.json_schema.values import ASSERTIONS, JSON_TYPES, dumps, json_type
 
 MAX_DEPTH = 192  # of the document: a schema within another stands up to two levels deeper, and a value in it has levels of its own

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.api.bodies import MAX_BRACKETS, decode
+from penstock.engine.constraints.limits import MAX_TEXT
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammars.grammar_limits import MAX_TEXT
 from penstock.serving.constraints.sources import check_text, exceeds
 from penstock.serving.requests import ChatCompletionRequest
 

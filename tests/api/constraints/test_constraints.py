@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from penstock.api.bodies import decode
+from penstock.engine.constraints.limits import MAX_GRAMMAR
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
-from penstock.engine.grammars.grammar_limits import MAX_GRAMMAR
 from penstock.serving.constraints.specs import grammar_spec
 from penstock.serving.requests import ChatCompletionRequest
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from penstock.engine.grammars.bitmask import allocate_bitmask, apply_bitmask_with_torch
+from penstock.engine.constraints.bitmask import allocate_bitmask, apply_bitmask_with_torch
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.choice import NATIVE_DTYPES, greedy_tokens
 

@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.state import ConstraintPhase, ConstraintState, ForbiddenToken
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.events import Event
-from penstock.engine.grammars.bitmask import allocate_bitmask
-from penstock.engine.grammars.grammar_gate import GrammarGate
 from penstock.engine.parsing import ToolParser
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
@@ -40,47 +40,47 @@ qwen3 = FORMATS["qwen3"]
 YES = Grammar(lambda: Spelling("yes"))
 
 
-def allowed(gate: GrammarGate, answer: Any) -> set[int]:
+def allowed(constraint: ConstraintState, answer: Any) -> set[int]:
     row = allocate_bitmask(1, VOCAB_SIZE)[0].fill_(12345)
-    gate.fill_bitmask(answer, row)
+    constraint.fill_bitmask(answer, row)
     return {token_id for token_id in range(VOCAB_SIZE) if int(row[token_id // 32]) >> (token_id % 32) & 1}
 
 
 def test_reasoning_passes_freely_and_what_follows_does_not() -> None:
     answer = make_request(parser=deepseek_r1).make_answer()
-    gate = GrammarGate(Spelling("yes"), THINK)
+    constraint = ConstraintState(Spelling("yes"), THINK)
     for token_id in [*ids("what?"), END_THINK]:
-        assert not gate.is_open(answer)
-        assert allowed(gate, answer) == set(range(VOCAB_SIZE))
-        assert gate.advance(answer, token_id)
+        assert not constraint.is_open(answer)
+        assert allowed(constraint, answer) == set(range(VOCAB_SIZE))
+        assert constraint.advance(answer, token_id)
         answer.feed(token_id)
-    assert gate.is_open(answer)
-    assert allowed(gate, answer) == set(ids("y"))
+    assert constraint.is_open(answer)
+    assert allowed(constraint, answer) == set(ids("y"))
 
 
 @pytest.mark.parametrize("start_token_id", [THINK, 31, 32, 63])
 def test_a_model_that_may_reason_is_allowed_the_marker_once(start_token_id: int) -> None:
     answer = make_request(parser=qwen3).make_answer()
-    gate = GrammarGate(Spelling("yes"), start_token_id)
-    assert allowed(gate, answer) == {*ids("y"), start_token_id}
-    assert gate.advance(answer, *ids("y"))
+    constraint = ConstraintState(Spelling("yes"), start_token_id)
+    assert allowed(constraint, answer) == {*ids("y"), start_token_id}
+    assert constraint.advance(answer, *ids("y"))
     answer.feed(*ids("y"))
-    assert allowed(gate, answer) == set(ids("e"))
-    assert not gate.advance(answer, start_token_id)
+    assert allowed(constraint, answer) == set(ids("e"))
+    assert not constraint.advance(answer, start_token_id)
 
 
 def test_white_space_that_the_grammar_took_closes_the_way_to_reasoning() -> None:
     answer = make_request(parser=qwen3).make_answer()
-    gate = GrammarGate(Spelling("\nyes"), THINK)
-    assert gate.advance(answer, *ids("\n"))
+    constraint = ConstraintState(Spelling("\nyes"), THINK)
+    assert constraint.advance(answer, *ids("\n"))
     answer.feed(*ids("\n"))
-    assert allowed(gate, answer) == set(ids("y"))
-    assert not gate.advance(answer, THINK)
+    assert allowed(constraint, answer) == set(ids("y"))
+    assert not constraint.advance(answer, THINK)
 
 
 def test_without_a_marker_of_one_token_the_grammar_holds_from_the_start() -> None:
     answer = make_request(parser=qwen3).make_answer()
-    assert allowed(GrammarGate(Spelling("yes"), None), answer) == set(ids("y"))
+    assert allowed(ConstraintState(Spelling("yes"), None), answer) == set(ids("y"))
 
 
 def test_without_a_parser_the_grammar_holds_from_the_start() -> None:
@@ -213,53 +213,97 @@ def test_a_matcher_that_fails_ends_its_own_sequence(matcher: type[Spelling], tex
 def test_a_stop_id_of_the_request_is_allowed_only_where_the_grammar_may_end(client_stop: int) -> None:
     answer = make_request().make_answer()
     spelling = Spelling("yes", may_go_on=True)
-    gate = GrammarGate(spelling, None, stop_token_ids=frozenset({EOS}), client_stop_ids=frozenset({client_stop, *ids("e")}))
-    assert allowed(gate, answer) == set(ids("y"))
+    constraint = ConstraintState(spelling, None, stop_token_ids=frozenset({EOS}), client_stop_ids=frozenset({client_stop, *ids("e")}))
+    assert allowed(constraint, answer) == set(ids("y"))
     for token_id in ids("y"):
-        gate.advance(answer, token_id)
-    assert allowed(gate, answer) == set()  # what the grammar wants next would end the answer in its middle
+        constraint.advance(answer, token_id)
+    assert allowed(constraint, answer) == set()  # what the grammar wants next would end the answer in its middle
     for token_id in ids("es"):
-        gate.advance(answer, token_id)
-    assert allowed(gate, answer) == {EOS, client_stop, *ids("es")}
+        constraint.advance(answer, token_id)
+    assert allowed(constraint, answer) == {EOS, client_stop, *ids("es")}
 
 
 def test_rolled_back_tokens_leave_the_gate_as_it_was() -> None:
     answer = make_request(parser=qwen3).make_answer()
-    gate = GrammarGate(Spelling("yes", forces=True), THINK, may_force=True)
-    assert gate.forced_tokens(answer) == []  # the model may yet open its reasoning
-    before = allowed(gate, answer)
+    constraint = ConstraintState(Spelling("yes", forces=True), THINK, may_force=True)
+    assert constraint.forced_tokens(answer) == []  # the model may yet open its reasoning
+    before = allowed(constraint, answer)
     for num_tokens in range(1, 4):
         for token_id in ids("yes")[:num_tokens]:
-            assert gate.advance(answer, token_id)
-        assert gate.has_begun
-        assert gate.forced_tokens(answer) == ids("yes")[num_tokens:]
-        gate.rollback(num_tokens)
-        assert allowed(gate, answer) == before
-        assert not gate.has_begun
-    assert gate.advance(answer, THINK)
-    gate.rollback(1)
-    gate.rollback(0)
-    assert allowed(gate, answer) == before
+            assert constraint.advance(answer, token_id)
+        assert constraint.has_begun
+        assert constraint.forced_tokens(answer) == ids("yes")[num_tokens:]
+        constraint.rollback(num_tokens)
+        assert allowed(constraint, answer) == before
+        assert not constraint.has_begun
+    assert constraint.advance(answer, THINK)
+    constraint.rollback(1)
+    constraint.rollback(0)
+    assert allowed(constraint, answer) == before
+
+
+def test_the_phases_follow_the_answer_until_the_grammar_has_begun() -> None:
+    answer = make_request(parser=qwen3).make_answer()
+    constraint = ConstraintState(Spelling("yes"), THINK)
+    phases = []
+    for token_id in [THINK, *ids("?"), END_THINK, *ids("yes")]:
+        phases.append(constraint.phase(answer))
+        constraint.take(answer, token_id)
+        answer.feed(token_id)
+        constraint.is_finished(answer)
+        constraint.check_integrity()
+    assert phases == [
+        ConstraintPhase.UNDECIDED,
+        *[ConstraintPhase.REASONING] * 2,
+        *[ConstraintPhase.ACTIVE] * 3,
+    ]
+    assert constraint.phase(answer) is ConstraintPhase.FINISHED
+    with pytest.raises(ForbiddenToken, match="that was sampled"):
+        constraint.take(answer, *ids("!"))
+
+
+def test_a_finished_constraint_is_active_again_once_its_last_token_is_rolled_back() -> None:
+    answer = make_request().make_answer()
+    constraint = ConstraintState(Spelling("yes"), None)
+    for token_id in ids("yes"):
+        constraint.take(answer, token_id)
+    assert constraint.is_finished(answer)
+    for num_left in (2, 1, 0):
+        constraint.rollback(1)
+        constraint.check_integrity()
+        assert constraint.phase(answer) is ConstraintPhase.ACTIVE
+        assert constraint.has_begun is (num_left > 0)
+    assert not constraint.is_finished(answer)
+
+
+def test_a_constraint_does_not_return_to_the_reasoning() -> None:
+    answer = make_request(parser=deepseek_r1).make_answer()
+    constraint = ConstraintState(Spelling(""), None)
+    assert constraint.phase(answer) is ConstraintPhase.REASONING
+    answer.feed(END_THINK)
+    assert constraint.is_finished(answer)
+    with pytest.raises(AssertionError, match="FINISHED to"):
+        constraint._enter(ConstraintPhase.REASONING)
 
 
 def test_a_token_that_is_refused_needs_no_rollback() -> None:
     answer = make_request().make_answer()
-    gate = GrammarGate(Spelling("yes"), None)
-    assert gate.advance(answer, *ids("y"))
-    assert not gate.advance(answer, *ids("x"))
-    gate.rollback(1)
-    assert allowed(gate, answer) == set(ids("y"))
+    constraint = ConstraintState(Spelling("yes"), None)
+    assert constraint.advance(answer, *ids("y"))
+    assert not constraint.advance(answer, *ids("x"))
+    constraint.rollback(1)
+    assert allowed(constraint, answer) == set(ids("y"))
 
 
 def test_what_the_token_held_that_ended_the_reasoning_is_rolled_back_with_it() -> None:
     answer = make_request(parser=deepseek_r1).make_answer()
-    gate = GrammarGate(Spelling("yes"), THINK)
-    assert gate.advance(answer, END_THINK)
-    assert gate.advance_rest(ids("ye"))
+    constraint = ConstraintState(Spelling("yes"), THINK)
+    assert constraint.advance(answer, END_THINK)
+    assert constraint.advance_rest(ids("ye"))
     answer.feed(END_THINK)
-    assert allowed(gate, answer) == set(ids("s"))
-    gate.rollback(1)
-    assert allowed(gate, answer) == set(ids("y"))
+    assert allowed(constraint, answer) == set(ids("s"))
+    constraint.rollback(1)
+    assert allowed(constraint, answer) == set(ids("y"))
 
 
 def test_once_begun_the_grammar_holds_to_the_end() -> None:
@@ -271,7 +315,7 @@ def test_once_begun_the_grammar_holds_to_the_end() -> None:
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
-def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar) -> list[SequenceDelta]:
+def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar, **options: Any) -> list[SequenceDelta]:
     """The answer of a model whose parser takes `{` for the end of its reasoning."""
     prompt = ids("?")
 
@@ -279,7 +323,7 @@ def tag_ends_reasoning(text: str, *, tool_parser: bool, grammar: Grammar) -> lis
         reasoning = ThinkFormat(models="", thinking=Thinking.ALWAYS, implicit_ends=("{",))(Turn())
         return Answer(Detokenizer(TOKENIZER, prompt), reasoning, Swallowing() if tool_parser else None, (), False, True)
 
-    return generate(make_core(saying(text)), make_request(grammar=grammar, make_answer=answer))
+    return generate(make_core(saying(text)), make_request(grammar=grammar, make_answer=answer, **options))
 
 
 class Swallowing(ToolParser):
@@ -313,6 +357,12 @@ def test_a_tag_that_the_grammar_does_not_begin_with_belongs_to_the_reasoning() -
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
+def test_an_answer_that_is_cut_where_its_reasoning_ends_shows_no_content_that_the_grammar_forbids() -> None:
+    deltas = tag_ends_reasoning("hm{no", tool_parser=False, grammar=Grammar(lambda: Spelling("[yes]")), max_tokens=3)
+    assert (reasoning(deltas), content(deltas)) == ("hm{", "")
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
 def test_a_tag_that_a_parser_holds_and_the_grammar_does_not_begin_with_is_an_error() -> None:
     deltas = tag_ends_reasoning("hm{no", tool_parser=True, grammar=Grammar(lambda: Spelling("[")))
     assert "does not fit the grammar" in str(deltas[-1].error)
@@ -320,12 +370,12 @@ def test_a_tag_that_a_parser_holds_and_the_grammar_does_not_begin_with_is_an_err
 
 def test_what_the_grammar_takes_only_in_part_leaves_it_as_it_was() -> None:
     answer = make_request(parser=deepseek_r1).make_answer()
-    gate = GrammarGate(Spelling("yes"), THINK)
-    assert gate.advance(answer, END_THINK)
-    assert not gate.advance_rest(ids("yet"))
-    assert not gate.has_begun
+    constraint = ConstraintState(Spelling("yes"), THINK)
+    assert constraint.advance(answer, END_THINK)
+    assert not constraint.advance_rest(ids("yet"))
+    assert not constraint.has_begun
     answer.feed(END_THINK)
-    assert allowed(gate, answer) == set(ids("y"))
+    assert allowed(constraint, answer) == set(ids("y"))
 
 
 @pytest.mark.parametrize("stop", ["", "!"])

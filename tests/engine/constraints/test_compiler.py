@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from penstock.engine.compile_clock import uncounted
+from penstock.engine.constraints import queue
+from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.errors import EngineUnavailable, QueueFull, UnsupportedGrammar
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.engine.grammars import grammar_queue
-from penstock.engine.grammars.grammar_cache import GrammarCompiler
 from penstock.engine.structure import Literal, Repeat, Sequence, Value
 
 
@@ -185,7 +185,7 @@ def test_what_a_backend_starts_first_does_not_count_as_compiling() -> None:
 
 
 def test_a_compilation_that_takes_too_long_is_refused_and_its_result_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_queue, "thread_seconds", lambda native_id: 0.05)
+    monkeypatch.setattr(queue, "thread_seconds", lambda native_id: 0.05)
     backend = Backend()
     grammars = compiler(backend, time_limit=0.05)
 
@@ -223,7 +223,7 @@ def test_a_failing_backend_fails_its_request_and_nothing_stays_pending() -> None
 
 
 def test_more_constraints_than_can_wait_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_queue, "MAX_PENDING", 3)
+    monkeypatch.setattr(queue, "MAX_PENDING", 3)
     backend = Backend()
     grammars = compiler(backend)
 
@@ -305,8 +305,8 @@ def test_what_is_too_large_reaches_no_backend_and_the_refusal_is_kept() -> None:
 
 
 def test_one_client_cannot_keep_another_from_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_queue, "MAX_PENDING_OF_CLIENT", 3)
-    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
+    monkeypatch.setattr(queue, "MAX_PENDING_OF_CLIENT", 3)
+    monkeypatch.setattr(queue, "SLOW_SECONDS", 100)
     backend = Backend()
     grammars = compiler(backend)
 
@@ -327,7 +327,7 @@ def test_one_client_cannot_keep_another_from_its_grammar(monkeypatch: pytest.Mon
 
 
 def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
+    monkeypatch.setattr(queue, "SLOW_SECONDS", 100)
     backend = Backend()
     grammars = compiler(backend)
 
@@ -349,8 +349,8 @@ def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyP
 
 
 def test_a_constraint_whose_turn_does_not_come_in_time_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_queue, "SLOW_SECONDS", 100)
-    monkeypatch.setattr(grammar_queue, "thread_seconds", lambda native_id: 0.05)
+    monkeypatch.setattr(queue, "SLOW_SECONDS", 100)
+    monkeypatch.setattr(queue, "thread_seconds", lambda native_id: 0.05)
     backend = Backend()
     grammars = compiler(backend, time_limit=0.05)
 

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine import mask_filler
+from penstock.engine.constraints import masks
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.masks import NUM_MASKS_APART
+from penstock.engine.constraints.state import MAX_FORCED_TOKENS, MaskJob
 from penstock.engine.deltas import FinishReason
-from penstock.engine.grammars.bitmask import allocate_bitmask
-from penstock.engine.grammars.grammar_gate import MAX_FORCED_TOKENS
-from penstock.engine.grammars.mask_fill import MaskFill
-from penstock.engine.mask_filler import NUM_MASKS_APART
 from tests.fakes import (
     EOS,
     LETTERS,
@@ -112,19 +111,19 @@ def test_one_that_fails_ends_its_own_request_by_name() -> None:
 
 def test_one_that_turns_out_slow_is_no_longer_asked_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once: list[int] = []
-    fill_at_once = mask_filler.MaskFiller.fill_at_once
+    fill_at_once = masks.MaskPool.fill_at_once
 
-    def counted(self: Any, sequence: Any, vocab_size: int, **options: Any) -> Any:
-        at_once.append(sequence.num_output_tokens)
-        return fill_at_once(self, sequence, vocab_size, **options)
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        at_once.append(core.scheduler.running[0].num_output_tokens)
+        return fill_at_once(self, *args, **options)
 
     class Busy(Walk):
         def fill_bitmask(self, row: Any) -> None:
             if len(self.path) == 3:
-                time.sleep(2 * mask_filler.SLOW)
+                time.sleep(2 * masks.SLOW)
             super().fill_bitmask(row)
 
-    monkeypatch.setattr(mask_filler.MaskFiller, "fill_at_once", counted)
+    monkeypatch.setattr(masks.MaskPool, "fill_at_once", counted)
     core = make_core()
     deltas = generate(core, make_request(grammar=quick(lambda: Busy(2, forces=False)), max_tokens=30, **DRAWN))
     assert len(tokens(deltas)) == 30
@@ -308,10 +307,10 @@ def test_a_mask_that_came_late_has_nothing_to_say_of_the_next_draft() -> None:
     core.step()
     [sequence] = core.scheduler.running
     assert sequence.ready_proposer is not None
-    assert sequence.gate is not None
-    sequence.mask = MaskFill(sequence.gate, sequence.answer, allocate_bitmask(1, core.vocab_size))
-    assert sequence.mask.take()
-    sequence.mask.run()
+    assert sequence.constraint is not None
+    mask = sequence.constraint.mask = MaskJob(sequence.constraint, sequence.answer, allocate_bitmask(1, core.vocab_size))
+    mask.queue()
+    mask.run()
     assert sequence.ready_proposer is None
     step = core.schedule()
     assert step is not None

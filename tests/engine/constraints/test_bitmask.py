@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.grammars.bitmask import allocate_bitmask, apply_bitmask, apply_bitmask_with_torch, num_words
+from penstock.engine.constraints.bitmask import allocate_bitmask, apply_bitmask, apply_bitmask_with_torch, num_words
 
 
 def packed(allowed: list[set[int]], width: int) -> torch.Tensor:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import loop, mask_filler
+from penstock.engine import loop
+from penstock.engine.constraints import masks, state
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.masks import MaskThread, StepMasks
+from penstock.engine.constraints.state import TOO_SLOW, ConstraintState, MaskJob, MaskState
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
-from penstock.engine.grammars import mask_fill
-from penstock.engine.grammars.mask_fill import TOO_SLOW, MaskFill
-from penstock.engine.grammars.mask_worker import MaskTask, MaskWorker
 from penstock.engine.loop import Engine
-from tests.fakes import EOS, content, drive, generate, make_core, make_request, runner_of, saying, tokens
+from tests.fakes import EOS, VOCAB_SIZE, content, drive, generate, make_core, make_request, runner_of, saying, tokens
 from tests.matchers import Blocked, Grammar, Walk
 
 
@@ -64,7 +65,7 @@ def test_others_go_on_step_by_step_while_a_mask_is_being_filled(release: threadi
 
 def test_a_grammar_that_was_late_gets_no_drafts(release: threading.Event) -> None:
     core = make_core(saying("ab" * 40), grace=0.02, rows_for_weights=1000.0)
-    core.add(make_request("slow", "ab" * 5, grammar=Grammar(lambda: Blocked(1, release)), max_tokens=mask_filler.NUM_MASKS_APART - 1))
+    core.add(make_request("slow", "ab" * 5, grammar=Grammar(lambda: Blocked(1, release)), max_tokens=masks.NUM_MASKS_APART - 1))
     core.step()
     release.set()
     said = drive(core)["slow"]
@@ -107,13 +108,14 @@ def test_after_enough_quick_masks_a_grammar_is_waited_for_again(release: threadi
     core.add(make_request("slow", grammar=Grammar(lambda: matcher), max_tokens=80))
     core.step()
     sequence = core.scheduler.running[0]
-    assert sequence.num_masks_apart == mask_filler.NUM_MASKS_APART
+    assert sequence.constraint is not None
+    assert sequence.constraint.num_masks_apart == masks.NUM_MASKS_APART
     release.set()
     lows = []
     while core.has_work:
         core.step()
-        lows.append(sequence.num_masks_apart)
-    assert min(lows) < mask_filler.NUM_MASKS_APART
+        lows.append(sequence.constraint.num_masks_apart)
+    assert min(lows) < masks.NUM_MASKS_APART
     runner_of(core).shutdown()
 
 
@@ -155,8 +157,8 @@ def test_a_slow_sequence_can_leave_and_those_behind_it_are_filled(release: threa
 def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
     release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mask_fill, "TIME_LIMIT", 0.1)
-    monkeypatch.setattr(mask_filler, "PATIENCE", 0.02)
+    monkeypatch.setattr(state, "TIME_LIMIT", 0.1)
+    monkeypatch.setattr(masks, "PATIENCE", 0.02)
     core = make_core(grace=0.01)
     core.add(make_request("stuck", grammar=Grammar(lambda: Blocked(1, release)), n=2))
     core.add(make_request("walk", grammar=Grammar(lambda: Walk(2))))
@@ -172,8 +174,8 @@ def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
 def test_a_mask_that_comes_when_nobody_waits_for_it_any_more_lets_nothing_pass(
     release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mask_fill, "TIME_LIMIT", 0.05)
-    monkeypatch.setattr(mask_filler, "PATIENCE", 0.02)
+    monkeypatch.setattr(state, "TIME_LIMIT", 0.05)
+    monkeypatch.setattr(masks, "PATIENCE", 0.02)
     core = make_core(lambda history: EOS, grace=0.01)
     core.add(make_request("slow", grammar=Grammar(lambda: Blocked(1, release, forces=False))))
     core.step()
@@ -183,7 +185,7 @@ def test_a_mask_that_comes_when_nobody_waits_for_it_any_more_lets_nothing_pass(
     mask = core.scheduler.running[0].mask
     assert mask is not None
     release.set()
-    while not mask.is_done:
+    while not mask.has_returned:
         pass
     last = core.update(step, batch, core.runner.launch(batch).collect())["slow"][-1]
     assert (last.finish_reason, last.error) == (FinishReason.ERROR, TOO_SLOW)
@@ -271,44 +273,64 @@ async def _collect(engine: Engine, request_id: str, matcher: Walk) -> list[Seque
     return [delta async for delta in engine.generate(make_request(request_id, grammar=Grammar(lambda: matcher)))]
 
 
-class Counting(MaskFill):
-    """Counts how often it is run, and by whom it was."""
+def test_a_successor_takes_over_the_tasks_that_have_not_begun(release: threading.Event) -> None:
+    order: list[str] = []
+    is_begun, is_over, blocked_is_over = threading.Event(), threading.Event(), threading.Event()
 
-    def __init__(self, order: list[int], number: int, wait: threading.Event | None = None) -> None:
-        self.order, self.number, self.wait = order, number, wait
-        self._claim = threading.Lock()
+    def blocked() -> None:
+        is_begun.set()
+        assert release.wait(timeout=60)
+        order.append("blocked")
+        blocked_is_over.set()
 
-    def run(self) -> None:
-        assert self.wait is None or self.wait.wait(timeout=60)
-        self.order.append(self.number)
-
-
-def test_a_successor_takes_over_what_has_not_begun(release: threading.Event) -> None:
-    order: list[int] = []
-    worker = MaskWorker()
-    blocked = Counting(order, 0, release)
-    first, second = MaskTask([blocked]), MaskTask([Counting(order, 1), Counting(order, 2)])
-    worker.submit(first)
-    while not blocked._claim.locked():
-        pass
-    worker.submit(second)
-    successor = worker.successor()
-    assert second.is_over.wait(timeout=60)
-    assert order == [1, 2]
+    thread = MaskThread()
+    thread.submit(blocked)
+    assert is_begun.wait(timeout=60)
+    thread.submit(lambda: order.append("next"))
+    thread.submit(is_over.set)
+    successor = thread.successor()
+    assert is_over.wait(timeout=60)
+    assert order == ["next"]
     release.set()
-    assert first.is_over.wait(timeout=60)
-    assert order == [1, 2, 0]
+    assert blocked_is_over.wait(timeout=60)
+    assert order == ["next", "blocked"]
     successor.close()
 
 
-def test_what_is_taken_is_run_by_nobody_else() -> None:
-    order: list[int] = []
-    fills = [Counting(order, number) for number in range(3)]
-    assert fills[1].take()
-    task = MaskTask(fills)  # type: ignore[arg-type]
-    task.run()
-    assert order == [0, 2]
-    assert not any(fill.take() for fill in fills)
+def queued_job(matcher: Walk) -> MaskJob:
+    job = MaskJob(ConstraintState(matcher, None, may_force=True), make_request().make_answer(), allocate_bitmask(1, VOCAB_SIZE))
+    job.queue()
+    return job
+
+
+def test_a_withdrawn_job_is_run_by_no_thread() -> None:
+    jobs = [queued_job(Walk(number, forces=False)) for number in range(3)]
+    assert jobs[1].withdraw()
+    masks = StepMasks(allocate_bitmask(3, VOCAB_SIZE), {range(row, row + 1): job for row, job in enumerate(jobs)}, jobs, MaskThread(), 60.0)
+    assert masks.wait() == [0, 2]
+    assert [job.state for job in jobs] == [MaskState.READY, MaskState.IDLE, MaskState.READY]
+    assert not any(job.withdraw() for job in jobs)
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_late_job_ends_as_its_thread_finds_unless_it_was_given_up(release: threading.Event, is_given_up: bool) -> None:
+    matcher = Blocked(1, release, forces=False)
+    job = queued_job(matcher)
+    returned = threading.Event()
+    job.on_done = returned.set
+    thread = MaskThread()
+    thread.submit(job.run)
+    assert matcher.asked.wait(timeout=60)
+    assert (job.state, job.is_pending) == (MaskState.RUNNING, True)
+    assert not job.withdraw()
+    assert job.mark_late()
+    assert (job.state, job.is_pending, job.needs_no_sample) == (MaskState.LATE, True, False)
+    assert not is_given_up or job.give_up()
+    release.set()
+    assert returned.wait(timeout=60)
+    assert not job.give_up()
+    assert (job.state, job.error) == ((MaskState.FAILED, TOO_SLOW) if is_given_up else (MaskState.READY, None))
+    thread.close()
 
 
 def test_a_mask_for_text_that_is_not_constrained_is_not_asked_for() -> None:

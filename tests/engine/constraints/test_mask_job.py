@@ -8,31 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.grammars import mask_fill
-from penstock.engine.grammars.bitmask import allocate_bitmask
-from penstock.engine.grammars.grammar_gate import GrammarGate
-from penstock.engine.grammars.mask_fill import MaskFill
+from penstock.engine.constraints import state
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.state import ConstraintState, MaskJob, MaskState
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from tests.fakes import EOS, LETTERS, TOKENIZER, VOCAB_SIZE, ids
 from tests.matchers import Matcher, Spelling, Walk
 
 
-def run(matcher: Matcher, draft: list[int], draft_time: float = 60.0, **options: Any) -> MaskFill:
-    fill = fill_of(GrammarGate(matcher, None, stop_token_ids=frozenset({EOS}), **options), draft, draft_time)
+def run(matcher: Matcher, draft: list[int], draft_time: float = 60.0, **options: Any) -> MaskJob:
+    job = job_of(ConstraintState(matcher, None, stop_token_ids=frozenset({EOS}), **options), draft, draft_time)
     assert matcher.path == []
-    return fill
+    return job
 
 
-def fill_of(gate: GrammarGate, draft: list[int], draft_time: float = 60.0) -> MaskFill:
+def job_of(constraint: ConstraintState, draft: list[int], draft_time: float = 60.0) -> MaskJob:
     answer = Answer(Detokenizer(TOKENIZER), None, None, (), False, True)
-    fill = MaskFill(gate, answer, allocate_bitmask(1 + len(draft), VOCAB_SIZE).fill_(-1), draft)
+    job = MaskJob(constraint, answer, allocate_bitmask(1 + len(draft), VOCAB_SIZE).fill_(-1), draft)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mask_fill, "DRAFT_TIME", draft_time)
-        fill.run()
-    assert fill.is_done
-    assert fill.error is None
-    return fill
+        patch.setattr(state, "DRAFT_TIME", draft_time)
+        job.queue()
+        job.run()
+    assert job.is_done
+    assert job.error is None
+    return job
 
 
 @given(seed=st.integers(0, 99), choices=st.lists(st.integers(0, 9), max_size=6), wrong_at=st.integers(0, 9))
@@ -49,11 +49,11 @@ def test_every_row_is_what_the_grammar_says_after_the_tokens_before_it(seed: int
         wrong = [token_id for token_id in LETTERS if token_id not in walk.allowed(draft[:wrong_at])]
         draft[wrong_at] = wrong[0]
         num_right = wrong_at
-    fill = run(walk, draft)
-    assert fill.num_to_sample == 1 + num_right or walk.allowed(draft[:num_right]) == [EOS]
-    for place in range(fill.num_to_sample):
+    job = run(walk, draft)
+    assert job.num_to_sample == 1 + num_right or walk.allowed(draft[:num_right]) == [EOS]
+    for place in range(job.num_to_sample):
         alone = run(Reached(seed, draft[:place]), [])
-        assert torch.equal(fill.rows_DW[place], alone.rows_DW[0])
+        assert torch.equal(job.rows_DW[place], alone.rows_DW[0])
 
 
 class Reached(Walk):
@@ -105,26 +105,28 @@ class Fragile(Spelling):
 @pytest.mark.parametrize(("method", "num_good", "num_filled"), [("fill_bitmask", 2, 2), ("advance", 2, 3), ("finished", 2, 2)])
 def test_a_grammar_that_fails_at_a_guess_ends_the_guess_and_guesses_no_more(method: str, num_good: int, num_filled: int) -> None:
     fragile = Fragile("abcde", method, num_good)
-    gate = GrammarGate(fragile, None, stop_token_ids=frozenset({EOS}))
-    assert fill_of(gate, ids("abcd")).num_to_sample == num_filled
+    constraint = ConstraintState(fragile, None, stop_token_ids=frozenset({EOS}))
+    assert job_of(constraint, ids("abcd")).num_to_sample == num_filled
     assert fragile.path == []
     answer = Answer(Detokenizer(TOKENIZER), None, None, (), False, True)
     fragile.method = ""
-    assert gate.advance(answer, ids("a")[0])
-    assert fill_of(gate, ids("bcd")).num_to_sample == 1
+    assert constraint.advance(answer, ids("a")[0])
+    assert job_of(constraint, ids("bcd")).num_to_sample == 1
 
 
 def test_a_grammar_that_fails_at_what_comes_next_ends_its_request() -> None:
-    fill = MaskFill(
-        GrammarGate(Fragile("abc", "fill_bitmask", 0), None),
+    job = MaskJob(
+        ConstraintState(Fragile("abc", "fill_bitmask", 0), None),
         Answer(Detokenizer(TOKENIZER), None, None, (), False, True),
         allocate_bitmask(1, VOCAB_SIZE),
     )
-    fill.run()
-    assert fill.error == "the grammar raised RuntimeError: too slow"
+    job.queue()
+    job.run()
+    assert job.state is MaskState.FAILED
+    assert job.error == "the grammar raised RuntimeError: too slow"
 
 
 def test_what_is_forced_is_not_sampled_whatever_was_drafted() -> None:
-    fill = run(Spelling("abc", forces=True), ids("abc"), may_force=True)
-    assert fill.forced == ids("abc")
-    assert fill.num_to_sample == 0
+    job = run(Spelling("abc", forces=True), ids("abc"), may_force=True)
+    assert job.forced == ids("abc")
+    assert job.num_to_sample == 0

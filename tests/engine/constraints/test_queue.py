@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.constraints import queue as grammar_queue
+from penstock.engine.constraints.queue import GrammarQueue
 from penstock.engine.errors import GenerationFailed, QueueFull
-from penstock.engine.grammars import grammar_queue
-from penstock.engine.grammars.grammar_queue import GrammarQueue
 from penstock.engine.threads import SWITCH_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""Who is compiled when: clients take turns, and what is slow steps aside."""
+"""The order in which constraints are compiled: clients take turns, and slow compilations make room for others."""
 
 import asyncio
 import os

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 from torch import Tensor
 
+from penstock.engine.constraints.compiler import MAX_REFUSAL, Compiled, GrammarChoice, Refusal, exact, is_lenient
 from penstock.engine.errors import ConfigurationError, ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.engine.grammars.grammar_choice import MAX_REFUSAL, Compiled, GrammarChoice, Refusal, exact, is_lenient
 from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}", "guided_json")

@@ -1,0 +1,564 @@
+"""Constrained decoding's two state machines: where a sequence stands in its constraint, and the job that fills its next mask."""
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+
+from torch import Tensor
+
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.deltas import ClientFault, GrammarFault
+from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.events import Event, Reasoning, Text
+from penstock.engine.grammar import GrammarMatcher
+from penstock.engine.parsing import Phase
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+UNFIT_START = "the text in the token that ended the reasoning does not fit the grammar"
+MAX_FORCED_TOKENS = 64  # at once: the loop reads them all before it turns to another sequence
+TIME_LIMIT = 5.0  # seconds
+DRAFT_TIME = 0.002  # seconds, after which no mask for another draft token is begun
+TOO_SLOW = ClientFault("the constraint takes too long to say what may come next")
+
+
+class ConstraintPhase(Enum):
+    """What decides on a sequence's next token."""
+
+    REASONING = "reasoning"  # the model alone: the grammar begins when its reasoning has ended
+    UNDECIDED = "undecided"  # the grammar, or else the marker with which the model may open its reasoning itself
+    ACTIVE = "active"  # the grammar, to the end of the answer
+    FINISHED = "finished"  # nothing: only the end can follow
+
+
+PHASE_TRANSITIONS: Mapping[ConstraintPhase, frozenset[ConstraintPhase]] = {
+    ConstraintPhase.REASONING: frozenset({ConstraintPhase.UNDECIDED, ConstraintPhase.ACTIVE}),
+    ConstraintPhase.UNDECIDED: frozenset({ConstraintPhase.REASONING, ConstraintPhase.ACTIVE, ConstraintPhase.FINISHED}),
+    ConstraintPhase.ACTIVE: frozenset({ConstraintPhase.FINISHED}),
+    ConstraintPhase.FINISHED: frozenset(),
+}
+
+_PHASE_OF_ANSWER = {
+    Phase.REASONING: ConstraintPhase.REASONING,
+    Phase.UNDECIDED: ConstraintPhase.UNDECIDED,
+    Phase.CONTENT: ConstraintPhase.ACTIVE,
+}
+
+
+class MaskState(Enum):
+    """Where a mask job is."""
+
+    IDLE = "idle"  # nothing is asked of it
+    QUEUED = "queued"  # it waits for a thread
+    RUNNING = "running"
+    READY = "ready"  # the mask is there
+    FORCED = "forced"  # there is no mask: the next tokens are certain, or that the answer ends
+    LATE = "late"  # still running, and its step is over: the sequence samples in a later one
+    FAILED = "failed"  # the grammar raised, or took too long
+
+
+MASK_TRANSITIONS: Mapping[MaskState, frozenset[MaskState]] = {
+    MaskState.IDLE: frozenset({MaskState.QUEUED, MaskState.RUNNING}),
+    # Back to IDLE where the step is over before a thread has claimed the job.
+    MaskState.QUEUED: frozenset({MaskState.RUNNING, MaskState.IDLE, MaskState.FAILED}),
+    # Back to IDLE where only forced tokens were asked for, and there are none.
+    MaskState.RUNNING: frozenset({MaskState.READY, MaskState.FORCED, MaskState.LATE, MaskState.FAILED, MaskState.IDLE}),
+    MaskState.LATE: frozenset({MaskState.READY, MaskState.FORCED, MaskState.FAILED}),
+    # A quick grammar's job is run again for each token.
+    MaskState.READY: frozenset({MaskState.RUNNING}),
+    MaskState.FORCED: frozenset({MaskState.RUNNING}),
+    MaskState.FAILED: frozenset(),
+}
+
+_PENDING = (MaskState.QUEUED, MaskState.RUNNING, MaskState.LATE)
+_CLAIMED = (MaskState.RUNNING, MaskState.LATE)
+
+
+class ForbiddenToken(Exception):
+    """The grammar rejects a token that its own mask allowed or that it forced."""
+
+
+class ConstraintState:
+    """One sequence's place in its constraint: reasoning passes freely, and everything after it is held to the grammar, to the end.
+
+    Where the model may open its reasoning itself, its first token is either what the grammar allows or `start_token_id`, the marker.
+    The backend knows the model's `stop_token_ids`; the request's own are allowed where those are, and nowhere else.
+    `may_force` says that what the grammar forces needs no sampling: nothing else in the request decides on it. `has_quick_masks` says that
+    the grammar's masks take so little time that they may be filled on the event loop, unless the matcher denies it of the next one;
+    `is_greedy` that sampling draws nothing. `may_look_ahead` is whether the grammar may be asked about draft tokens.
+
+    `mask` is the job of the next mask, from when it is asked for until it has been used. The next `num_masks_apart` masks delay no step,
+    since one was slow. Methods take the answer as the sequence has it: a beam's may be another after each token.
+    """
+
+    def __init__(
+        self,
+        matcher: GrammarMatcher,
+        start_token_id: int | None,
+        *,
+        stop_token_ids: frozenset[int] = frozenset(),
+        client_stop_ids: frozenset[int] = frozenset(),
+        may_force: bool = False,
+        has_quick_masks: bool = False,
+        is_greedy: bool = False,
+    ) -> None:
+        self._matcher = matcher
+        self._has_quick_masks = has_quick_masks
+        self._is_greedy = is_greedy
+        self._all_stop_ids = stop_token_ids | client_stop_ids
+        self._stop_token_ids = sorted(stop_token_ids)
+        self._client_stop_ids = sorted(client_stop_ids - stop_token_ids)
+        self._start_token_id = start_token_id
+        self.may_force = may_force
+        self.may_look_ahead = True
+        self._phase = ConstraintPhase.REASONING
+        self._left: list[tuple[int, ConstraintPhase]] = []  # each phase that was left, and behind how many tokens: for `rollback`
+        self._taken: list[int] = []  # for each token that was let pass, how many the matcher took for it
+        self._num_accepted = 0
+        self.mask: MaskJob | None = None
+        self.num_masks_apart = 0
+        self._quick_job: MaskJob | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the grammar has taken anything."""
+        return self._num_accepted > 0
+
+    def phase(self, answer: Answer) -> ConstraintPhase:
+        """What decides on the token after those that have been taken. Until the grammar has taken any, the answer tells."""
+        is_known = self._phase in (ConstraintPhase.ACTIVE, ConstraintPhase.FINISHED)
+        return self._phase if is_known else _PHASE_OF_ANSWER[answer.phase]
+
+    def is_open(self, answer: Answer) -> bool:
+        """Whether the next token is the grammar's to decide."""
+        return self.phase(answer) is not ConstraintPhase.REASONING
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the grammar takes so little time for its next mask that it may be asked on the event loop."""
+        return self._has_quick_masks and self._matcher.is_quick
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a mask was slow: until enough others have been quick, no step waits for one, and the loop asks the grammar nothing."""
+        return self.num_masks_apart > 0
+
+    @property
+    def can_fill_at_once(self) -> bool:
+        """Whether its masks are filled as soon as a token is there: not the first one, which may take longer."""
+        return self.is_quick and self.has_begun and not self.is_slow
+
+    def can_sample_first(self, answer: Answer) -> bool:
+        """Whether the next token may be sampled without a mask and then shown to the grammar: with one, it would be the same.
+
+        So it is where nothing is drawn. What is most probable of all tokens and allowed, is most probable of the allowed ones.
+        """
+        is_free = self._is_greedy and self.may_force and self.may_look_ahead
+        return is_free and self.can_fill_at_once and answer.phase is not Phase.REASONING
+
+    def can_have_draft(self, answer: Answer) -> bool:
+        """Whether the next step may verify draft tokens."""
+        # A late mask's other rows are those of an earlier draft, and a slow grammar would have a mask to fill for each draft token.
+        is_late = self.mask is not None and not self.mask.is_quick
+        is_slow = self.is_slow or (self.mask is not None and not self.can_fill_at_once)
+        return not is_late and not is_slow and self.phase(answer) is not ConstraintPhase.UNDECIDED
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether its mask missed its step and is not there yet: until then nothing of the sequence can be computed."""
+        return self.mask is not None and self.mask.is_pending
+
+    def is_stop(self, token_id: int) -> bool:
+        """Whether the token would end the answer."""
+        return token_id in self._all_stop_ids
+
+    def fill_bitmask(self, answer: Answer, row_W: Tensor) -> None:
+        """int32 [ceil(V / 32)]: what may come next."""
+        if not self.is_open(answer):
+            row_W.fill_(-1)
+            return
+        self._matcher.fill_bitmask(row_W)
+        if self._client_stop_ids:
+            may_end = any(_is_set(row_W, token_id) for token_id in self._stop_token_ids)
+            for token_id in self._client_stop_ids:
+                _set(row_W, token_id, may_end)
+        if self._may_still_reason(answer):
+            assert self._start_token_id is not None
+            _set(row_W, self._start_token_id, True)
+
+    def forced_tokens(self, answer: Answer) -> list[int]:
+        """What is certain to come next, as far as nothing but the grammar decides it. May take as long as a mask does."""
+        if not self.may_force or not self.is_open(answer) or self._may_still_reason(answer):
+            return []
+        forced: list[int] = []
+        for token_id in self._matcher.forced_tokens()[:MAX_FORCED_TOKENS]:
+            if token_id in self._all_stop_ids:
+                break  # it would end the answer in its middle: a dead end, found where it is sampled
+            forced.append(token_id)
+        return forced
+
+    def take(self, answer: Answer, token_id: int, how: str = "was sampled") -> None:
+        """As `advance`, but raises `ForbiddenToken` where the grammar forbids the token; `how` says where it is from."""
+        if not self.advance(answer, token_id):
+            raise ForbiddenToken(f"the grammar does not allow the token that {how}")
+
+    def read(self, answer: Answer, token_id: int, tokenizer: Tokenizer) -> list[Event]:
+        """Has the answer read a token that has been taken, and gives its events as they are to be shown. Raises `ForbiddenToken`.
+
+        Where the token ends the reasoning, the grammar begins with what else it holds.
+        """
+        before = answer.phase
+        events = self.shown(answer, answer.feed(token_id))
+        return self.begin(answer, events, tokenizer) if is_end_of_reasoning(before, answer) and not answer.has_ended else events
+
+    def advance(self, answer: Answer, token_id: int) -> bool:
+        """Takes a token before the answer reads it; False, with nothing changed, where the grammar forbids it."""
+        phase = self.phase(answer)
+        is_marker = token_id == self._start_token_id and self._may_still_reason(answer)
+        is_free = phase is ConstraintPhase.REASONING or is_marker
+        if not is_free and not self._matcher.advance(token_id):
+            return False
+        self._enter(phase)
+        self._taken.append(0 if is_free else 1)
+        if not is_free:
+            self._num_accepted += 1
+            self._enter(ConstraintPhase.ACTIVE)
+        return True
+
+    def advance_guess(self, answer: Answer, token_id: int) -> bool:
+        """As `advance`, for a token that need not be what is said: a grammar that fails at it refuses it, and is shown no other."""
+        try:
+            return self.advance(answer, token_id)
+        except Exception as error:  # a plug-in's code: what it fails at is sampled again under a mask, and ends its request then
+            self.stop_guessing(error)
+            return False
+
+    def stop_guessing(self, error: Exception) -> None:
+        """The grammar failed at what may never be said: that ends nothing, but it is asked about no other guesses."""
+        logger.info("A grammar failed at a token that was only guessed, and is asked about no others: %s: %s", type(error).__name__, error)
+        self.may_look_ahead = False
+
+    def advance_rest(self, token_ids: list[int]) -> bool:
+        """Takes what the last token held beyond the end of the reasoning, as tokens of its own.
+
+        False, with nothing changed, where the grammar forbids it.
+        """
+        for num_taken, token_id in enumerate(token_ids):
+            if not self._matcher.advance(token_id):
+                if num_taken:
+                    self._matcher.rollback(num_taken)
+                return False
+        if token_ids:
+            self._taken[-1] += len(token_ids)
+            self._num_accepted += len(token_ids)
+            self._enter(ConstraintPhase.ACTIVE)
+        return True
+
+    def begin(self, answer: Answer, events: list[Event], tokenizer: Tokenizer) -> list[Event]:
+        """Takes what the token that ended the reasoning held beyond that, and gives the `events` of that token as they are to be shown.
+
+        Raises `ForbiddenToken` where the text does not fit the grammar and a parser holds it, which would read the rest as a part of it.
+        """
+        # White space there belongs to the marker, and text that the grammar does not begin with to the reasoning.
+        rest = answer.new_content
+        if rest.isspace():
+            return [event for event in events if not isinstance(event, Text)]
+        if rest and not self.advance_rest(tokenizer.encode(rest, add_special_tokens=False)):
+            if "".join(event.text for event in events if isinstance(event, Text)) != rest:
+                raise ForbiddenToken(UNFIT_START)
+            return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
+        return events
+
+    def must_begin(self, before: Phase, answer: Answer) -> bool:
+        """Whether the next token may be no end: the last, which followed on the phase `before`, ended the reasoning and began no answer."""
+        return is_end_of_reasoning(before, answer) and not self.has_begun
+
+    def shown(self, answer: Answer, events: list[Event]) -> list[Event]:
+        """What the answer has just given. Content that some formats have before the reasoning is over goes with the reasoning.
+
+        All content is promised to be the grammar's.
+        """
+        if self.is_open(answer):
+            return events
+        return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
+
+    def fork(self) -> "ConstraintState | None":
+        """A copy in the same place, which goes on by itself; None where the matcher cannot be forked."""
+        matcher = self._matcher.fork()
+        if matcher is None:
+            return None
+        other = copy.copy(self)
+        other._matcher = matcher
+        other._taken = list(self._taken)
+        other._left = list(self._left)
+        other.mask = other._quick_job = None
+        return other
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens that `advance` let pass. The answer must not have read them."""
+        if num_tokens == 0:
+            return
+        num_taken = sum(self._taken[-num_tokens:])
+        del self._taken[-num_tokens:]
+        self._num_accepted -= num_taken
+        while self._left and self._left[-1][0] > len(self._taken):
+            self._phase = self._left.pop()[1]
+        if num_taken:
+            self._matcher.rollback(num_taken)
+
+    def is_finished(self, answer: Answer) -> bool:
+        """Whether nothing but the end can follow."""
+        if not self.is_open(answer) or not self._matcher.finished:
+            return False
+        self._enter(self.phase(answer))
+        self._enter(ConstraintPhase.FINISHED)
+        return True
+
+    def fill_at_once(self, answer: Answer, vocab_size: int, *, only_forced: bool) -> "MaskJob":
+        """Fills the next mask in this thread, always in the same row; `mask` is None where `only_forced` tokens were asked for in vain."""
+        if self._quick_job is None:
+            self._quick_job = MaskJob(self, answer, allocate_bitmask(1, vocab_size), is_quick=True)
+        self._quick_job.run_at_once(only_forced=only_forced)
+        self.mask = None if self._quick_job.state is MaskState.IDLE else self._quick_job
+        return self._quick_job
+
+    def check_integrity(self) -> None:
+        """Asserts that tokens, phases and the mask agree, unless a thread is at the mask. For tests."""
+        if self.mask is not None and not self.mask.is_quick and not self.mask.has_returned:
+            return
+        assert self._num_accepted == sum(self._taken)
+        assert all(num_tokens <= len(self._taken) for num_tokens, _ in self._left)
+        assert not self._num_accepted or self._phase in (ConstraintPhase.ACTIVE, ConstraintPhase.FINISHED)
+        assert self.mask is None or self.mask.state is not MaskState.IDLE
+
+    def _enter(self, phase: ConstraintPhase) -> None:
+        if phase is self._phase:
+            return
+        assert phase in PHASE_TRANSITIONS[self._phase], f"from {self._phase} to {phase}"
+        self._left.append((len(self._taken), self._phase))
+        self._phase = phase
+
+    def _may_still_reason(self, answer: Answer) -> bool:
+        return self._start_token_id is not None and self.phase(answer) is ConstraintPhase.UNDECIDED
+
+
+class MaskJob:
+    """Fills a sequence's next mask: `forced` where what comes next is certain, else the bits of the first row of `rows_DW`.
+
+    These are int32 [1 + draft, ceil(V / 32)]. The other rows are for what follows the draft tokens, as far as the grammar accepts these and
+    there is time. The thread that claims the job first runs it, and no other uses the matcher until it `has_returned`. `error` says why it
+    failed. One that `is_quick` is run on the event loop, again for each token, in a row of its own. `is_apart` says that the grammar is
+    slow: no step waits for the job, which also finds out whether the grammar `is_finished`. `is_counted` is for the pool, which counts
+    quick masks: one that comes between sampling and a step's end is seen in the next step again. `on_done` is called at the end, in the
+    thread that ran the job, where it was set before the job was done.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_begun_at",
+        "_constraint",
+        "_draft",
+        "_lock",
+        "_num_filled",
+        "address",
+        "error",
+        "forced",
+        "has_returned",
+        "is_apart",
+        "is_counted",
+        "is_finished",
+        "is_quick",
+        "on_done",
+        "row_W",
+        "rows_DW",
+        "seconds",
+        "state",
+    )
+
+    def __init__(
+        self,
+        constraint: ConstraintState,
+        answer: Answer,
+        rows_DW: Tensor,
+        draft: Sequence[int] = (),
+        *,
+        is_apart: bool = False,
+        is_quick: bool = False,
+    ) -> None:
+        self._constraint = constraint
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._begun_at: float | None = None
+        self._draft = draft
+        self._num_filled = 0
+        self.rows_DW = rows_DW
+        self.row_W = rows_DW[0]
+        self.address = self.row_W.data_ptr()
+        self.is_apart = is_apart
+        self.is_counted = False
+        self.is_quick = is_quick
+        self.state = MaskState.IDLE
+        self.forced: list[int] = []
+        self.error: str | None = None
+        self.seconds = 0.0
+        self.is_finished = False
+        self.has_returned = False
+        self.on_done: Callable[[], None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.state in (MaskState.READY, MaskState.FORCED, MaskState.FAILED)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it has run for so long that its request is to end."""
+        return self.state in _CLAIMED and self._begun_at is not None and time.monotonic() - self._begun_at > TIME_LIMIT
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is worth waiting for."""
+        return self.state in _PENDING and not self.is_overdue
+
+    @property
+    def needs_no_sample(self) -> bool:
+        """Whether it says by itself how the sequence goes on, or that it does not."""
+        return self.state in (MaskState.FORCED, MaskState.FAILED)
+
+    @property
+    def num_to_sample(self) -> int:
+        """How many of its rows are masks to sample under."""
+        return self._num_filled if self.state is MaskState.READY else 0
+
+    def queue(self) -> None:
+        is_queued = self._move((MaskState.IDLE,), MaskState.QUEUED)
+        assert is_queued
+
+    def withdraw(self) -> bool:
+        """Takes it back before any thread has claimed it; False where one has."""
+        return self._move((MaskState.QUEUED,), MaskState.IDLE)
+
+    def mark_late(self) -> bool:
+        """Its step is over. False where it is not running."""
+        return self._move((MaskState.RUNNING,), MaskState.LATE)
+
+    def give_up(self) -> bool:
+        """Fails it where it is not done: what its thread still finds out does not count."""
+        return self._move(_PENDING, MaskState.FAILED, TOO_SLOW)
+
+    def look_ahead(self, rows_DW: Tensor, draft: Sequence[int]) -> None:
+        """Goes on from the mask that is there, of which the first of these rows is a copy, to those after the tokens of a late draft."""
+        assert self.state is MaskState.READY
+        self._num_filled = 1
+        self.rows_DW = rows_DW
+        self._draft = draft
+        if self._constraint.may_look_ahead:
+            self._ask_ahead(time.monotonic() + DRAFT_TIME)
+
+    def run_at_once(self, *, only_forced: bool = False) -> None:
+        """Asks what may come next in this thread, and again for each token of a sequence: the first row is used anew.
+
+        With `only_forced` the bits are left alone, and the job is IDLE where nothing is forced.
+        """
+        is_free = self._move((MaskState.IDLE, MaskState.READY, MaskState.FORCED), MaskState.RUNNING)
+        assert is_free
+        began_at = time.perf_counter()
+        self._num_filled = 0
+        self._draft = ()
+        try:
+            self._end(self._ask(only_forced=only_forced))
+        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
+            self._end(MaskState.FAILED, failure_of(error))
+        self.seconds = time.perf_counter() - began_at
+
+    def run(self) -> None:
+        """Runs the job, unless another thread has claimed it or it was withdrawn."""
+        if not self._move((MaskState.QUEUED,), MaskState.RUNNING):
+            return
+        self._begun_at = time.monotonic()
+        try:
+            state = self._ask()
+            self.seconds = time.monotonic() - self._begun_at
+            if self._draft and self._num_filled and self._constraint.may_look_ahead:
+                self._ask_ahead(self._begun_at + DRAFT_TIME)
+            self._end(state)
+        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
+            self._end(MaskState.FAILED, failure_of(error))
+        self.has_returned = True
+        if self.on_done is not None:
+            self.on_done()
+
+    def _move(self, sources: tuple[MaskState, ...], target: MaskState, error: str | None = None) -> bool:
+        """One transition, unless the job is not in one of the `sources`: another thread may have moved it just before."""
+        with self._lock:
+            if self.state not in sources:
+                return False
+            assert target in MASK_TRANSITIONS[self.state], f"from {self.state} to {target}"
+            self.error = error
+            self.state = target
+            return True
+
+    def _end(self, state: MaskState, error: str | None = None) -> None:
+        is_counted = self._move(_CLAIMED, state, error)
+        assert is_counted or self.state is MaskState.FAILED  # it was given up meanwhile
+
+    def _ask(self, *, only_forced: bool = False) -> MaskState:
+        if self.is_apart and self._constraint.is_finished(self._answer):
+            self.is_finished = True
+            return MaskState.FORCED
+        self.forced = self._constraint.forced_tokens(self._answer)
+        if self.forced:
+            return MaskState.FORCED
+        if only_forced:
+            return MaskState.IDLE
+        self._constraint.fill_bitmask(self._answer, self.row_W)
+        self._num_filled = 1
+        return MaskState.READY
+
+    def _ask_ahead(self, deadline: float) -> None:
+        """Advances the grammar by the draft, token by token, and rolls it back."""
+        num_taken = 0
+        try:
+            for token_id, row_W in zip(self._draft, self.rows_DW[1:], strict=True):
+                if (
+                    time.monotonic() > deadline
+                    or self._constraint.is_stop(token_id)
+                    or not self._constraint.advance(self._answer, token_id)
+                ):
+                    break
+                num_taken += 1
+                if self._constraint.is_finished(self._answer):
+                    break
+                self._constraint.fill_bitmask(self._answer, row_W)
+                self._num_filled += 1
+        except Exception as error:  # what it fails at may never be said: that ends only the draft
+            self._constraint.stop_guessing(error)
+        self._constraint.rollback(num_taken)
+
+
+def is_end_of_reasoning(before: Phase, answer: Answer) -> bool:
+    """Whether the answer's last token, which followed on the phase `before`, has ended its reasoning."""
+    return before is Phase.REASONING and answer.phase is Phase.CONTENT
+
+
+def failure_of(error: Exception) -> str:
+    """Why a sequence ends whose grammar raised. `UnsupportedGrammar` is about the constraint; anything else is the plug-in's defect."""
+    if isinstance(error, UnsupportedGrammar):
+        return GrammarFault(error.message)
+    logger.error("A grammar failed", exc_info=error)
+    return f"the grammar raised {type(error).__name__}: {error}"
+
+
+def _is_set(row_W: Tensor, token_id: int) -> bool:
+    word, bit = divmod(token_id, 32)
+    return word < len(row_W) and bool(int(row_W[word]) >> bit & 1)
+
+
+def _set(row_W: Tensor, token_id: int, allowed: bool) -> None:
+    word, bit = divmod(token_id, 32)
+    mask = (1 << bit) if bit < 31 else -(1 << 31)  # the sign bit of an int32
+    row_W[word] = int(row_W[word]) | mask if allowed else int(row_W[word]) & ~mask
