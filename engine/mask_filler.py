@@ -22,7 +22,7 @@ PATIENCE = 1.0  # seconds between two looks at whether a late mask is overdue
 class MaskFiller:
     """Belongs to the thread that schedules. One worker fills a step's masks, and the step waits for it; another those of slow grammars.
 
-    When a step's time is up, masks that have not begun are withdrawn, and the worker finishes its current one alone; that sequence samples
+    When a step's time is up, masks that have not begun are cancelled, and the worker finishes its current one alone; that sequence samples
     in a later step, when its mask is there. From then on its masks are filled apart, until `NUM_MASKS_APART` of them were quick.
     With `samples_first` quick grammars are only asked for the masks of tokens that they have refused.
     `wake` is called, in a worker's thread, when a late mask is there.

@@ -69,7 +69,7 @@ class RunningEngine(Protocol):
 @dataclass(slots=True, kw_only=True)
 class SharedContext:
     """What handlers need whatever the model does. `vocab_size` bounds the token ids that may come in; `workers` is for anything slow: the
-    event loop stays free. `content_tokenizer` is there where the special tokens that stand in messages are text.
+    event loop stays free. `content_tokenizer` is set where special tokens in messages are text.
     """
 
     engine: RunningEngine

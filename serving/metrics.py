@@ -84,7 +84,7 @@ class RequestMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(engine)
         self._success = Counter(
-            PREFIX + "request_success", "Sequences that came to an end, by how.", ["model_name", "finished_reason"], registry=self.registry
+            PREFIX + "request_success", "Finished sequences, by finish reason.", ["model_name", "finished_reason"], registry=self.registry
         )
         self._model_name = model_name
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", SLOW_BUCKETS)
@@ -246,7 +246,7 @@ class PoolingCollector(Collector):
 
 
 class PoolingTimer:
-    """One request's counts, from what it has pooled. `on_output` is told of each output as it comes."""
+    """One request's counts, from what it has pooled. `on_output` is called with each output as it comes."""
 
     __slots__ = ("_metrics", "_on_output", "_start", "num_prompt_tokens")
 

@@ -27,7 +27,7 @@ class OutlinesCoreGrammar:
 
     Its masks are looked up: `has_quick_masks`.
 
-    In `index` the text stands between two NULs, which stop tokens spell and nothing else does. `index_bytes` is its size in memory.
+    In `index` the text is between two NULs, which stop tokens spell and nothing else does. `index_bytes` is its size in memory.
     """
 
     has_quick_masks = True

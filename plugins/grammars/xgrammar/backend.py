@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_grammar_backends(register: Register) -> None:
-    # Also without the library: a request that names the backend is then told what to install.
+    # Also without the library: the error for a request that names the backend then says what to install.
     register("xgrammar", XgrammarBackend)
 
 

@@ -2,8 +2,8 @@
 
 xgrammar has a translation of its own, which passes over many keywords without a word and lets an additional property repeat a declared
 one. So it gets rules, not schemas. Other than for `json_schema`, references may recur, a schema may allow any value, a required property
-need not be described, and `additionalProperties` may stand beside `properties`, whose values come first. Where it is absent, there are
-none, as there. How values are spelled, and what is refused, is the same.
+need not be described, and `additionalProperties` may be beside `properties`, whose values come first. Where it is absent, no
+others are allowed, as there. How values are spelled, and what is refused, is the same.
 """
 
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ class _SharedWhitespace(Whitespace):
 class SchemaRules(Translation):
     """The rules of a schema, their names with `prefix`. `warnings` has what a lenient translation left out.
 
-    `whitespace` is what may stand between tokens; None is the default.
+    `whitespace` is what is allowed between tokens; None is the default.
     """
 
     def __init__(self, root: Any, param: str, whitespace: Node | None = None, *, prefix: str = "", is_lenient: bool = False) -> None:
@@ -110,7 +110,7 @@ class SchemaRules(Translation):
         return Reference(name)
 
     def rule(self, kind: str, node: Node) -> Node:
-        """A rule of its own for what stands in several places, or deep inside others."""
+        """A rule of its own for what occurs in several places, or deep inside others."""
         name = f"{self._prefix}{kind}_{len(self.rules)}"
         self.rules[name] = node
         return Reference(name)
@@ -193,7 +193,7 @@ class SchemaRules(Translation):
         rest = EMPTY if more is None else self.rule("more", Repeat(Sequence((comma, more)), 0, None))
         if any(is_required for _, is_required in members):
             return Sequence((object_members(members, comma), rest))
-        # From the last to the first: what may follow once something stands there, and what may come first.
+        # From the last to the first: what may follow once something is there, and what may come first.
         first: Node | None = None if more is None else Sequence((more, rest))
         for member, _ in reversed(members):
             begun = Sequence((member, rest))

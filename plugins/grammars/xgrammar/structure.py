@@ -79,7 +79,7 @@ class StructureRules:
         return Reference(name)
 
     def _text(self, markers: list[str], *, is_until: bool) -> Node:
-        """Text before the first of the markers, or with it: one rule for each beginning of a marker that may stand at the text's end.
+        """Text before the first of the markers, or with it: one rule for each beginning of a marker that the text may end with.
 
         The automaton of Aho and Corasick, "Efficient string matching" (1975).
         """
