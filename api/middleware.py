@@ -1,4 +1,4 @@
-"""What happens around every handler: request id, access log, errors as bodies, hosts, CORS, API key, and no new work while stopping."""
+"""The middleware: request id, access log, errors as bodies, hosts, CORS, API key, and no new work while stopping."""
 
 import asyncio
 import hashlib

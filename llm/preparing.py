@@ -1,4 +1,4 @@
-"""From what a caller of the library gives to requests of the engine, through the same checks as over HTTP."""
+"""From a call of the library to the engine's requests, through the same checks as over HTTP."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""What serving a model takes, in one object: the engine, the tokenizer, the parsers and the operator's options."""
+"""Everything that serving a model needs, in one object: the engine, the tokenizer, the parsers and the operator's options."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

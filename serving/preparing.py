@@ -1,4 +1,4 @@
-"""From what a caller asks for to requests of the engine: the one way for every endpoint and for the library.
+"""From a caller's request to the engine's: one path for every endpoint and for the library.
 
 Everything up to the compiling of a constraint is plain code, which runs in a worker where the request is long.
 """

@@ -1,4 +1,4 @@
-"""What an executor's request is made of. Names and meanings are those of TensorRT-LLM's `Request` and its parts."""
+"""The parts of an executor's request. Names and meanings are those of TensorRT-LLM's `Request` and its parts."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""Tools, calls and results in conversations whose chat template has no place for them: the server tells the model of them itself."""
+"""Tools, calls and results in conversations whose chat template has no place for them: the server describes them in the prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
