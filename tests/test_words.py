@@ -13,7 +13,7 @@ from penstock.cli.arguments import build_new_plugin_parser, build_parse_parser, 
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
-SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", "")  # the last: scripts
+SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", ".txt", "")  # the last two: what `penstock new-plugin` writes, and scripts
 
 # Paths that are not searched yet.
 NOT_YET = (
