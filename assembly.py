@@ -66,7 +66,7 @@ class AssembledPooling:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model before it is loaded. `template` is the operator's own, None where there is none."""
+    """A model before it is loaded. `template` is the operator's own, or None."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -182,7 +182,7 @@ def served_names(arguments: Arguments) -> tuple[str, ...]:
 
 
 def server_options(arguments: Arguments) -> ServerOptions:
-    """Raises `ConfigurationError` for what a chat template gets from nobody but the server."""
+    """Raises `ConfigurationError` for template arguments that only the server may set."""
     if reserved := RESERVED_KWARGS & arguments.default_chat_template_kwargs.keys():
         raise ConfigurationError(f"--default-chat-template-kwargs: {', '.join(sorted(reserved))}: no argument for the template")
     return ServerOptions(
@@ -297,7 +297,7 @@ def build_chat_template(override: str | None, tokenizer: Tokenizer, unlearned: R
 
 
 def tool_prompt(plugins: Plugins, tokenizer: Tokenizer) -> ToolPrompt:
-    """The format in which the model is told of tools where its chat template does not: that of the tool parser, if there is one."""
+    """The format that describes tools to the model if its chat template does not: that of the tool parser, if there is one."""
     registry = plugins.tool_parsers
     if registry.active is None or registry.active_factory is None:
         return ToolPrompt()
@@ -313,7 +313,7 @@ def unlearned_parser(factory: ReasoningParserFactory | None, tokenizer: Tokenize
 
 
 def thinking_budget(asked: int | None, unlearned: ReasoningParser | None, template: str | None) -> int | None:
-    """The operator's default budget; where there is none, one of ours for a model that would never close its reasoning by itself.
+    """The operator's default budget; without one, a fixed budget for a model that would never close its reasoning by itself.
 
     Warns where nothing in the chat template begins the reasoning of such a model.
     """

@@ -60,7 +60,7 @@ class EventStream:
             return False
         try:
             if isinstance(error, ConnectionResetError):
-                return True  # the client is gone: there is nobody to tell
+                return True  # the client is gone: no answer can be sent
             if error is not None:
                 await self._write(encode_event(body_of(error)))
             await self._write(DONE)
@@ -156,7 +156,7 @@ class _Places:
         self._refused: deque[asyncio.Event] = deque()
 
     async def read(self, open_stream: OpenStream) -> AsyncGenerator[SequenceDelta, None]:
-        """The stream's deltas. Raises `QueueFull` where that is what the first stream of all is told; later ones are opened again."""
+        """The stream's deltas. Raises `QueueFull` if the very first stream is refused; later ones are opened again."""
         async with self._free:
             while True:
                 self._num_accepted += 1
@@ -214,7 +214,7 @@ def joined(first: SequenceDelta, second: SequenceDelta) -> SequenceDelta:
 class FirstDelta:
     """A stream whose first delta can be waited for, for a while, before anything is sent.
 
-    An error in it is then still an HTTP status. `close` aborts the request wherever it stands.
+    An error in it is then still an HTTP status. `close` aborts the request at any point.
     """
 
     def __init__(self, stream: AsyncGenerator[SequenceDelta, None]) -> None:

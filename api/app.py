@@ -1,4 +1,4 @@
-"""The aiohttp application: which path is whose, and what surrounds every handler."""
+"""The aiohttp application: its routes and its middleware."""
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def client_of(http: web.Request) -> str | None:
-    """Whom work is held to: the API key, as a digest, where the server asks for keys, else the address."""
+    """The client that work is counted for: the API key's digest if the server requires keys, else the address."""
     if not http.app[CONTEXT].options.api_keys:
         return http.remote
     return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
@@ -309,7 +309,7 @@ def served_model(context: SharedContext, name: str | None) -> str:
 
 
 def offered_key(request: web.Request) -> str | None:
-    """The API key that a request brings: as a bearer token, or in the header of Azure's clients. None where there is none."""
+    """The API key that a request brings: as a bearer token, or in the header of Azure's clients. None without one."""
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()

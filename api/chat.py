@@ -38,7 +38,7 @@ from penstock.serving.sampling import searched
 
 
 def name_reasoning(answer: ChatDelta | AssistantMessage, field: ReasoningField) -> None:
-    """Puts the reasoning where clients look for it: null, not absent, where there is none."""
+    """Puts the reasoning where clients look for it: null, not absent, if the answer has none."""
     text = answer.reasoning_content or None
     if field != "reasoning_content":
         answer.reasoning = text

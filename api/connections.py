@@ -1,4 +1,4 @@
-"""Connections: how many may be open, how long a client may take to send a request, and what it is told where it sends no HTTP."""
+"""Connections: how many may be open, how long a client may take to send a request, and the answer if it does not send HTTP."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""Where handlers find what they need: the keys of the aiohttp application."""
+"""The keys under which handlers find the server's objects in the aiohttp application."""
 
 from typing import TYPE_CHECKING
 

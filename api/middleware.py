@@ -1,4 +1,4 @@
-"""What happens around every handler: request id, access log, errors as bodies, hosts, CORS, API key, and no new work while stopping."""
+"""The middleware: request id, access log, errors as bodies, hosts, CORS, API key, and no new work while stopping."""
 
 import asyncio
 import hashlib
@@ -109,7 +109,7 @@ def refusal_in(response: web.Response) -> list[tuple[str, str | None]]:
 
 @web.middleware
 async def translate_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every exception becomes OpenAI's error body; what nobody expected is logged with the request's id and not described.
+    """Every exception becomes OpenAI's error body; an unexpected one is logged with the request's id and not described.
 
     Where the response has started it is too late for that: the connection is cut, so that no client takes half an answer for a whole one.
     """
@@ -145,7 +145,7 @@ def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
 
 
 def last_response(request: web.Request, status: int, message: str) -> web.Response:
-    """For a body whose end cannot be told, or is not waited for: the connection ends with the answer."""
+    """For a body whose end is unknown, or is not waited for: the connection ends with the answer."""
     request.content.feed_eof()  # else aiohttp goes on reading
     response = json_response(error_body(status, message), status=status)
     response.force_close()
@@ -195,7 +195,7 @@ def check_hosts(allowed: tuple[str, ...]) -> Middleware:
 
 
 def is_allowed_host(host: str, allowed: tuple[str, ...]) -> bool:
-    """`host` is that of a header, with or without a port. `*.example.com` stands for every name below it, `*` for all."""
+    """`host` is that of a header, with or without a port. `*.example.com` matches every name below it, `*` all."""
     name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost") or _is_address(name):
         return True

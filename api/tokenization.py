@@ -22,7 +22,7 @@ MAX_IDS = 2**16  # likewise, twice the context
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either `prompt` or `messages`. A prompt gets the tokenizer's special tokens unless told otherwise; a rendered chat brings its own."""
+    """Either `prompt` or `messages`. Special tokens are added to a prompt by default; a rendered chat brings its own."""
 
     model: str | None = None
     prompt: str | None = None

@@ -209,7 +209,7 @@ def each(path: str, *variants: Fields) -> Send:
 
 
 def encoded(path: str, body: Callable[[], bytes], **headers: str) -> Send:
-    """A body that is no JSON as it stands."""
+    """A body that is not JSON, sent unchanged."""
 
     async def send(attacker: Attacker) -> None:
         await attacker.post(path, body(), {name.replace("_", "-"): value for name, value in headers.items()})
@@ -218,7 +218,7 @@ def encoded(path: str, body: Callable[[], bytes], **headers: str) -> Send:
 
 
 def raw(*requests: str, has_key: bool = True) -> Send:
-    """Each on a connection of its own, byte by byte as it stands, with `{key}` for a header that has the key or none."""
+    """Each on a connection of its own, sent byte by byte, with `{key}` for a header that has the key or none."""
 
     async def send(attacker: Attacker) -> None:
         key = f"Authorization: Bearer {attacker.access.keys[0]}\r\n" if has_key and attacker.access.keys else ""
@@ -233,7 +233,7 @@ def raw(*requests: str, has_key: bool = True) -> Send:
 
 
 async def answers(reader: asyncio.StreamReader, seconds: float = RAW_PATIENCE_SECONDS) -> list[str]:
-    """The labels of all answers until the connection is closed or silent for so long; `closed` or `open` where there is none."""
+    """The labels of all answers until the connection is closed or silent for so long; `closed` or `open` if there was no answer."""
     data = b""
     is_open = True
     try:

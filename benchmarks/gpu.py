@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a part: `done`, `out of time`, or how it failed."""
+    """A part's outcome: `done`, `out of time`, or how it failed."""
 
     name: str
     status: str

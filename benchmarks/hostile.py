@@ -152,14 +152,14 @@ def all_statuses(trials: Sequence[Trial]) -> Counter[str]:
 def line(attack: Attack, trials: Sequence[Trial]) -> str:
     statuses = all_statuses(trials)
     unexpected = attack.unexpected(statuses)
-    told = " ".join(f"{status}x{count}" if count > 1 else status for status, count in sorted(statuses.items()))
+    summary = " ".join(f"{status}x{count}" if count > 1 else status for status, count in sorted(statuses.items()))
     values = [*(median(trials, key) for key in COLUMNS.values()), *(median(trials, key) / 1e6 for key in MEMORY_COLUMNS.values())]
     verdict = f", not {' '.join(unexpected)}" if unexpected else ""
     error = f": {trials[-1].error[:80]}" if trials[-1].error else ""
     return (
         f"{attack.name:38} {'FAIL' if unexpected else 'ok':4} "
         + " ".join(f"{value:8,.0f}" for value in values)
-        + f"  {told}{verdict}{error}"
+        + f"  {summary}{verdict}{error}"
     )
 
 

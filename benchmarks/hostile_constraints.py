@@ -1,4 +1,4 @@
-"""Constraints that were sent, or could be, to bring a server to its knees. Each is small enough to be let in and asks for much more."""
+"""Constraints that were sent, or could be, to overload a server. Each is small enough to be accepted and costs far more than its size."""
 
 import json
 from collections.abc import Callable

@@ -3,8 +3,8 @@
     python benchmarks/linear.py [--shapes 8b] [--dtype float32] [--threads 2] [--rows 1 8 32]
 
 Each line is one kind of layer at one number of rows (tokens in a step). The numbers are milliseconds of a pass through all layers of that
-kind, each with its own weights: the least of many passes, as neighbours on a machine only ever add to them. In brackets stands how many
-times faster than packed weights that is: the median over rounds, in which all variants take turns.
+kind, each with its own weights: the least of many passes, as neighbours on a machine only ever add to them. In brackets is the speedup
+over packed weights: the median over rounds, in which all variants take turns.
 """
 
 import argparse

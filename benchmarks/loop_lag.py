@@ -59,7 +59,7 @@ class Window:
         self.lags: list[float] = []
 
     async def measure(self, num_steps: int) -> Load:
-        while not self._all_generate():  # noqa: ASYNC110 - the engine tells nobody
+        while not self._all_generate():  # noqa: ASYNC110 - the engine has no such event
             await asyncio.sleep(LOOK_SECONDS)
         began, before = time.perf_counter(), self._engine.stats()
         loop_began, model_began = time.thread_time(), self._model_time()

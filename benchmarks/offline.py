@@ -8,7 +8,7 @@ and they take turns. Prompts are token ids, and no two begin alike. The first ro
 and `generate_batch` how many sequences its cache is to hold, over some of the prompts, and each keeps its best. Padded batches are of
 prompts of like length. Printed are medians of output tokens per second, and the median of each round's ratio to the better of the other
 two: above 1, Penstock is faster. All three compute in the same type; Penstock's weights are in few bits where the model's file has them so
-(`--quantization none`: they are not), and where an answer repeats itself it tries tokens ahead (`--speculation none`: it does not).
+(`--quantization none`: they are not), and it uses n-gram speculative decoding (`--speculation none`: it does not).
 """
 
 import argparse

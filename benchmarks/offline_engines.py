@@ -111,7 +111,7 @@ ENGINES = {"penstock": penstock, "generate": transformers_generate, "generate_ba
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What a worker has to be told as well."""
+    """A worker's further arguments."""
     parser.add_argument("--model", metavar="ID|DIR|GGUF", help="(default: the default model)")
     parser.add_argument("--dtype", default="auto", help="of all three (default: auto, what serving chooses)")
     parser.add_argument("--quantization", default="auto", help="of penstock's weights: auto, none, int8, int4 (default: auto)")

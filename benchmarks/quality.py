@@ -4,8 +4,8 @@
     python benchmarks/quality.py --model DIR|ID|GGUF --variants none auto int8 int4 --json results.json
 
 Every variant reads the same passages of prose (`passages.py`), each from its beginning, and the reference's own greedy answers to the same
-questions. The reference is the model with all of its weights in float32 and nothing rounded on the way; for a GGUF file, those that the
-file stands for. Printed are
+questions. The reference is the model with all of its weights in float32 and nothing rounded on the way; for a GGUF file, the weights that
+its codes represent. Printed are
 
 - `ppl`: perplexity over the passages
 - `KL`: how much the distributions of next tokens differ from the reference's, in thousandths of a nat, the mean over the passages
@@ -53,7 +53,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """For every token that counts, all texts in a row: log probabilities [T, V] of what could stand there, and what does [T]."""
+    """For every token that counts, all texts in a row: log probabilities [T, V] of each possible token, and the actual ones [T]."""
 
     logprobs_TV: Tensor
     token_ids_T: Tensor

@@ -1,9 +1,9 @@
-"""Writes the tables of `benchmarks/README.md` from what was measured, so that each number stands in one place: `benchmarks/results/`.
+"""Writes the tables of `benchmarks/README.md` from what was measured, so that each number has one source: `benchmarks/results/`.
 
     python benchmarks/results_tables.py
     python benchmarks/results_tables.py --check
 
-A table stands between `<!-- NAME -->` and `<!-- end of NAME -->`; what is there is replaced. `--check` writes nothing, and its exit status
+A table is between `<!-- NAME -->` and `<!-- end of NAME -->`; what is there is replaced. `--check` writes nothing, and its exit status
 says whether the tables are those of the results.
 """
 

@@ -33,7 +33,7 @@ class Scenario:
     """A number of requests, `concurrency` of them under way at any time. Lengths are in tokens of the default model.
 
     `shared_tokens` of each prompt are the same words for all requests of a round; everything else differs, from the first word on. With
-    `is_copy` the answer is the text in the prompt, where the model does as it is told.
+    `is_copy` the answer is the text in the prompt, if the model does what it is asked to.
     """
 
     name: str

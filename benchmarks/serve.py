@@ -56,7 +56,7 @@ class Bench:
                         async with self.start(target) as server:
                             await self.turn(self.meet(server), number)
                         continue
-                    for other in self.targets:  # in the first round: whoever starts later would disturb the one being driven
+                    for other in self.targets:  # in the first round: a server that starts later would disturb the one being driven
                         if other.name not in standing:
                             standing[other.name] = self.meet(await stack.enter_async_context(self.start(other)))
                     await self.turn(standing[target.name], number)

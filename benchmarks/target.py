@@ -37,7 +37,7 @@ class Memory:
     tree: list[psutil.Process] = field(default_factory=list)
 
     def look_for_children(self) -> None:
-        with suppress(psutil.NoSuchProcess):  # it may just have ended, which whoever waits for it finds out
+        with suppress(psutil.NoSuchProcess):  # it may just have ended, which the code that waits for it finds out
             self.tree = [self.root, *self.root.children(recursive=True)]
 
     def sample(self) -> int:

@@ -80,15 +80,15 @@ def build_overview_parser() -> argparse.ArgumentParser:
 def build_check_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="penstock grammar check",
-        description="Says which backend a request without a named one would get, and for every backend whether it enforces the whole "
+        description="Prints which backend would compile the constraint by default, and for every backend whether it enforces the whole "
         "constraint, what it would leave out, or why it refuses; with compile times (medians) and sizes. "
-        "Exit code: 0 taken, 1 taken by none (or not by the named one), 2 wrong usage or an unreadable file.",
+        "Exit code: 0 accepted, 1 refused by all backends (or by the named one), 2 wrong usage or an unreadable file.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="the constraint: a JSON Schema, a regex, a grammar, or a JSON array of choices")
     parser.add_argument(
-        "--kind", choices=tuple(KINDS), help="what FILE holds (default: by its name: .json is a JSON Schema; .lark, .gbnf, .ebnf, .regex)"
+        "--kind", choices=tuple(KINDS), help="kind of FILE (default: by its suffix: .json is a JSON Schema; .lark, .gbnf, .ebnf, .regex)"
     )
     _add_common_flags(parser, "closed")
     return parser
@@ -119,9 +119,11 @@ def _add_common_flags(parser: argparse.ArgumentParser, reading: AdditionalProper
     parser.add_argument("--backend", default="auto", metavar="NAME", help="one backend (default: auto, as for a request that names none)")
     fallback = parser.add_mutually_exclusive_group()
     fallback.add_argument(
-        "--strict", action="store_true", help="as `strict: true`: refused unless all of it is enforced (default: then try leniently)"
+        "--strict", action="store_true", help="as `strict: true`: refuse what cannot be enforced completely (default: try it leniently)"
     )
-    fallback.add_argument("--lenient", dest="strict", action="store_false", help="the default: try leniently what is refused exactly")
+    fallback.add_argument(
+        "--lenient", dest="strict", action="store_false", help="the default: leave out what cannot be enforced, with a warning"
+    )
     add_reading_choice(parser, "", reading)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_model_choice(parser.add_argument_group("model"))
@@ -156,9 +158,9 @@ class ParseArguments:
 def build_parse_parser() -> CommandParser:
     parser = CommandParser(
         prog="penstock parse",
-        description="Prints the message that the server would answer where a model has written this text. With --jsonl each line is an "
+        description="Prints the message that the server would return for this model output. With --jsonl each line is an "
         'object {"text", "reasoning_parser", "tool_parser", "tools", "prompt_tail", "special_tokens", "chunk_sizes"}, of which only the '
-        "text has to be there: the flags stand for what is not, and other keys are ignored. For each a line is printed: "
+        "text is required: flags replace missing keys, and other keys are ignored. For each a line is printed: "
         '{"reasoning_content", "content", "tool_calls": [{"id", "name", "arguments"}]}, or {"error": {"line", "message"}} where the line '
         "cannot be read. Exit code: 0; 1 where a line cannot be read; 2 wrong usage or an unreadable file.",
         allow_abbrev=False,
@@ -168,12 +170,12 @@ def build_parse_parser() -> CommandParser:
     parser.add_argument(
         "--prompt-tail",
         metavar="TEXT",
-        help="what the template wrote after the last assistant header (default: what is usual where this reasoning parser is used)",
+        help="the end of the rendered prompt, after the last assistant header (default: what templates of this reasoning parser write)",
     )
     parser.add_argument(
         "--response-template",
         metavar="FILE.json",
-        help="what the parser response_template goes by: the template, or a tokenizer_config.json that holds one",
+        help="for the parser response_template: the template, or a tokenizer_config.json that holds one",
     )
     parser.add_argument(
         "--special-token",
@@ -226,8 +228,8 @@ class PluginsArguments:
 def build_plugins_parser() -> CommandParser:
     parser = CommandParser(
         prog="penstock plugins",
-        description="Lists what is loaded and where it comes from; a star marks what is selected. What a server selects by itself, from "
-        "the model's own files, is in the line that it prints when it has started.",
+        description="Lists the loaded plug-ins and where they come from; a star marks the selected ones. The server's startup line "
+        "names those that it chose from the model's files.",
         allow_abbrev=False,
     )
     parser.add_argument("--markdown", action="store_true", help="print the page docs/parsers.md: every parser with what it reads")
@@ -264,12 +266,11 @@ class NewPluginArguments:
 def build_new_plugin_parser() -> CommandParser:
     parser = CommandParser(
         prog="penstock new-plugin",
-        description="Writes a package with a plug-in that works, its test and a README, to be changed into what you need. It is installed "
-        "with pip where penstock is installed already, and the server then finds it by its entry point. Nothing that exists is "
-        "overwritten.",
+        description="Writes a package with a working plug-in, its test and a README, to start from. Install it with pip into the "
+        "environment of penstock, and the server finds it by its entry point. Existing files are not overwritten.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", type=plugin_name, metavar="NAME", help="what --plugin or a request will call it, such as my_format")
+    parser.add_argument("name", type=plugin_name, metavar="NAME", help="its name for --plugin and requests, such as my_format")
     parser.add_argument(
         "--kind",
         choices=PLUGIN_KINDS,

@@ -1,4 +1,4 @@
-"""`penstock grammar check` and `penstock grammar test`: constraints tried against the backends that a server would have."""
+"""`penstock grammar check` and `penstock grammar test`: tries constraints with a server's grammar backends."""
 
 import asyncio
 import json

@@ -21,7 +21,7 @@ from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.serving.constraints.closed_schema import closed
 from penstock.serving.constraints.sources import INSTALLABLE, known_backend
 
-# What nobody asks for, since it would come from the cache, and what makes backends load whatever they load when first needed.
+# A schema that no trial contains, since that one would then come from the cache. It makes backends load what they load on first use.
 WARM_UP_SCHEMA = """
 {"title": "warm-up", "type": "object",
  "properties": {"a": {"type": "string", "pattern": "^a+$"}, "b": {"type": "integer", "minimum": 1}, "c": {"$ref": "#/$defs/d"}},
@@ -62,7 +62,7 @@ class Outcome:
 
 
 class _Watched(GrammarBackend):
-    """Stands where a plug-in's factory would, and makes a backend that writes down what it is asked."""
+    """Replaces a plug-in's factory and makes a backend that records what it is asked."""
 
     def __init__(self, name: str, factory: Callable[[Vocabulary], GrammarBackend], attempts: Callable[[], list[Attempt]]) -> None:
         self.preferred_kinds = preferred_kinds(factory)
@@ -106,7 +106,7 @@ class GrammarBench:
         self._compiler = GrammarCompiler(self._watched, tokenizer, vocab_size, stop_token_ids)
 
     def backend_named(self, name: str | None) -> str | None:
-        """The backend of this name, which may be vLLM's as in a request. Raises `ConfigurationError` where there is none."""
+        """The backend of this name, which may be vLLM's as in a request. Raises `ConfigurationError` for an unknown one."""
         if name is None:
             return None
         if (known := known_backend(name, self.backend_names)) is not None:
@@ -409,7 +409,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Result:
-    """What became of a case. `refusal` is why it was not compiled exactly; `outcome` what was then used."""
+    """A case's outcome. `refusal` is why it was not compiled exactly; `outcome` what was then used."""
 
     case: Case
     outcome: Outcome
@@ -551,7 +551,7 @@ def _failures(walker: Walker, grammar: CompiledGrammar, instances: Iterable[Inst
 
 
 def _what_is_wrong(walker: Walker, grammar: CompiledGrammar, instance: Instance, mask_seconds: list[float]) -> str | None:
-    """An instance is accepted where one of its texts is. Of several that are not, the last is told of, which is in the schema's order."""
+    """An instance is accepted where one of its texts is. Of several that are not, the last one is reported: it is in the schema's order."""
     why = None
     for text in instance.texts:
         try:

@@ -1,4 +1,4 @@
-"""`penstock new-plugin`: a plug-in as a package, to begin with."""
+"""`penstock new-plugin`: writes a plug-in package to start from."""
 
 import shlex
 from collections.abc import Sequence

@@ -190,7 +190,7 @@ def run_parse_command(arguments: ParseArguments) -> int:
 
 
 def flags_of(arguments: ParseArguments, plugins: Plugins) -> Flags:
-    """What stands for keys that a line does not have."""
+    """The values of keys that a line does not have."""
     return Flags(
         reasoning_parser=plugins.reasoning_parsers.active,
         tool_parser=plugins.tool_parsers.active,

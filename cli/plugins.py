@@ -1,4 +1,4 @@
-"""`penstock plugins`: what is loaded, and the page docs/parsers.md."""
+"""`penstock plugins`: lists the loaded plug-ins, and writes the page docs/parsers.md."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A step as tensors, and the placeholders for tokens that the step before it samples."""
+"""A step as tensors, with placeholders for tokens that the step before it is still sampling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Builds a running engine's parts from its configuration."""
+"""Builds the engine from its configuration."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""Where converted models and compiled code are kept between runs, and the check that nobody else can have written them."""
+"""Where converted models and compiled code are kept between runs, and the check that no other user can have written them."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def cache_directory() -> Path:
     """`$PENSTOCK_CACHE`, else `$XDG_CACHE_HOME/penstock`, else `~/.cache/penstock`. It may not exist yet.
 
-    Raises `ConfigurationError` where a home directory is needed and there is none, as of a user whom the system does not know.
+    Raises `ConfigurationError` where a home directory is needed and missing, as for a user unknown to the system.
     """
     try:
         if override := os.environ.get("PENSTOCK_CACHE"):
@@ -42,7 +42,7 @@ def make_private(directory: Path) -> None:
 def check_private(path: Path) -> None:
     """Raises `ConfigurationError` where `path`, or a directory that it lies in from the cache directory down, can be another user's work.
 
-    What the system's administrator owns may be used. What does not exist is nobody's work.
+    What the system's administrator owns may be used. What does not exist is accepted.
     """
     root = cache_directory()
     for place in (path, *path.parents):

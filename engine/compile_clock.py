@@ -1,4 +1,4 @@
-"""How long a compilation takes, without what it had to start that stays for others."""
+"""The time of a compilation, without what it started once for all later ones."""
 
 import sys
 import time

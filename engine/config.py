@@ -1,4 +1,4 @@
-"""What the operator decides about the engine, once, before it starts."""
+"""The engine's configuration: the operator's choices, fixed before it starts."""
 
 from dataclasses import dataclass
 from typing import Literal

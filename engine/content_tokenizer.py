@@ -1,6 +1,6 @@
 """Prompts in which only the chat template writes special tokens: their text in messages is encoded as the text that it is.
 
-The text of an added token that stands in content is broken by a mark before the template is rendered, so that what is still whole in the
+The text of an added token in content is broken by a mark before the template is rendered, so that what is still whole in the
 rendered prompt is the template's own. That gets another spelling, the only one under which a second copy of the tokenizer knows the token,
 the marks are taken out, and the whole is encoded at once: everything else is as in the model's own tokenizer.
 """
@@ -51,7 +51,7 @@ class ContentTokenizer:
         return value
 
     def markers_in(self, text: str) -> frozenset[str]:
-        """The added tokens whose text stands in it."""
+        """The added tokens whose text it contains."""
         return frozenset(self._markers.findall(text))
 
     def unmark(self, text: str) -> str:

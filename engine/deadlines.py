@@ -1,4 +1,4 @@
-"""Requests that may take only so long."""
+"""Deadlines of requests."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the engine gives back, step by step. A whole answer is the fold of these."""
+"""The engine's output, step by step. A whole answer is the fold of its deltas."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""Tensors on their way to the device, and results on their way back while it goes on computing."""
+"""Copies to the device, and copies of results back while it goes on computing."""
 
 from collections.abc import Callable
 from typing import Protocol

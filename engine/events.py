@@ -1,4 +1,4 @@
-"""What a model said, in the order it said it. Parsers produce these; every endpoint is a fold over them."""
+"""Parsed model output as events, in order. Parsers produce these; every endpoint is a fold over them."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The C library's heap: how much of it is in use, giving freed memory back, and what its end looks like. Imports nothing heavy."""
+"""The C library's heap: how much of it is in use, returning freed memory, and recognising its exhaustion. Imports nothing heavy."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""The memory that keys and values live in: what each layer keeps there, and how it is attached to the model."""
+"""The KV cache: its memory, the tensors of each layer, and how they are attached to the model."""
 
 import copy
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the wire hands to the engine: one prompt, n sequences."""
+"""The engine's request: one prompt, n sequences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

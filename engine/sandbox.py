@@ -180,7 +180,7 @@ class Sandbox:
             child.kill()
 
     def _prestart(self) -> None:
-        with suppress(EngineUnavailable, QueueFull):  # the first job starts it again, and its client is told
+        with suppress(EngineUnavailable, QueueFull):  # the first job starts it again, and its client gets the error
             child = self._acquire(_Job(time.monotonic() + self._max_wait))
             try:
                 self._start(child)

@@ -87,7 +87,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def schedule(self, *, is_ahead: bool = False) -> Step:
-        """What is to be computed next. With `is_ahead` another step is under way, and nobody is preempted: see `has_room`."""
+        """What is to be computed next. With `is_ahead` another step is in flight, and no sequence is preempted: see `has_room`."""
         step = Step()
         self.waiting.age()
         budget = TokenBudget(self.max_num_batched_tokens)
@@ -110,7 +110,7 @@ class Scheduler:
         underway: set[bytes] = set()
         for sequence in self.running:
             underway.update(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
-        for sequence in self.waiting.first(self.max_num_seqs):  # no more can be let in at once
+        for sequence in self.waiting.first(self.max_num_seqs):  # no more can be admitted at once
             if not budget.left or self.num_preemptions != num_preemptions:
                 break
             if self.num_places_taken + sequence.num_places > self.max_num_seqs:

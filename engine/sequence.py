@@ -1,4 +1,4 @@
-"""One sequence of tokens and everything that is known of it. A request has n of them."""
+"""One sequence of tokens and its state. A request has n of them."""
 
 import copy
 import enum

@@ -21,7 +21,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class FreeText:
-    """Any text in ordinary tokens, none included, in which no `without` marker comes up; the last part of what it stands in.
+    """Any text in ordinary tokens, none included, in which no `without` marker comes up; the last part of what contains it.
 
     A marker that is an added token cannot come up: its plain spelling is a quotation, and allowed.
     """
@@ -93,7 +93,7 @@ class GrammarKind(StrEnum):
 class GrammarSpec:
     """One constraint as the client wrote it. `param` is the JSON path of its field, for error messages.
 
-    `whitespace_pattern` is a regex for what may stand between the tokens of JSON: None for the default, bounded one, "" for none at all.
+    `whitespace_pattern` is a regex for the white space between the tokens of JSON: None for the default, bounded one, "" for none at all.
     Where `is_lenient`, keywords of a JSON Schema that a backend cannot enforce may be left out; the compiled grammar then names them.
     `as_written` is the constraint whose closed reading this is: it is compiled instead where no backend takes this one.
     """

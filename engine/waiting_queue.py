@@ -1,4 +1,4 @@
-"""Sequences that wait to be scheduled: in which order, and how many may."""
+"""The queue of waiting sequences: its order and its limits."""
 
 import bisect
 import time

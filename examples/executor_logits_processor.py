@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
             "for editors": Request(prompt, 6, output_config=NO_INPUT, logits_processors=[ban], client_id="editors"),
             "preferring": Request(prompt, 6, output_config=NO_INPUT, logits_processors=[prefer]),
             "both": Request(prompt, 6, output_config=NO_INPUT, logits_processors=[ban, prefer]),
-            "unknown": Request(prompt, 6, output_config=NO_INPUT, logits_processors="nobody"),
+            "unknown": Request(prompt, 6, output_config=NO_INPUT, logits_processors="not_registered"),
         }
         request_ids = executor.enqueue_requests(requests.values())
         for name, responses in zip(requests, executor.await_responses(request_ids), strict=True):

@@ -1,4 +1,4 @@
-"""A tool parser in one file, for models that were told in their prompt to call tools like this:
+"""A tool parser in one file, for models whose prompt asks them to call tools like this:
 
     ```call
     weather {"city": "Oslo"}
@@ -12,7 +12,7 @@ import json
 from penstock import Event, MarkerBuffer, Register, Text, ToolCallArguments, ToolCallStart, ToolParser, Turn, hookimpl, new_call_id
 
 START = "```call\n"
-END = "\n```"  # JSON has no line break inside a string, so this cannot stand in the arguments
+END = "\n```"  # JSON has no line break inside a string, so arguments cannot contain this
 
 
 class FencedCalls(ToolParser):

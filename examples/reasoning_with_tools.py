@@ -34,7 +34,7 @@ def get_weather(city: str) -> str:
 
 
 def result_of(name: str, arguments: str) -> str:
-    """What the model is told. Its mistakes go back to it, so that it can try again."""
+    """The call's result. Errors go back to the model, so that it can try again."""
     try:
         return get_weather(**json.loads(arguments)) if name == "get_weather" else f"there is no tool {name!r}"
     except (ValueError, TypeError) as error:

@@ -37,8 +37,8 @@ class AsyncLLM:
             async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8)):
                 print(output.outputs[0].text)
 
-    Arguments are those of `LLM`. They are checked at once; the model is loaded by `start`, in a thread. Whoever stops listening, or is
-    cancelled, ends the request. What fails is raised as one of the exceptions of `penstock.engine.errors`.
+    Arguments are those of `LLM`. They are checked at once; the model is loaded by `start`, in a thread. A request ends when its iterator
+    is closed or its task is cancelled. What fails is raised as one of the exceptions of `penstock.engine.errors`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output of one prompt as it grows: `sampling_params.output_kind` says what each one holds.
 
-        `request_id` must be no running request's; one is made up where there is none.
+        `request_id` must be no running request's; without one, one is made up.
         """
         refuse_adapter(lora_request)
         params = self._sampling_params(sampling_params)

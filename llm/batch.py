@@ -112,7 +112,7 @@ class OutputFold:
         self._metrics = RequestMetrics(arrival_time=time.time())
 
     def add(self, delta: deltas.SequenceDelta) -> CompletionOutput:
-        """What is new. Raises as `SequenceFold.add`; then `fail` is to be told, or all of it given up."""
+        """What is new. Raises as `SequenceFold.add`; then call `fail`, or give up the whole batch."""
         self._time(delta)
         if delta.prompt is not None and delta.index == 0:
             self._prompt = delta.prompt
@@ -215,7 +215,7 @@ async def run_one(model: LocalModel, prepared: Prepared) -> RequestOutput:
 
 
 class Bar(Protocol):
-    """What is asked of tqdm, or of whatever stands in for it."""
+    """The part of tqdm's interface that is used, by tqdm itself or a replacement."""
 
     def update(self, n: int = ...) -> object: ...
 

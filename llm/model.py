@@ -45,7 +45,7 @@ SLEEPING = "the model is asleep: call wake_up() first"
 
 
 class SleepingEngine:
-    """Stands where the engine was, with what it had `counted`."""
+    """Replaces the engine while the model sleeps, with what it had `counted`."""
 
     is_healthy = True
     is_accepting = False
@@ -180,7 +180,7 @@ class LocalModel:
 
     @property
     def context(self) -> ServerContext | PoolingContext:
-        """What the server's handlers would be given. Raises `EngineUnavailable` where there is none."""
+        """What the server's handlers would be given. Raises `EngineUnavailable` without an engine."""
         if self._context is None:
             raise EngineUnavailable(self._why_not_served())
         return self._context
@@ -301,7 +301,7 @@ class LoopThread:
         self._thread = threading.Thread(target=_serve, args=(started,), name=name, daemon=True)
         self._thread.start()
         self._loop, stop = started.result()
-        self._lock = threading.Lock()  # what is scheduled is so before the loop is told to stop, or not at all
+        self._lock = threading.Lock()  # what is scheduled is so before the loop is asked to stop, or not at all
         self._close = weakref.finalize(self, _close, self._loop, stop, self._thread, self._lock)
 
     @property

@@ -1,4 +1,4 @@
-"""From what a caller of the library gives to requests of the engine, through the same checks as over HTTP."""
+"""From a call of the library to the engine's requests, through the same checks as over HTTP."""
 
 import asyncio
 import math
@@ -43,7 +43,7 @@ class TokensPrompt(TypedDict, total=False):
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
-BINARY = (bytes, bytearray, memoryview)  # sequences of integers to Python, and text to whoever gives them
+BINARY = (bytes, bytearray, memoryview)  # sequences of integers to Python, and text to the caller
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -209,7 +209,7 @@ async def prepare_chat(
 ) -> Prepared:
     """A conversation to be answered, through the code of /v1/chat/completions. Raises `InvalidRequest`."""
     body = chat_body(messages, params, options)
-    # Without a parser, tools are only told to the model, and its calls stay text.
+    # Without a parser, tools are only described in the prompt, and the model's calls stay text.
     choices = serving.ChatOptions(params=params, path=path, strict_tools=False)
     prepared = await serving.prepare_chat(context, body, _size_of(messages), choices)
     request = prepared.request

@@ -1,4 +1,4 @@
-"""How to sample, as a caller of the library says it: the engine's parameters, and what else belongs to one request."""
+"""The library's `SamplingParams`: the engine's parameters, and the other fields of one request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

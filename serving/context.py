@@ -1,4 +1,4 @@
-"""What serving a model takes, in one object: the engine, the tokenizer, the parsers and the operator's options."""
+"""Everything that serving a model needs, in one object: the engine, the tokenizer, the parsers and the operator's options."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ class RunningEngine(Protocol):
 @dataclass(slots=True, kw_only=True)
 class SharedContext:
     """What handlers need whatever the model does. `vocab_size` bounds the token ids that may come in; `workers` is for anything slow: the
-    event loop stays free. `content_tokenizer` is there where the special tokens that stand in messages are text.
+    event loop stays free. `content_tokenizer` is set where special tokens in messages are text.
     """
 
     engine: RunningEngine

@@ -1,4 +1,4 @@
-"""From a body's conversation to the prompt's text and token ids, with the special tokens that stand in messages read or kept as text."""
+"""From a body's conversation to the prompt's text and token ids, with the special tokens in messages read or kept as text."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def looked_for(source: str) -> str:
     """All that a chat template looks for in texts, such as the end of the reasoning in earlier answers."""
     try:
         tree = TemplateEnvironment().parse(source)
-    except jinja2.TemplateError:  # the client is told when it is rendered
+    except jinja2.TemplateError:  # rendering it raises the error for the client
         return ""
     found: list[nodes.Node] = []
     for compare in tree.find_all(nodes.Compare):

@@ -1,4 +1,4 @@
-"""Messages from the engine's deltas: what one step adds, and the whole that all steps add up to. Endpoints and the library share it."""
+"""Messages from the engine's deltas, step by step and whole. Endpoints and the library share it."""
 
 import json
 from dataclasses import dataclass, field

@@ -43,7 +43,7 @@ SLOW_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 
 
 class EngineCollector(Collector):
-    """Reads the engine's counters when they are asked for, so that counting costs the token loop nothing."""
+    """Reads the engine's counters when metrics are scraped, so that the token loop pays nothing."""
 
     def __init__(self, read: Callable[[], EngineStats], model_name: str) -> None:
         self._read = read
@@ -59,12 +59,12 @@ class EngineCollector(Collector):
         yield families.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_cache_hits)
         yield families.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
         yield families.counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
-        yield families.counter("forced_tokens", "Generated tokens that a grammar left no choice in: not sampled.", stats.num_forced_tokens)
+        yield families.counter("forced_tokens", "Tokens that were not sampled: a grammar allowed no other.", stats.num_forced_tokens)
         yield families.counter("spec_decode_num_drafts", "Drafts of speculative decoding.", stats.num_drafts)
         yield families.counter("spec_decode_num_draft_tokens", "Draft tokens of speculative decoding.", stats.num_draft_tokens)
         yield families.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.num_accepted_tokens)
         yield self._accepted_by_place(stats)
-        yield families.counter("num_preemptions", "Sequences preempted for want of KV cache.", stats.num_preemptions)
+        yield families.counter("num_preemptions", "Sequences preempted because the KV cache was full.", stats.num_preemptions)
 
     def describe(self) -> list[Metric]:
         return []  # the registry must not ask the engine before it runs
@@ -78,13 +78,13 @@ class EngineCollector(Collector):
 
 
 class RequestMetrics:
-    """A server's registry, with what is measured of requests whatever the model does."""
+    """A server's registry, with the metrics of requests to any kind of model."""
 
     def __init__(self, engine: Collector, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(engine)
         self._success = Counter(
-            PREFIX + "request_success", "Sequences that came to an end, by how.", ["model_name", "finished_reason"], registry=self.registry
+            PREFIX + "request_success", "Finished sequences, by finish reason.", ["model_name", "finished_reason"], registry=self.registry
         )
         self._model_name = model_name
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", SLOW_BUCKETS)
@@ -199,14 +199,14 @@ class GrammarCollector(Collector):
         families = MetricFamilies(GRAMMAR_PREFIX, self._model_name)
         attempts = CounterMetricFamily(
             GRAMMAR_PREFIX + "compilations",
-            "Constraints that a backend was asked to compile, by how that ended.",
+            "Compilations of constraints, by backend and outcome.",
             labels=["model_name", "backend", "outcome"],
         )
         for (backend, outcome), number in stats.num_attempts.items():
             attempts.add_metric([self._model_name, backend, outcome], number)
         yield attempts
         seconds = HistogramMetricFamily(
-            GRAMMAR_PREFIX + "compile_seconds", "How long a backend took over a constraint.", labels=["model_name", "backend"]
+            GRAMMAR_PREFIX + "compile_seconds", "Time to compile a constraint, by backend.", labels=["model_name", "backend"]
         )
         for backend, times in stats.seconds.items():
             seconds.add_metric([self._model_name, backend], _grammar_buckets(times), times.total)
@@ -214,7 +214,7 @@ class GrammarCollector(Collector):
         yield families.counter("cache_queries", "Constraints looked up in the cache.", stats.num_cache_queries)
         yield families.counter("cache_hits", "Constraints found in the cache, refused ones among them.", stats.num_cache_hits)
         yield families.gauge("cache_entries", "Compiled constraints in the cache.", stats.num_cache_entries)
-        yield families.gauge("cache_bytes", "Memory that they take.", stats.num_cache_bytes)
+        yield families.gauge("cache_bytes", "Memory of the compiled constraints in the cache.", stats.num_cache_bytes)
         yield families.gauge("num_compiling", "Constraints being compiled.", stats.num_running)
         yield families.gauge("num_waiting", "Constraints waiting to be compiled.", stats.num_waiting)
 
@@ -246,7 +246,7 @@ class PoolingCollector(Collector):
 
 
 class PoolingTimer:
-    """One request's counts, from what it has pooled. `on_output` is told of each output as it comes."""
+    """One request's counts, from what it has pooled. `on_output` is called with each output as it comes."""
 
     __slots__ = ("_metrics", "_on_output", "_start", "num_prompt_tokens")
 

@@ -1,4 +1,4 @@
-"""From what a caller asks for to requests of the engine: the one way for every endpoint and for the library.
+"""From a caller's request to the engine's: one path for every endpoint and for the library.
 
 Everything up to the compiling of a constraint is plain code, which runs in a worker where the request is long.
 """
@@ -103,7 +103,7 @@ class ChatOptions:
     """What a caller of the library decides otherwise than an HTTP client.
 
     With `params` the body says nothing of sampling, and `path` names the conversation in errors. Where a server without a tool parser is
-    not `strict_tools`, the model is told of tools, and its calls stay text.
+    not `strict_tools`, the prompt describes the tools, and the model's calls stay text.
     """
 
     client: str | None = None
@@ -160,7 +160,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
 async def prepare_completion(
     context: ServerContext, body: CompletionRequest, size: int, request_id: str, client: str | None = None
 ) -> PreparedCompletion:
-    """One engine request for each prompt. `client` is whom its work is held to. Raises `InvalidRequest` for all that is wrong."""
+    """One engine request for each prompt. `client` is the one that its work is counted for. Raises `InvalidRequest`."""
     prepared = await context.workers.run(lane_of(size), lambda: plan_completion(context, body, request_id, client))
     grammar = await compiled(context, prepared.constraint, client)
     for request in prepared.requests:
@@ -395,7 +395,7 @@ def _completion_params(context: ServerContext, body: CompletionRequest, limit: T
 def readable_prompts(
     context: ServerContext, body: CompletionRequest, sources: Sequence[str | list[int]], encoded: Sequence[list[int]]
 ) -> list[Prompt]:
-    """The prompts with the text that `echo` gives back: the client's own, or what its token ids stand for."""
+    """The prompts with the text that `echo` gives back: the client's own, or the text of its token ids."""
     skip_special_tokens = body.skip_special_tokens is not False
 
     def text_of(source: str | list[int]) -> str:

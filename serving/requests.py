@@ -1,4 +1,4 @@
-"""What a caller asks for: conversations, constraints and sampling fields, as HTTP bodies and the library give them."""
+"""Requests as HTTP bodies and the library give them: conversations, constraints and sampling fields."""
 
 import re
 from typing import Annotated, Any, Literal

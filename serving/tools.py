@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice`: what the model is told of, what it may or must call, and the grammar that holds it to that."""
+"""`tools` and `tool_choice`: which tools the prompt describes, what the model may or must call, and the grammar that holds it to that."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -176,7 +176,7 @@ def read_choice(body: ChatCompletionRequest, tools: dict[str, Tool]) -> ToolUse:
             max_calls=max_calls,
         )
     tool = chosen_tool(convert_choice(choice, NamedTool).function.name, tools, "tool_choice")
-    # A function may have the name of a mode: parsers are told of the mode that is nearest.
+    # A function may have the name of a mode: parsers get the nearest mode.
     word = "required" if tool.name in ("auto", "none") else tool.name
     return ToolUse(shown=shown, callable=(tool,), choice=word, is_forced=True, is_single=True)
 

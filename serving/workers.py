@@ -1,4 +1,4 @@
-"""The threads for work that would hold up the event loop, in lanes, so that short jobs never wait for long ones."""
+"""Worker threads for jobs that would block the event loop, in lanes, so that short jobs never wait for long ones."""
 
 import asyncio
 import enum

@@ -31,7 +31,7 @@ def check_parser(
 
     - Any cut, same answer: whole, one character at a time, every split in two, and every added token as a piece of its own.
     - Any stop, same answer: after every prefix, `finish` gives back what is held, and no text is lost. What a parser may take out are
-      `markers` and whatever stands next to a tool call; all else comes out as `Text` or `Reasoning`, in order, added tokens as pieces.
+      `markers` and what surrounds a tool call; all else comes out as `Text` or `Reasoning`, in order, added tokens as pieces.
     - Calls are numbered from 0, and the arguments of each are the beginning of one JSON document wherever the answer stops. While they
       come, `is_in_call` is true: markers of reasoning are part of them.
     - The cost of a piece does not grow with what came before.
@@ -77,7 +77,7 @@ def _check_answer(factory: Callable[[Turn], Parser], turn: Turn, atoms: Sequence
 
 
 def _check_calls(whole: Sequence[str], events: Iterable[Event]) -> None:
-    """Each call begins once, in order, and all that came of its arguments can still become one JSON document."""
+    """Each call begins once, in order, and its arguments so far can still become one JSON document."""
     arguments: list[JsonScanner] = []
     for event in events:
         if isinstance(event, ToolCallStart):
@@ -125,7 +125,7 @@ def _phase(parser: Parser, pieces: Iterable[str]) -> Phase | None:
 
 
 def _accounts_for(events: Iterable[Event], atoms: Sequence[str], markers: Sequence[str]) -> bool:
-    """Whether the atoms are the events' text with nothing between but markers, and anything at all where a tool call stands."""
+    """Whether the atoms are the events' text with nothing between but markers, and anything at all in place of a tool call."""
     wanted: list[str | None] = []  # None: a tool call
     for event in events:
         if isinstance(event, ToolCallStart | ToolCallArguments):

@@ -98,7 +98,7 @@ def test_the_executors_logits_processors_are_chosen_by_name_and_client(tiny_mode
     shown = dict(line.split(": ", 1) for line in shown_by("executor_logits_processor", capsys, "--model", tiny_model_dir).splitlines())
     assert shown["for editors"] == shown["without"]
     assert not set(" Paris") & set(ast.literal_eval(shown["with house rules"]))
-    assert shown["unknown"].startswith("no logits processor 'nobody'")
+    assert shown["unknown"].startswith("no logits processor 'not_registered'")
     assert shown["rows in one call"] == "2"
 
 

@@ -68,9 +68,32 @@ def entries(block: str) -> Iterator[tuple[str, str]]:
 MODULES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py")) if path.read_text(encoding="utf-8").strip()]
 
 
-def test_the_tree_has_every_entry_of_the_root() -> None:
+def test_the_tree_has_every_entry_of_the_root_and_the_folders_of_every_layer() -> None:
     on_disk = {path.name + "/" * path.is_dir() for path in ROOT.iterdir() if not ignored(path.name)}
-    assert set(TREE) == on_disk
+    folders = {f"{path.relative_to(ROOT)}/" for layer in LAYERS for path in (ROOT / layer).iterdir() if is_kept(path)}
+    assert set(TREE) == on_disk | folders
+
+
+def is_kept(path: Path) -> bool:
+    """Whether it is a folder with files other than bytecode, which a renamed folder leaves behind."""
+    return path.is_dir() and not ignored(path.name) and any(child.suffix != ".pyc" and child.is_file() for child in path.rglob("*"))
+
+
+def test_the_page_is_short() -> None:
+    assert len(README.splitlines()) <= 280
+
+
+LIMITS = re.findall(r"^\| (.+?) \| ([\d.]+)(?: (MiB|s))? \| `--([a-z-]+)` \|$", section("Limits"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("what", "number", "unit", "flag"), LIMITS)
+def test_a_limit_is_the_default_of_its_flag(what: str, number: str, unit: str, flag: str) -> None:
+    given = vars(build_parser().parse_args([]))
+    assert given[flag.replace("-", "_")] == int(number) * (2**20 if unit == "MiB" else 1), what
+
+
+def test_most_limits_are_compared_with_their_flag() -> None:
+    assert len(LIMITS) > 5
 
 
 def test_something_is_said_of_every_entry() -> None:

@@ -54,7 +54,7 @@ def _shape_and_options(
     options: AttentionOptions,
     sinks_H: Tensor | None,
 ) -> tuple[int | float | None, ...]:
-    """What both kernels are told last. `sinks_H`, float32 and contiguous, has to outlive the call: only its address is passed on."""
+    """The last arguments of both kernels. `sinks_H`, float32 and contiguous, has to outlive the call: only its address is passed on."""
     return (
         query.shape[1],
         key_cache.shape[2],

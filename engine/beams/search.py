@@ -1,4 +1,4 @@
-"""The beams of one request: whether they can be served, how they are read, and the sequences that they are."""
+"""The beams of one request: whether the request can be served, and the beams' texts and sequences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

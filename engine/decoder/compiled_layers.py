@@ -148,7 +148,7 @@ class LayerCompilation:
     def _compile_kind(self, kind: str) -> bool:
         with tempfile.TemporaryDirectory(dir=self._directory) as scratch:
             built = Path(scratch) / self._package(kind).name
-            # Precompiled headers are in a directory of a predictable name in TMPDIR, whatever torch is told of its cache.
+            # Precompiled headers are in a directory of a predictable name in TMPDIR, whatever torch's cache directory is.
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": scratch, "TMPDIR": scratch, "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 self._command(kind, built),

@@ -26,7 +26,7 @@ from penstock.engine.loading.model_config import read_config
 from penstock.engine.loading.servable import check_servable
 from penstock.engine.quantization import leave_out, put_in_stored, quantize_plain, quantized_names
 
-# An example length that no model has among its sizes, so that the dimensions which vary with it can be told.
+# An example length that no model has among its sizes, so that the dimensions which vary with it can be found.
 NUM_EXAMPLE_TOKENS = 37
 MAX_TOKENS = 2**20
 

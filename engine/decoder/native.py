@@ -1,7 +1,7 @@
 """A model's forward pass in one call of native code, for decoders of the most common form, verified against the model's own code.
 
 x += o(attention(rotate(qkv(norm(x))))), then x += down(silu(gate(norm(x))) * up(norm(x))): Llama, Mistral, Qwen2, Qwen3 and many others.
-Parts are told by the names that architectures share. That a model uses them as here is verified layer by layer, before the first request.
+Parts are found by the names that architectures share. That a model uses them as here is verified layer by layer, before the first request.
 """
 
 import ctypes

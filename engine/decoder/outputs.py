@@ -87,7 +87,7 @@ class ModelOutputs:
         capture = Capture(rows_R, num_tokens)
         with ExitStack() as undo:
             for module in (self._model, *self._layers):
-                undo.callback(vars(module).update, _without_stand_in(module))
+                undo.callback(vars(module).update, _without_replacement(module))
             for name in names - {LOGITS}:
                 place = self._places.get(name) or self._paths[name]
                 if place.is_input:
@@ -128,7 +128,7 @@ def _paths(model: Any) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in model.named_modules() if module in inside)
 
 
-def _without_stand_in(module: nn.Module) -> dict[str, Any]:
+def _without_replacement(module: nn.Module) -> dict[str, Any]:
     """Restores the module's own `forward`, and returns what undoes that."""
     forward = vars(module).get("forward")
     if not isinstance(forward, NativeDecoder | CompiledLayer):

@@ -61,7 +61,7 @@ class _Walk:
         self._check_lengths(num_tensors)
 
     def find_string(self, name: bytes) -> bytes:
-        """The text of a field; b"" where there is none of this name and type."""
+        """The text of a field; b"" without one of this name and type."""
         _, num_fields = self._begin()
         for _ in range(num_fields):
             found, kind = self._string("the name of a field", MAX_NAME), self._integer("I")

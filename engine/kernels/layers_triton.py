@@ -25,7 +25,7 @@ def rms_norm_kernel(
     stored = tl.load(source, mask=is_dim, other=0.0)
     number = stored.to(tl.float32)
     number *= tl.rsqrt(tl.sum(number * number, 0) / SIZE + epsilon)
-    # Rounded before it is weighted, as the models that this stands in for do.
+    # Rounded before it is weighted, as in the models' own code.
     number = number.to(stored.dtype).to(tl.float32) * tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32)
     tl.store(output + row * SIZE + dims, number, mask=is_dim)
 

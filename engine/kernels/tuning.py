@@ -15,7 +15,7 @@ MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to merge than it saves
 
 @dataclass(frozen=True, slots=True)
 class AttentionTuning:
-    """The tile of one program: `tile_rows` query rows by `tile_keys` keys, with what the compiler is told to make of it."""
+    """The tile of one program: `tile_rows` query rows by `tile_keys` keys, with the compiler's options for it."""
 
     tile_rows: int
     tile_keys: int

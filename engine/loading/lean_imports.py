@@ -1,4 +1,4 @@
-"""Keeps out of the process what libraries import only because it is there."""
+"""Keeps libraries from importing optional packages that the engine does not use."""
 
 import contextlib
 import sys

@@ -105,7 +105,7 @@ def _check_sizes(content: dict[str, Any], path: Path) -> None:
 
 
 def _num_tensors(directory: Path) -> int | None:
-    """How many tensors the weight files hold; None where there are none, or one that cannot be read, which loading them reports."""
+    """How many tensors the weight files hold; None without any, or if one cannot be read, which loading them reports."""
     paths = list(directory.glob("*.safetensors"))
     try:
         with ExitStack() as files:

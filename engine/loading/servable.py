@@ -1,4 +1,4 @@
-"""What can be served, decided from the config alone, before any weights are read."""
+"""Which models can be served, decided from the config alone, before any weights are read."""
 
 import inspect
 from collections.abc import Callable

@@ -33,7 +33,7 @@ struct Linear {
 
 struct DecoderLayer {
     Linear query_key_value, output, gate_up, down;
-    const float *input_norm, *post_norm, *query_norm, *key_norm;  // the latter two null where there are none
+    const float *input_norm, *post_norm, *query_norm, *key_norm;  // the latter two null in models without them
     BFloat16 *key_cache, *value_cache;
     int64_t window;  // 0: none
     float scaling;
@@ -207,7 +207,7 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
         });
         attend(decoder, layer, step, attended, scratch.queries.get());
         const bool is_last = l + 1 == decoder.num_layers;
-        if (is_last)  // from here on nobody looks at the other rows
+        if (is_last)  // the other rows are not needed any more
             for (int64_t k = 0; k < num_kept; ++k) {
                 std::memmove(x + k * size, x + kept[k] * size, size * sizeof(float));
                 std::memmove(attended + k * query_width, attended + kept[k] * query_width, query_width * sizeof(BFloat16));

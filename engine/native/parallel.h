@@ -1,8 +1,8 @@
 // Loops over several threads that never wait for a thread which has not begun.
 //
 // A step runs hundreds of short loops. OpenMP ends each by waiting for all of its threads, so that on cores which do other things as well every
-// loop takes as long as a thread waits for its turn. Here whoever runs takes what there is to do, and a thread that comes too late finds the
-// loop over. The number of threads is OpenMP's, so that it is set in one place.
+// loop takes as long as a thread waits for its turn. Here every running thread takes the next piece of work, and a thread that is late finds
+// the loop over. The number of threads is OpenMP's, so that it is set in one place.
 
 #pragma once
 
@@ -65,7 +65,7 @@ class Pool {
         context_ = context;
         share_ = 2 * num_threads;
         next_.store(0, std::memory_order_relaxed);
-        // Nobody is at work here, so nobody else changes the state.
+        // No loop is running here, so no other thread changes the state.
         state_.store(((state_.load() / EPOCH + 1) * EPOCH) | IS_OPEN);
         if (num_asleep_.load() > 0) {
             const std::lock_guard<std::mutex> lock(sleepers_);
@@ -111,7 +111,7 @@ class Pool {
         }
     }
 
-    // Waits for another loop than `seen`, awake at first, but not in anybody's way.
+    // Waits for another loop than `seen`, awake at first, but without delaying other threads.
     uint64_t next_state(uint64_t seen) {
         const auto end = std::chrono::steady_clock::now() + AWAKE;
         do {
@@ -152,7 +152,7 @@ class Pool {
     std::atomic<int> num_asleep_{0};
 };
 
-// One turn of a loop, in machine code of its own wherever the loop stands. Compiled into several loops, the same sums might be added up in
+// One turn of a loop, in machine code of its own, shared by all loops. Compiled into several loops, the same sums might be added up in
 // another order in each, and what a row gives would depend on how many rows there are.
 template <typename Function>
 PENSTOCK_APART void turn(const void* function, int64_t i) {

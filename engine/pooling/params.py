@@ -1,4 +1,4 @@
-"""What a request asks of a model that turns text into numbers."""
+"""Parameters of a pooling request."""
 
 from dataclasses import dataclass
 from numbers import Integral

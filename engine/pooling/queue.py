@@ -1,4 +1,4 @@
-"""Texts that wait for their turn, by priority and then arrival, and the batches that are made of them."""
+"""The queue of texts, by priority and then arrival, and the batches made of them."""
 
 import asyncio
 import heapq

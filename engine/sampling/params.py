@@ -1,4 +1,4 @@
-"""What a client may ask of the sampler and of beam search, checked once where it comes in."""
+"""Parameters of sampling and of beam search, validated once when they are made."""
 
 import sys
 from collections.abc import Mapping, Sequence

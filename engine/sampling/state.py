@@ -1,4 +1,4 @@
-"""What the sampler knows of one sequence, from its first token to its last."""
+"""The sampler's state of one sequence."""
 
 import copy
 from collections.abc import Iterable, Sequence

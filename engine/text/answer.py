@@ -177,7 +177,7 @@ class Answer:
         self._calls = LimitedCalls(call_limits)
         self._chain = self._new_chain()
         self.num_reasoning_tokens = 0
-        """Tokens at whose start or end the model was reasoning: those of both markers count, as far as a marker is told from text."""
+        """Tokens at whose start or end the model was reasoning: those of both markers count, if a marker is distinct from text."""
 
     def _new_chain(self) -> ParserChain:
         content_parsers = (self._tap, self._stop_strings, self._tool_parser)
@@ -227,7 +227,7 @@ class Answer:
         return self._visible(self._calls.feed(events))
 
     def branch(self) -> "Answer | None":
-        """An independent copy, which finds where the answer ends. It reads tool calls only where reasoning is told from them.
+        """An independent copy, which finds where the answer ends. It reads tool calls only where a parser separates the reasoning.
 
         None where a parser cannot be copied.
         """

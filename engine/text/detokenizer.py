@@ -16,7 +16,7 @@ class Detokenizer:
 
     The pieces joined are what decoding prompt and output together, special tokens included, adds to the decoded prompt. An added token's
     text is a `SpecialText` of its own; a character spread over several tokens comes out whole. One difference is meant: where byte tokens
-    do not spell UTF-8, the library's byte fallback takes back the whole characters before them too; here those stay, having been sent.
+    do not spell UTF-8, the library's byte fallback also removes the whole characters before them; here those stay, as they have been sent.
 
     `prompt_tail_ids`: the prompt, or at least its last few ids; empty only where the prompt is.
     """
@@ -31,7 +31,7 @@ class Detokenizer:
             self._text = _ByteText(tokenizer, tail)
 
     def feed(self, token_id: int) -> list[str]:
-        """The pieces of text that are certain now. None is empty; a `SpecialText` stands alone."""
+        """The pieces of text that are certain now. None is empty; a `SpecialText` is a piece of its own."""
         token = self._tokenizer.token(token_id)
         if token is None:
             return []  # logits may be wider than the vocabulary

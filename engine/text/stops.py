@@ -1,4 +1,4 @@
-"""What ends an answer: stop strings in its text, stop sequences in its tokens."""
+"""Stop strings in an answer's text, and stop sequences in its tokens."""
 
 import copy
 from collections import deque

@@ -206,7 +206,7 @@ class Executor:
     @overload
     async def responses(self, ids: Iterable[int]) -> list[list[Response]]: ...
     async def responses(self, ids: Ids = None) -> list[Response] | list[list[Response]]:
-        """What `await_responses` gives, in any event loop. Whoever is cancelled, by `asyncio.timeout` for one, has taken nothing."""
+        """What `await_responses` gives, in any event loop. A call that is cancelled, by `asyncio.timeout` for one, has taken nothing."""
         if ids is None or isinstance(ids, int):
             self._mailbox.check_known([] if ids is None else [ids])
             return await self._mailbox.take_async(ids)
@@ -258,7 +258,7 @@ class Executor:
     def shutdown(self, timeout: Timeout = None) -> None:
         """Takes no more requests, waits until those there are have ended, at most `timeout`, cancels the others, and gives everything back.
 
-        What is ready may still be taken. Whoever waits for what will not come is woken. May be called twice.
+        What is ready may still be taken. Callers that wait for responses which will not come are woken. May be called twice.
         """
         deadline = _deadline(timeout)
         with self._jobs.lock:

@@ -22,10 +22,10 @@ ANY = 0  # requests count from 1
 
 
 class Mailbox:
-    """Each response is given out once, to one of those who wait for its request, else to one who waits for any, else to whoever asks next.
+    """Each response is returned once: to a caller that waits for its request, else to one that waits for any, else to the next that asks.
 
-    A request is open until its final response has come, and known for ever. Nobody waits for what will never come: for a request that is
-    not open, or for any once the mailbox has been closed and none is open.
+    A request is open until its final response has come, and known for ever. A call never waits for a response that cannot come: of a
+    request that is not open, or of any once the mailbox is closed and no request is open.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Mailbox:
                 raise InvalidRequest(f"there has been no request {request_id}", "ids")
 
     def put(self, response: Response) -> None:
-        """Hands over a response. After a final one nobody waits for the request any more."""
+        """Hands over a response. After a final one no call waits for the request any more."""
         with self._lock:
             self._give(response.request_id, [response])
             if response.is_final:
@@ -189,7 +189,7 @@ class Jobs:
                 fold = ResponseFold(request_id, request, fold_settings(self._context, request, arrival_time, self._num_steps))
             except Exception as error:
                 # A request may be changed after its types were checked; the others of its batch are still served.
-                self._mailbox.put(Response(request_id, _told(error), request.client_id))
+                self._mailbox.put(Response(request_id, _described(error), request.client_id))
                 continue
             task = asyncio.create_task(self._serve(request_id, request, fold), name=f"request {request_id}")
             self._tasks[request_id] = task
@@ -226,7 +226,7 @@ class Jobs:
         """Has the last word where the task had not: it was cancelled, perhaps before it began, or refused, or there is a defect."""
         del self._tasks[request_id]
         error = None if task.cancelled() else task.exception()
-        message = None if error is None else _told(error)
+        message = None if error is None else _described(error)
         if not fold.is_over:
             self._put(fold.end(FinishReason.ABORT) if message is None else [fold.error(message)])
 
@@ -235,7 +235,7 @@ class Jobs:
             self._mailbox.put(response)
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """What a response says of it. What is no refusal is logged."""
     if isinstance(error, PenstockError):
         return str(error)

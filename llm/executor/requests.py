@@ -1,4 +1,4 @@
-"""What an executor's request is made of. Names and meanings are those of TensorRT-LLM's `Request` and its parts."""
+"""The parts of an executor's request. Names and meanings are those of TensorRT-LLM's `Request` and its parts."""
 
 import inspect
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_type(value: object, name: str, kinds: type | tuple[type, ...], what: str) -> None:
-    """Raises `TypeError` for a value that is neither None nor of these kinds. A bool is a number to nobody."""
+    """Raises `TypeError` for a value that is neither None nor of these kinds. A bool is not a number here."""
     if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool)):
         wrong(name, what, value)
 
@@ -132,7 +132,7 @@ class AdditionalModelOutput:
 
 @dataclass(slots=True)
 class OutputConfig:
-    """`exclude_input_from_output` leaves the prompt out of `output_token_ids`, where it stands before an answer that is not streamed.
+    """`exclude_input_from_output` leaves the prompt out of `output_token_ids`, which otherwise begin with it unless the answer is streamed.
 
     `return_encoder_output` is answered with an error: there are no encoders. Raises `TypeError` for values of the wrong type; attributes
     that are set later are checked when a request with them is enqueued.

@@ -104,7 +104,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A result, or why there is none. A response with an error is its request's last."""
+    """A result, or the error in its place. A response with an error is its request's last."""
 
     request_id: int
     outcome: Result | str
@@ -292,7 +292,7 @@ class ResponseFold:
         return [self._respond(0, shown, is_sequence_final=False)]
 
     def _count(self, state: SequenceState, delta: SequenceDelta) -> None:
-        """Notes when tokens came. Only who asked for metrics is told."""
+        """Notes when tokens came. Only requests that ask for metrics get them."""
         if self._request.output_config.return_perf_metrics and (delta.token_ids or delta.beams):
             now, step = time.monotonic(), self._settings.num_steps()
             state.last_token_time, state.last_iter = now, step

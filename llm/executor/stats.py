@@ -54,7 +54,7 @@ class KvCacheStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InflightBatchingStats:
-    """Sequences in one step: those whose prompt is computed, those that generate, and those that were pushed out to come again later."""
+    """Sequences in one step: those whose prompt is computed, those that generate, and those that were preempted."""
 
     num_scheduled_requests: int
     num_context_requests: int
@@ -108,7 +108,7 @@ class RequestStatsPerIteration(JsonStats):
     request_stats: list[RequestStats]
 
 
-MAX_UNDER_WAY = 4  # steps: those that were put off never end
+MAX_UNDER_WAY = 4  # steps: cancelled ones never end
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class _SharedWhitespace(Whitespace):
 class SchemaRules(Translation):
     """The rules of a schema, their names with `prefix`. `warnings` has what a lenient translation left out.
 
-    `whitespace` is what may stand between tokens; None is the default.
+    `whitespace` is what is allowed between tokens; None is the default.
     """
 
     def __init__(self, root: Any, param: str, whitespace: Node | None = None, *, prefix: str = "", is_lenient: bool = False) -> None:
@@ -150,7 +150,7 @@ class SchemaRules(Translation):
         return Reference(name)
 
     def rule(self, kind: str, node: Node) -> Node:
-        """A rule of its own for what stands in several places, or deep inside others."""
+        """A rule of its own for what occurs in several places, or deep inside others."""
         name = f"{self._prefix}{kind}_{len(self.rules)}"
         self.rules[name] = node
         return Reference(name)
@@ -233,7 +233,7 @@ class SchemaRules(Translation):
         rest = EMPTY if more is None else self.rule("more", Repeat(Sequence((comma, more)), 0, None))
         if any(is_required for _, is_required in members):
             return Sequence((object_members(members, comma), rest))
-        # From the last to the first: what may follow once something stands there, and what may come first.
+        # From the last to the first: what may follow once something is there, and what may come first.
         first: Node | None = None if more is None else Sequence((more, rest))
         for member, _ in reversed(members):
             begun = Sequence((member, rest))

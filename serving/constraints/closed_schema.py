@@ -4,7 +4,7 @@ A pydantic model says nothing of further properties, so as written its schema al
 the closed schema allows, the schema as written allows too, and every property that it names can still come up.
 
 What counts is the object, not the subschema: `allOf`, references, conditions and alternatives beside `properties` speak of one object, so
-it is closed around all the names that any of them has. Alternatives that stand alone are closed one by one.
+it is closed around all the names that any of them has. Alternatives without other keywords are closed one by one.
 """
 
 import itertools
@@ -132,7 +132,7 @@ class _Closing:
             if (target := self._overlap.target(reference)) is None:
                 raise _NotClosed
             yield target, self._use_below(schema, "$ref", use)
-        if use is Use.VALUE and self._stands_alone(schema):
+        if use is Use.VALUE and self._is_closed_alone(schema):
             yield from ((value, Use.AS_WRITTEN) for value in self._shared_values(schema))
 
     def _use_below(self, schema: dict[str, Any], keyword: str, use: Use) -> Use:
@@ -157,7 +157,7 @@ class _Closing:
             return keyword == "$ref"
         return not any(other in ASSERTIONS and other not in (keyword, "type") for other in schema)
 
-    def _stands_alone(self, schema: dict[str, Any]) -> bool:
+    def _is_closed_alone(self, schema: dict[str, Any]) -> bool:
         """Whether an object is closed here, and not in what the schema refers to or combines."""
         keywords = [keyword for keyword in ("$ref", *_COMBINED) if keyword in schema]
         return not any(self._use_below(schema, keyword, Use.VALUE) is Use.VALUE for keyword in keywords)
@@ -186,7 +186,7 @@ class _Closing:
         return as_closed
 
     def _written(self, value: Any) -> Any:
-        """Any part of the document: references may lead to schemas wherever they stand."""
+        """Any part of the document: references may lead to schemas anywhere in it."""
         if isinstance(value, list):
             return [self._written(item) for item in value]
         if not isinstance(value, dict):
@@ -208,7 +208,7 @@ class _Closing:
 
     def _is_closed_here(self, schema: dict[str, Any]) -> bool:
         """Also where what it refers to has to stay open, as it is for something else, too."""
-        if self._stands_alone(schema):
+        if self._is_closed_alone(schema):
             return True
         target = self._overlap.target(schema["$ref"]) if isinstance(schema.get("$ref"), str) else None
         return isinstance(target, dict) and self._uses[id(target)] is not Use.VALUE

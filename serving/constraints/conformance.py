@@ -1,4 +1,4 @@
-"""Whether an answer keeps to its schema: for what a lenient grammar has left out. Checked in a sandbox, as a schema may be hostile."""
+"""Validates an answer against its schema, for the parts that a lenient grammar left out. In a sandbox, as a schema may be hostile."""
 
 import asyncio
 import json

@@ -75,7 +75,7 @@ DIALECT = Dialect(dot=WHITESPACE, digit=of("0"), word=of("a"), space=WHITESPACE)
 def whitespace_regex(pattern: str, param: str) -> str:
     """The pattern with its sets spelled out; a shorthand for white space is JSON's white space.
 
-    Raises `InvalidRequest` for one that cannot be read, and for one that lets anything else stand there: the answer would not be JSON.
+    Raises `InvalidRequest` for one that cannot be read, and for one that matches anything else: the answer would not be JSON.
     Here, since a backend would say that the mistake is in the JSON that the pattern is for.
     """
     if len(pattern) > MAX_WHITESPACE_PATTERN:
@@ -85,10 +85,10 @@ def whitespace_regex(pattern: str, param: str) -> str:
     except RegexError as error:
         raise InvalidRequest(f"`{param}`: {error}", param) from None
     except MisplacedAnchor as anchor:
-        message = f"`{param}`: {anchor} is refused where text may stand beyond it, at position {anchor.position}"
+        message = f"`{param}`: {anchor} is refused where more text may lie beyond it, at position {anchor.position}"
         raise InvalidRequest(message, param) from None
     except _NotWhitespace:
-        message = f"`{param}` lets more stand between the tokens of JSON than spaces, tabs, line feeds and carriage returns"
+        message = f"`{param}` allows more between the tokens of JSON than spaces, tabs, line feeds and carriage returns"
         raise InvalidRequest(message, param) from None
 
 
@@ -165,7 +165,7 @@ def chosen_backend(body: GenerationFields, known: Iterable[str]) -> str | None:
 
 
 def known_backend(name: str, known: Collection[str]) -> str | None:
-    """The one of the `known` backends that has this name, or had it in vLLM; None where there is none."""
+    """The one of the `known` backends that has this name, or had it in vLLM; None for an unknown name."""
     return next((spelling for spelling in (name, ALIASES.get(name)) if spelling in known), None)
 
 

@@ -1,4 +1,4 @@
-"""Structural tags: their wire form, and the structure that they stand for."""
+"""Structural tags: their wire form, and the structure that they describe."""
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class GrammarContent(_Format, tag="grammar"):
 
 
 class AnyText(_Format, tag="any_text"):
-    """Text to the end of what it stands in."""
+    """Text to the end of what contains it."""
 
     excludes: list[str] = []
     max_tokens: int | None = None
@@ -161,7 +161,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What ends a part: any of the texts, or, where there are none, the answer's own end. `param` is their path."""
+    """What ends a part: any of the texts, or without any the answer's own end. `param` is their path."""
 
     ends: tuple[str, ...] = ()
     param: str = ""
@@ -196,7 +196,7 @@ def either(parts: List[Structure]) -> Structure:
 def dispatch(rules: List[Rule], excludes: tuple[str, ...], closing: Closing, *, is_repeated: bool, param: str) -> Structure:
     """Free text with any number of the rules' patterns in it, or one at most, to where `closing` ends it.
 
-    Raises `InvalidRequest` for too many words, and where it cannot be told which of them comes first.
+    Raises `InvalidRequest` for too many words, and where it is ambiguous which of them comes first.
     """
     if len(rules) + len(closing.ends) + len(excludes) > MAX_WORDS:
         raise InvalidRequest(f"more than {MAX_WORDS} words are looked for in free text", param)

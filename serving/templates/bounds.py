@@ -1,4 +1,4 @@
-"""What one operation of a template may cost. A thread can be interrupted between bytecodes, but not inside any of these."""
+"""Bounds on the cost of one operation of a template. A thread can be interrupted between bytecodes, but not inside any of these."""
 
 import functools
 import re

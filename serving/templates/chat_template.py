@@ -283,7 +283,7 @@ class _Rendering:
             raise
         except RecursionError:
             raise InvalidRequest("the chat template recurses too deeply", self.param) from None
-        except Exception as error:  # a template is a program: whatever it raises is about this conversation, and the client is told
+        except Exception as error:  # a template is a program: whatever it raises is about this conversation, and goes to the client
             raise InvalidRequest(f"the chat template refused the messages: {describe(error)}", self.param) from error
 
     def opened(self) -> RenderedPrompt:

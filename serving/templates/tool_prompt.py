@@ -1,4 +1,4 @@
-"""Tools, calls and results in conversations whose chat template has no place for them: the server tells the model of them itself."""
+"""Tools, calls and results in conversations whose chat template has no place for them: the server describes them in the prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ ANY_ARGUMENTS = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}', "argu
 
 @dataclass(frozen=True, slots=True)
 class ToolPrompt:
-    """How the model is told of tools by the server, and how calls and results of earlier turns are written for it.
+    """How the server describes tools to the model, and how calls and results of earlier turns are written for it.
 
     `tool_format` is the tool parser's; `example` shows a call in a format that is not JSON. Where `is_default`, the model's files show no
     format that a parser reads: the server describes this one, and not the template another.
@@ -34,7 +34,7 @@ class ToolPrompt:
 
     @property
     def form(self) -> str:
-        """How a call is written; empty where that is not known, so that the model cannot be told."""
+        """How a call is written; empty where that is not known, so that the prompt cannot say it."""
         written = None if self.tool_format is None else written_call(self.tool_format, "<function-name>", "<args-json-object>")
         return written or self.example
 
@@ -43,7 +43,7 @@ class ToolPrompt:
         return self.is_default and self.tool_format is not None and self.tool_format.opening not in source
 
     def instructions(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """What the model is told of its tools."""
+        """The text that describes the tools to the model."""
         described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         return INSTRUCTIONS.format(tools=described, form=self.form)
 

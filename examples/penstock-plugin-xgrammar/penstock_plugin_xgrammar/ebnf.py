@@ -32,14 +32,14 @@ def to_ebnf(root: Node, rules: Mapping[str, Node], token_rules: Mapping[str, int
 
 
 def _are_finite(rules: Mapping[str, Node], tokens: Collection[str]) -> bool:
-    """Whether every rule can come to an end."""
+    """Whether every rule can end."""
     finite = set(tokens)
     waiting = dict(rules)
     is_going_on = True
     while waiting and is_going_on:
         is_going_on = False
         for name in [*waiting]:
-            if _is_finite(waiting[name], finite):  # counts at once: rules stand after those that they need, in chains of thousands
+            if _is_finite(waiting[name], finite):  # counts at once: rules come after those that they need, in chains of thousands
                 finite.add(name)
                 del waiting[name]
                 is_going_on = True

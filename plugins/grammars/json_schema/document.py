@@ -13,7 +13,7 @@ from penstock.engine.constraints.limits import position
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_schema.values import ASSERTIONS, JSON_TYPES, dumps, json_type
 
-MAX_DEPTH = 192  # of the document: a schema within another stands up to two levels deeper, and a value in it has levels of its own
+MAX_DEPTH = 192  # of the document: a schema within another is up to two levels deeper, and a value in it has levels of its own
 
 _CONTAINERS = (dict, list)
 
@@ -40,7 +40,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 Steps = tuple[str | int, ...]  # from the document's root: names and positions
-# Of a subschema that is being read: that of the one around it, with that itself, then the steps from there. Written out where it is told.
+# Of a subschema that is being read: that of the one around it, with that itself, then the steps from there. Written out when reported.
 Place = tuple[Any, ...]
 ROOT: Place = ()
 
@@ -58,7 +58,7 @@ _SCHEMA_TYPES = (dict, bool)
 
 
 def subschemas(schema: Any) -> Iterator[tuple[Steps, Any]]:
-    """What stands one level below, in the schema's order: the steps there, and the subschema. Values that are none are passed over."""
+    """The subschemas one level below, in the schema's order, each with the steps there. Values that are no schemas are passed over."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
@@ -114,7 +114,7 @@ def schemas_below(schema: dict[str, Any]) -> Iterator[tuple[str, Iterable[Any]]]
 
 
 def schemas_within(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every subschema that is an object, and the schema itself, in no order that is told."""
+    """Every subschema that is an object, and the schema itself, in no particular order."""
     pending = [schema]
     while pending:
         current = pending.pop()
@@ -170,7 +170,7 @@ def reachable(document: Any) -> frozenset[int]:
 
 
 def at_pointer(document: Any, target: str) -> Any:
-    """What stands there. True, which has nothing in it, where it leads nowhere."""
+    """The value there. True, which has nothing in it, if it leads nowhere."""
     for step in target.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(document, dict) and name in document:
@@ -187,7 +187,7 @@ _LEADING_ON = SCHEMA_KEYWORDS | {"$ref"}
 
 
 def can_be_circular(document: Any) -> bool:
-    """Whether something that is being looked into is referred to from within where it would have to be joined with what stands beside it.
+    """Whether something that is being looked into is referred to from within where it would have to be joined with the keywords beside it.
 
     That is what a compiler cannot do that reads what a reference leads to before it joins it. Members are taken in the document's order.
     """
@@ -311,7 +311,7 @@ def unwritable(document: Any, param: str) -> UnsupportedGrammar:
 
 
 def _innermost(steps: Steps, value: Any) -> Steps | None:
-    """Where the innermost offending value stands. The document is known not to be deep."""
+    """The path of the innermost offending value. The document is known not to be deep."""
     if isinstance(value, dict):
         for name, child in value.items():
             found = steps if _is_unwritable(name) else _innermost((*steps, name), child)
@@ -363,7 +363,7 @@ def are_disjoint(root: Any, left: Any, right: Any) -> bool:
 
 
 def _follow(root: Any, schema: Any) -> Mapping[str, Any] | None:
-    """The schema behind its references; None where there is none or it combines others."""
+    """The schema behind its references; None if it is missing or combines others."""
     for _ in range(16):
         if not isinstance(schema, Mapping):
             return None
@@ -421,7 +421,7 @@ class _RecursionSearch:
     def __init__(self, content: dict[str, Any]) -> None:
         targets = {"#": content, **{_DEFINITION + name: schema for name, schema in content.get("$defs", {}).items()}}
         self.endless = set(targets)
-        order = [*reversed(targets)]  # what is referred to mostly stands behind what refers to it
+        order = [*reversed(targets)]  # a target mostly comes after what refers to it
         for _ in range(MAX_ROUNDS):
             ended = [reference for reference in order if reference in self.endless and self._ends(reference, targets[reference])]
             if not ended:

@@ -63,7 +63,7 @@ class Overlap:
         return self._num_steps <= MAX_STEPS
 
     def follow(self, schema: Any) -> Any:
-        """What stands behind a reference that stands alone; anything else as it is."""
+        """The target of a lone reference; anything else as it is."""
         for _ in range(MAX_OVERLAP_DEPTH):
             if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str) or _has_more(schema):
                 return schema
@@ -83,7 +83,7 @@ class Overlap:
         return self._targets[reference]
 
     def _beside(self, schema: Schema) -> Any:
-        """What a reference leads to that does not stand alone; anything, where that is not known."""
+        """The target of a reference with keywords beside it; any value, if it is not known."""
         target = self.target(schema["$ref"]) if isinstance(schema["$ref"], str) else None
         return True if target is None else target
 
@@ -228,7 +228,7 @@ class Negation:
         if "$ref" in schema:
             target = self._overlap.follow(schema)
             if asserted != ["$ref"] or (isinstance(target, dict) and "$ref" in target):
-                raise Inexpressible  # what stands beside a reference counts in some drafts only
+                raise Inexpressible  # keywords beside a reference count in some drafts only
             return self.of(target, depth + 1)
         alternatives: list[Any] = []
         for keyword in asserted:

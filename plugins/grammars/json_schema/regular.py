@@ -32,7 +32,7 @@ MAX_ONE_OF = 100  # each is compared with each
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A subschema: where it stands, how deep its value is nested and which references led there."""
+    """A subschema: its path, how deep its value is nested and which references led there."""
 
     path: str
     depth: int = 0
@@ -288,7 +288,7 @@ def _some(members: list[Node], comma: Node) -> Node:
     return either(Sequence((_some(left, comma), rest if right else EMPTY)), _some(right, comma))
 
 
-MAX_WARNINGS = 200  # of a constraint: who leaves out more has been warned
+MAX_WARNINGS = 200  # of a constraint: more would say no more
 MAX_CHARACTERS = 300  # of each: names in a schema may be as long as the whole
 
 

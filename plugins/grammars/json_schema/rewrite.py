@@ -115,7 +115,7 @@ def replace_keyword(schema: dict[str, Any], keyword: str, additions: list[Any]) 
 
 
 def join_lone_reference(exact: dict[str, Any]) -> None:
-    """A reference in `allOf` beside which nothing is said, as where descriptions are, stands alone."""
+    """A reference in `allOf` with nothing beside it, descriptions aside, is a lone reference."""
     parts = [part for part in exact["allOf"] if part is not True and part != {}]
     if len(parts) == 1 and len(exact) == 1 and isinstance(parts[0], dict) and [*parts[0]] == ["$ref"]:
         del exact["allOf"]
@@ -149,7 +149,7 @@ class Rewriting:
         leading = _BESIDE.get(keyword, keyword)
         if leading not in schema:
             return []  # which says nothing by itself
-        return self._rewrites[keyword](schema) if keyword == leading else None  # it goes with that one, which may come later
+        return self._rewrites[keyword](schema) if keyword == leading else None  # it goes with that one
 
     def negated(self, schema: Schema) -> list[Any]:
         return _all_of(self._negation().of(schema["not"]))
@@ -425,7 +425,7 @@ def find_fault(schema: Any, error_of: Callable[[Any], str | None]) -> Fault | No
 
 
 def as_written(fault: Fault, document: Any) -> Fault:
-    """The fault in the document from which the schema was rewritten: what is not there is put down to the keyword that it stands for."""
+    """The fault in the document from which the schema was rewritten: what is not there is reported at the keyword that it replaces."""
     for end in range(len(fault.steps), -1, -1):
         part = _part(document, fault.steps[:end])
         if not isinstance(part, dict):
@@ -439,7 +439,7 @@ def as_written(fault: Fault, document: Any) -> Fault:
 
 
 def _part(document: Any, steps: Steps) -> Any:
-    """None where there is none."""
+    """None without one."""
     try:
         return at(document, steps)
     except (KeyError, IndexError, TypeError):
@@ -511,7 +511,7 @@ class _Search:
         return {**dialect, **schema, "$defs": {_HOME: self.moved}}
 
     def move(self, schema: Any) -> Any:
-        """With references as they must be when the document stands in `$defs` of another."""
+        """With references as they must be when the document is in `$defs` of another."""
         if isinstance(schema, list):
             return [self.move(item) for item in schema]
         if not isinstance(schema, dict):

@@ -93,7 +93,7 @@ def _encoded_set(members: CharSet) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class Whitespace:
-    """What may stand between a document's parts. `pattern` is the client's own, for wherever JSON allows white space in containers."""
+    """The white space between a document's parts. `pattern` is the client's own, for wherever JSON allows white space in containers."""
 
     pattern: Node | None = None
 

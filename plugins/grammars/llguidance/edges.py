@@ -18,7 +18,7 @@ class Indistinct(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A lexeme that may stand first in a part, or several of a kind.
+    """A lexeme that a part may begin with, or several of a kind.
 
     `first` may begin it, and `then` be what follows it; `is_last`: the part may end with it. `start` is the text that it begins with, as
     far as that is known, and `holds` are texts that are in it wherever it ends. `without` says of free text what may not come up in it;
@@ -36,7 +36,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """`more` may go on where the part could have ended; `options` stand first in what its end leaves open, such as one more repetition.
+    """`more` may go on where the part could have ended; `options` begin what its end leaves open, such as one more repetition.
 
     Added tokens are no characters, so a part that begins with one has no head.
     """
@@ -107,7 +107,7 @@ def _before(rest: Edges, part: Edges) -> Edges:
 
 
 def _followed(heads: tuple[Head, ...], rest: Edges) -> tuple[Head, ...]:
-    """What their lexemes are followed by is known now, and with it whether they can be told from each other."""
+    """What their lexemes are followed by is known now, and with it whether they can be told apart."""
     followed = tuple(replace(head, then=union(head.then, rest.first), is_last=rest.is_nullable) if head.is_last else head for head in heads)
     for place, head in enumerate(followed):
         _check_apart((head,), followed[place + 1 :])
@@ -226,9 +226,9 @@ def _check_apart(heads: tuple[Head, ...], others: tuple[Head, ...]) -> None:
         for other in others:
             if head.kind == other.kind == TEXT:
                 if _is_swallowed(head, other) or _is_swallowed(other, head):
-                    raise Indistinct("free text may stand where other text does that is followed by more")
+                    raise Indistinct("free text is allowed in the place of other text that is followed by more")
             elif (head.kind != other.kind or head.kind in (REGEX, GRAMMAR)) and intersect(head.first, other.first):
-                raise Indistinct("a value begins like something else that may stand in its place")
+                raise Indistinct("a value begins like something else that is allowed in its place")
 
 
 def _is_swallowed(head: Head, text: Head) -> bool:

@@ -81,9 +81,9 @@ _OF_SCHEMAS = frozenset({"anyOf", "items", "additionalProperties", "properties"}
 
 
 class Definitions:
-    """`origins` say where in the client's document what a definition holds stands first.
+    """`origins` is where in the client's document a definition's content first occurs.
 
-    Where `are_ground`, only that is shared which refers to nothing else: what it refers to might lead to where it stands.
+    Where `are_ground`, only that is shared which refers to nothing else: what it refers to might lead back to it.
     """
 
     def __init__(self, *, are_ground: bool) -> None:
@@ -97,7 +97,7 @@ class Definitions:
         self._keys: dict[int, tuple[str, dict[str, Any]]] = {}  # with the schema, whose identity is another's once it is gone
 
     def refer(self, pointer: str, target: Any, place: Place) -> str:
-        """A reference to what stands at `pointer` in the client's document."""
+        """A reference to the value at `pointer` in the client's document."""
         if pointer not in self._names:
             self._names[pointer] = name = self._new_name(place)
             self.pending.append((name, target))
@@ -209,7 +209,7 @@ MAX_INLINED = 2000  # subschemas
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _NAMES = frozenset({"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
 _DESCENDED = (SCHEMAS_BY_NAME | SCHEMAS_IN_LISTS | SINGLE_SCHEMAS) - REWRITTEN
-_READ = ASSERTIONS | _NAMES | _DEFINITIONS  # the others say nothing, and llguidance copies them with every schema that they stand in
+_READ = ASSERTIONS | _NAMES | _DEFINITIONS  # the others say nothing, and llguidance copies them with every schema that contains them
 _PLAIN = frozenset({"type", "required", "minLength", "maxLength", "minItems", "maxItems"})  # of which nothing has to be looked at
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
@@ -228,7 +228,7 @@ class ExactSchema:
     origins: Mapping[str, Callable[[], Steps]] = field(default_factory=dict)
 
     def origin(self, steps: Steps) -> Steps:
-        """Where what stands there in `content` came from."""
+        """The origin of the value there in `content`."""
         if len(steps) > 1 and steps[0] == "$defs" and steps[1] in self.origins:
             return self.origins[str(steps[1])]() + steps[2:]
         return steps
@@ -237,7 +237,7 @@ class ExactSchema:
 def read_schema(spec: GrammarSpec, *, is_inlined: bool | None = None) -> ExactSchema:
     """The schema to compile, checked and made exact.
 
-    Where `is_inlined`, what `allOf` refers to stands in the reference's place: no circle is followed in which others stand beside it.
+    Where `is_inlined`, what `allOf` refers to takes the reference's place: no circle is followed in which other keywords are beside it.
     None is for where llguidance would have to follow one. Raises `UnsupportedGrammar` with the path of what is at fault.
     """
     if spec.kind is GrammarKind.JSON_OBJECT:
@@ -303,7 +303,7 @@ class _Reading:
 
     @cached_property
     def places(self) -> dict[int, Steps]:
-        """Of the client's schemas, by their identity: what is put together of them is told of where the client has it."""
+        """Of the client's schemas, by their identity: faults in what is put together of them are reported where the client has it."""
         return {id(part): steps for steps, part in walk(self.root)}
 
     def steps(self, place: Place) -> Steps:
@@ -397,7 +397,7 @@ class _Reading:
         replace_keyword(exact, keyword, additions)
 
     def look_through(self) -> None:
-        """Once, for what is rewritten: a type that nobody knows would be one that no value has there, and nobody would say so."""
+        """Once, for what is rewritten: there an unknown type would match no value, and no error would say so."""
         self.is_looked_through = True
         if not any(map(has_unknown_type, schemas_within(self.root))):
             return
@@ -422,7 +422,7 @@ class _Reading:
             self.warnings.append(left_out(keyword, self.where(place, *below)))
 
     def dialect(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
-        """One that nobody knows is 2020-12; llguidance would look for what it says."""
+        """An unknown one is 2020-12; llguidance would look for what it says."""
         if self.inside(place) or not isinstance(schema[keyword], str) or schema[keyword].removesuffix("#") not in DIALECTS:
             del schema[keyword]
 
@@ -464,7 +464,7 @@ class _Reading:
             base, names = self.names
             target = urldefrag(urljoin(base, reference)).url
             return target not in names and urlsplit(target).netloc != "json-schema.org"  # whose own schemas llguidance knows
-        except ValueError:  # in it or in a name is a host that nobody can have
+        except ValueError:  # in it or in a name is a host that cannot exist
             return True
 
     @cached_property
@@ -549,7 +549,7 @@ def _with_look_around(schema: dict[str, Any]) -> str | None:
     return "patternProperties" if isinstance(patterns, dict) and any(map(has_look_around, patterns)) else None
 
 
-# The engine's own white space may stand between any two tokens, before commas and colons too; separators have theirs for themselves.
+# The engine's own white space is allowed between any two tokens, before commas and colons too; separators bring their own.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _COMPACT = {"whitespace_flexible": False}
 

@@ -399,7 +399,7 @@ class _Fusion:
         return node if self.size(node) <= MAX_FUSED else None
 
     def size(self, node: Node) -> int:
-        """Written out, without its repeats. What stands in several places is looked at once."""
+        """Written out, without its repeats. What occurs in several places is looked at once."""
         if id(node) not in self._sizes:
             size = 1
             match node:

@@ -260,7 +260,7 @@ SCHEMA_PREFIX = "%json "
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """`expression` stands in a Lark rule or, where `is_terminal`, in a terminal, which a rule then names.
+    """`expression` belongs in a Lark rule or, where `is_terminal`, in a terminal, which a rule then names.
 
     A terminal takes the longest text that it matches, so what may go on with what it allows must be joined to it in one terminal.
     `warnings` are the keywords of a lenient spec that are not enforced, each with its path. For `is_inlined` see `read_schema`.

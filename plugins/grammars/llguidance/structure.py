@@ -1,7 +1,7 @@
 """Constraints made of parts, as one grammar for llguidance.
 
-Its lexer takes the longest match among the lexemes that may stand at a place, and never reconsiders. Regular parts that stand side by side
-are therefore one lexeme, in which every way to read them is kept; markers that are added tokens are symbols that no lexeme can hold."""
+Its lexer takes the longest match among the lexemes that are allowed at a place, and never reconsiders. Adjacent regular parts are therefore
+one lexeme, in which every way to read them is kept; markers that are added tokens are symbols that no lexeme can hold."""
 
 import json
 import re
@@ -218,7 +218,7 @@ class _Translation:
         return "\n".join([f"start: {start}", *self._lines, ""])
 
     def _parts(self, structure: Structure) -> list[_Part]:
-        """What stands one after the other."""
+        """The parts in order."""
         match structure:
             case Literal(text):
                 return [_text(text)] if text else []
@@ -289,7 +289,7 @@ class _Translation:
         return [_Part(body, edges, is_lexeme)]
 
     def _joined(self, parts: list[_Part]) -> _Part:
-        """One after the other, in a rule: lexemes that stand side by side are one."""
+        """One after the other, in a rule: adjacent lexemes are joined."""
         joined: list[_Part] = []
         for is_lexeme, run in groupby(parts, key=lambda part: part.is_lexeme):
             neighbours = list(run)

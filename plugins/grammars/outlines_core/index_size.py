@@ -102,7 +102,7 @@ class _Work:
 
 
 class TokenOpenings:
-    """How many tokens open with which two bytes: how many can follow a state is told from the next two characters closely enough."""
+    """How many tokens open with which two bytes: how many can follow a state is estimated closely enough from the next two characters."""
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
         self._num_alone: Counter[int] = Counter()
@@ -127,7 +127,7 @@ class TokenOpenings:
 
 
 def _check_positions(node: Node) -> None:
-    """Raises `IndexTooLarge`. What stands in several places of a tree is looked at once: written out, it can be exponentially larger."""
+    """Raises `IndexTooLarge`. What occurs in several places of a tree is looked at once: written out, it can be exponentially larger."""
     known: dict[int, tuple[int, int]] = {}
 
     def measured(node: Node, depth: int) -> tuple[int, int]:

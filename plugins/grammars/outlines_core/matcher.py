@@ -28,7 +28,7 @@ class OutlinesCoreGrammar(CompiledGrammar):
 
     Its masks are looked up: `has_quick_masks`.
 
-    In `index` the text stands between two NULs, which stop tokens spell and nothing else does. `index_bytes` is its size in memory.
+    In `index` the text is between two NULs, which stop tokens spell and nothing else does. `index_bytes` is its size in memory.
     """
 
     has_quick_masks = True

@@ -73,7 +73,7 @@ def _num_places(node: Node) -> int:
 
 
 def num_ranges(node: Node) -> int:
-    """Of characters, in all sets that stand in the pattern."""
+    """Of characters, in all sets of the pattern."""
     match node:
         case Chars(chars):
             return len(chars)
@@ -146,7 +146,7 @@ def regex(pattern: str, param: str) -> Node:
     except RegexError as error:
         raise UnsupportedGrammar(f"regex: {error}", param) from error
     except MisplacedAnchor as anchor:
-        message = f"regex: {anchor} is refused where text may stand beyond it, at position {anchor.position}"
+        message = f"regex: {anchor} is refused where more text may lie beyond it, at position {anchor.position}"
         raise UnsupportedGrammar(message, param) from anchor
 
 

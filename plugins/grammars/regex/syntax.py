@@ -65,7 +65,7 @@ class Dialect:
 
 
 def python_dialect() -> Dialect:
-    """`re` on `str`: Unicode. Building the tables takes a quarter of a second once, so nobody does it at import."""
+    """`re` on `str`: Unicode. Building the tables takes a quarter of a second once, so it is not done at import."""
     return Dialect(complement(of("\n")), charset.unicode_digit(), charset.unicode_word(), charset.unicode_space())
 
 

@@ -213,7 +213,7 @@ def any_of(*sets: CharSet) -> Chars:
 
 
 class MisplacedAnchor(Exception):
-    """`^` or `$` where text may stand before or after it. `position` is its place in the pattern."""
+    """`^` or `$` where more text is allowed before or after it. `position` is its place in the pattern."""
 
     def __init__(self, anchor: Anchor) -> None:
         super().__init__("^" if anchor.is_start else "$")

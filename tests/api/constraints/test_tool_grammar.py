@@ -45,7 +45,7 @@ def test_an_answer_is_free_where_nothing_is_promised() -> None:
     assert answer_grammar(use_of(), None, None, None) is None
 
 
-def test_a_constraint_stands_alone_where_there_is_nothing_to_call() -> None:
+def test_a_constraint_applies_alone_where_there_is_nothing_to_call() -> None:
     assert answer_grammar(use_of(), REGEX, None, None) is REGEX
     assert answer_grammar(use_of(tools=TOOLS, tool_choice="none"), REGEX, Slashes(), None) is REGEX
 

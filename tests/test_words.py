@@ -1,0 +1,139 @@
+"""The field's words: names, docstrings, comments, help, metrics, errors and docs are searched for phrases to avoid."""
+
+import re
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.arguments import build_parser
+from penstock.cli.arguments import PARSERS as GRAMMAR_PARSERS
+from penstock.cli.arguments import build_new_plugin_parser, build_parse_parser, build_plugins_parser
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
+SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", ".txt", "")  # the last two: what `penstock new-plugin` writes, and scripts
+
+# Paths that are not searched yet.
+NOT_YET = (
+    "arguments.py",
+    "vllm_arguments.py",
+    "llm/arguments.py",
+    "docs/logits-processors.md",
+    "docs/parsers.md",
+    "docs/plugins.md",
+    "docs/reasoning-parsers.md",
+    "docs/tool-parsers.md",
+    "engine/format_info.py",
+    "engine/grammar.py",
+    "engine/grammars/",
+    "engine/hooks.py",
+    "engine/parsing.py",
+    "engine/tool_format.py",
+    "engine/turn.py",
+    "plugins/expression_calls/",
+    "plugins/harmony/",
+    "plugins/json_calls/",
+    "plugins/markup_calls/",
+    "plugins/reasoning/",
+    "plugins/response_templates/",
+    "plugins/tools/",
+)
+NOT_YET_IN = "plugins"  # and the modules of this folder itself
+
+# A phrase, and what to write in its place. A blank is any white space, a comment's sign or an underscore.
+AVOIDED = {
+    r"who|whom|whoever": "things are not persons; for a person, name the role: client, caller, operator",
+    r"nobody|somebody|anybody|everybody": "things are not persons: nothing, no request, no thread",
+    r"what came of|came of its|became of": "the result or outcome of",
+    r"what it (?:came|comes) to|(?:came|comes?) to an end": "the result; ended",
+    r"tr(?:y|ies|ied)(?: tokens)? ahead": "speculative decoding, draft tokens",
+    r"put(?:s|ting)? off": "deferred, postponed; cancelled",
+    r"(?:is|are|be|was|were) let in|lets? in": "admit, accept",
+    r"taken? back|takes back|took back": "roll back, undo, return",
+    r"withdraw[ns]?|withdrew": "cancel, unpublish",
+    r"(?:come|came)s? later": "is scheduled later, follows",
+    r"there (?:is|are|was|were) none": "without one; None; is missing",
+    r"(?:stands?|stood)(?! for\b)": "is, occurs, is written",
+    r"told(?! apart)": "is passed, gets, describes; distinguished",
+    r"in vain": "for nothing, wasted",
+    r"drawers?": "module, package",
+}
+PATTERN = re.compile(
+    r"(?<![A-Za-z])(?:" + "|".join(f"({phrase})" for phrase in AVOIDED).replace(" ", r"(?:[\s_#*/]+)") + r")(?![A-Za-z])", re.IGNORECASE
+)
+
+ALLOWED = {  # by file: the words around a phrase in its ordinary sense
+    "examples/embeddings.py": ("Who wrote Hamlet?",),
+}
+PROSE = ("benchmarks/passages.py",)  # passages of literature
+
+
+def is_searched(path: str) -> bool:
+    is_waiting = path.startswith(NOT_YET) or (path.endswith(".py") and path.rpartition("/")[0] == NOT_YET_IN)
+    return not is_waiting and path not in PROSE
+
+
+def searched_files() -> list[str]:
+    paths = [*ROOT.glob("*.py"), ROOT / "README.md", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+    names = (str(path.relative_to(ROOT)) for path in paths if path.is_file() and path.suffix in SUFFIXES)
+    return sorted(name for name in names if is_searched(name))
+
+
+def hits(text: str, allowed: tuple[str, ...] = ()) -> list[str]:
+    for words in allowed:
+        text = text.replace(words, "")
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", text)  # as in GiveBack
+    return [
+        f"line {words.count(chr(10), 0, match.start()) + 1}: {match.group()!r}; rather: {[*AVOIDED.values()][(match.lastindex or 1) - 1]}"
+        for match in PATTERN.finditer(words)
+    ]
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+def test_the_words_are_those_of_the_field(folder: str) -> None:
+    paths = [path for path in searched_files() if path.partition("/")[0] == folder or (not folder and "/" not in path)]
+    assert paths
+    found = {path: hits((ROOT / path).read_text(encoding="utf-8"), ALLOWED.get(path, ())) for path in paths}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+HELP: list[Callable[[], ArgumentParser]] = [
+    build_plugins_parser,
+    build_parse_parser,
+    build_new_plugin_parser,
+    *GRAMMAR_PARSERS.values(),
+    *([] if "arguments.py" in NOT_YET else [build_parser]),
+]
+
+
+@pytest.mark.parametrize("build", HELP)
+def test_help_has_the_words_of_the_field(build: Callable[[], ArgumentParser]) -> None:
+    assert hits(build().format_help()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "whoever waits",
+        "class NobodyWaits:",
+        "def take_back(self):",
+        "def _let_in(): ...",
+        "None where there is\n    # none",
+        "where the\nengine stands",
+        "is told of",
+    ],
+)
+def test_a_phrase_is_found_in_names_and_across_lines(text: str) -> None:
+    assert hits(text)
+
+
+@pytest.mark.parametrize("text", ["a request whose grammar", "standalone", "`*` stands for all", "told apart", "wholly", "outlet in use"])
+def test_ordinary_words_are_not_found(text: str) -> None:
+    assert hits(text) == []
+
+
+def test_what_is_excepted_exists() -> None:
+    assert [path for path in (*NOT_YET, NOT_YET_IN, *PROSE, *ALLOWED) if not (ROOT / path).exists()] == []
+    assert all(words in (ROOT / path).read_text(encoding="utf-8") for path, allowed in ALLOWED.items() for words in allowed)
