@@ -11,7 +11,6 @@ from typing import Any
 
 from penstock import __version__
 from penstock.api.connections import connection_limit
-from penstock.arguments import Arguments
 from penstock.engine.build import build_core, load
 from penstock.engine.cache_directory import redirect_compiler_caches
 from penstock.engine.config import EngineConfig
@@ -36,7 +35,8 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence, Registry
-from penstock.serving.context import PoolingContext, ServerContext, ServerOptions, description
+from penstock.serving.context import PoolingContext, ServerContext, description
+from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
 from penstock.serving.templates.messages import RESERVED_KWARGS
 from penstock.serving.templates.tool_prompt import ToolPrompt
@@ -127,6 +127,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         default_sampling=defaults,
         workers=workers,
         options=server_options(arguments),
+        system_fingerprint=system_fingerprint(config),
         content_tokenizer=ContentTokenizer(tokenizer) if arguments.content_special_tokens == "text" else None,
     )
     return Assembled(context, summarize(arguments, context, core), core)
@@ -160,16 +161,7 @@ def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPoolin
 
 def check_pooling_flags(arguments: Arguments) -> None:
     """Raises `ConfigurationError` for flags that ask for what only a model that generates can do. A bound that is kept anyway is fine."""
-    asked = {
-        "--plugin": [name for name in arguments.plugins if name not in ("auto", "none")],
-        "--reasoning-parser": arguments.reasoning_parser not in ("auto", "none"),
-        "--tool-parser": arguments.tool_parser not in ("auto", "none"),
-        "--content-special-tokens text": arguments.content_special_tokens == "text",
-        "--thinking-token-budget": arguments.thinking_token_budget is not None,
-        "--override-generation-config": bool(arguments.override_generation_config),
-        "--compile on": arguments.engine.compile == "on",
-    }
-    flags = [flag for flag, is_asked in asked.items() if is_asked]
+    flags = [option.shown(value) for option, value in arguments.values() if option.asks_for_generation(value)]
     if flags:
         name = model_name(arguments.engine.model)
         raise ConfigurationError(f"{', '.join(flags)}: for models that generate text, and {name} turns text into numbers")
@@ -182,29 +174,15 @@ def served_names(arguments: Arguments) -> tuple[str, ...]:
 
 
 def server_options(arguments: Arguments) -> ServerOptions:
-    """Raises `ConfigurationError` for template arguments that only the server may set."""
-    if reserved := RESERVED_KWARGS & arguments.default_chat_template_kwargs.keys():
+    """With what follows from several options. Raises `ConfigurationError` for what a chat template gets from the server alone."""
+    server = arguments.server
+    if reserved := RESERVED_KWARGS & server.default_chat_template_kwargs.keys():
         raise ConfigurationError(f"--default-chat-template-kwargs: {', '.join(sorted(reserved))}: no argument for the template")
-    return ServerOptions(
-        allow_unknown_fields=arguments.allow_unknown_fields,
-        trust_request_chat_template=arguments.trust_request_chat_template,
-        additional_properties=arguments.additional_properties,
-        max_body_bytes=arguments.max_body_size,
-        keep_alive_seconds=arguments.keep_alive_interval,
-        api_keys=arguments.api_keys,
-        share_prefix_cache=arguments.share_prefix_cache,
-        max_connections=connection_limit(arguments.max_connections),
-        read_timeout_seconds=arguments.read_timeout,
-        min_priority=min_priority(arguments),
-        write_timeout_seconds=arguments.write_timeout,
-        keep_alive_timeout_seconds=arguments.keep_alive_timeout,
+    return replace(
+        server,
+        max_connections=connection_limit(server.max_connections),
+        min_priority=min_priority(server),
         allowed_hosts=allowed_hosts(arguments),
-        cors_origins=arguments.allowed_origins,
-        metrics_without_key=arguments.metrics_without_key,
-        reasoning_field=arguments.reasoning_field,
-        system_fingerprint=system_fingerprint(arguments.engine),
-        max_tool_calls=arguments.max_tool_calls,
-        chat_template_kwargs=arguments.default_chat_template_kwargs,
     )
 
 
@@ -212,9 +190,10 @@ def allowed_hosts(arguments: Arguments) -> tuple[str, ...]:
     """The operator's choice and the server's own. Without a choice any, except where a loopback address is the only protection: a page
     in a browser reaches that too, but knows no key.
     """
-    if not arguments.allowed_hosts and (arguments.api_keys or not is_loopback(arguments.host)):
+    server = arguments.server
+    if not server.allowed_hosts and (server.api_keys or not is_loopback(arguments.host)):
         return ("*",)
-    return (*arguments.allowed_hosts, arguments.host.lower())
+    return (*server.allowed_hosts, arguments.host.lower())
 
 
 def is_loopback(host: str) -> bool:
@@ -223,9 +202,9 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def min_priority(arguments: Arguments) -> int | None:
+def min_priority(server: ServerOptions) -> int | None:
     """The operator's bound; by default no client goes before those of other API keys."""
-    return 0 if arguments.min_priority is None and len(arguments.api_keys) > 1 else arguments.min_priority
+    return 0 if server.min_priority is None and len(server.api_keys) > 1 else server.min_priority
 
 
 def system_fingerprint(config: EngineConfig) -> str:

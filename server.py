@@ -12,11 +12,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.arguments import Arguments, parse_arguments
 from penstock.cli import COMMANDS
+from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.heap import memory_shortage_refused, release_heap
 from penstock.logs import set_up_logging
+from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
     from penstock.assembly import Assembled, AssembledPooling

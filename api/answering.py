@@ -282,12 +282,12 @@ async def answer(
 async def _stream(
     http: web.Request, deltas: AsyncGenerator[SequenceDelta, None], fold: AnswerFold, headers: dict[str, str]
 ) -> web.StreamResponse:
-    keep_alive_seconds = http.app[SHARED].options.keep_alive_seconds
+    keep_alive_seconds = http.app[SHARED].options.keep_alive_interval
     source = FirstDelta(deltas)
     try:
         # An error before the first token keeps its status, unless the client has to wait so long that it needs a sign of life.
         await source.wait(keep_alive_seconds or None)
-        write_timeout_seconds = http.app[SHARED].options.write_timeout_seconds
+        write_timeout_seconds = http.app[SHARED].options.write_timeout
         events = EventStream(http, keep_alive_seconds=keep_alive_seconds, headers=headers, write_timeout_seconds=write_timeout_seconds)
         async with events:
             await events.send(fold.opening())

@@ -54,14 +54,14 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     """The whole HTTP interface over one context. Routes for another kind of model say what this one is."""
     options = context.options
     middlewares: list[Middleware] = [identify_and_log, translate_errors]
-    if "*" not in options.allowed_hosts:
+    if options.allowed_hosts and "*" not in options.allowed_hosts:
         middlewares.append(check_hosts(options.allowed_hosts))
-    if options.cors_origins:
-        middlewares.append(allow_origins(options.cors_origins))  # before the key: browsers send none with a preflight
+    if options.allowed_origins:
+        middlewares.append(allow_origins(options.allowed_origins))  # before the key: browsers send none with a preflight
     if options.api_keys:
         middlewares.append(require_api_key(options.api_keys, open_paths(options)))
     middlewares += [require_json_across_sites, refuse_while_stopping, limit_body]
-    app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
+    app = web.Application(middlewares=middlewares, client_max_size=options.max_body_size)
     app[SHARED] = context
     app[GATE] = Gate()
     app.on_response_prepare.append(set_response_headers)

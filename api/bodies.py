@@ -15,7 +15,8 @@ from msgspec import inspect
 
 from penstock.api.context import CONTEXT, SHARED
 from penstock.engine.errors import InvalidRequest, NoSuchModel
-from penstock.serving.context import ServerOptions, SharedContext
+from penstock.serving.context import SharedContext
+from penstock.serving.options import ServerOptions
 from penstock.serving.requests import RequestFields, mistaken_path
 from penstock.serving.workers import LONG, Lane
 
@@ -267,11 +268,11 @@ async def receive(request: web.Request) -> bytes:
     options = request.app[SHARED].options
     body = bytearray()
     try:
-        async with asyncio.timeout(options.read_timeout_seconds or None) as deadline:
+        async with asyncio.timeout(options.read_timeout or None) as deadline:
             async for chunk in request.content.iter_any():
                 body += chunk
-                if len(body) > options.max_body_bytes:
-                    raise web.HTTPRequestEntityTooLarge(max_size=options.max_body_bytes, actual_size=len(body))
+                if len(body) > options.max_body_size:
+                    raise web.HTTPRequestEntityTooLarge(max_size=options.max_body_size, actual_size=len(body))
                 if (due := deadline.when()) is not None:
                     deadline.reschedule(due + len(chunk) / MIN_BYTES_PER_SECOND)
     except TimeoutError:

@@ -135,7 +135,7 @@ class ChatFold:
         self._num_prompt_top = body.prompt_logprobs
         self._is_call_forced = is_call_forced
         self._has_reasoning_parser = context.reasoning_parser is not None
-        self._reasoning_field, self._fingerprint = context.options.reasoning_field, context.options.system_fingerprint
+        self._reasoning_field, self._fingerprint = context.options.reasoning_field, context.system_fingerprint
         self._without_role = set(range(request.params.n)) if self._has_reasoning_parser else set[int]()
         self._options = body.stream_options or StreamOptions()
         logprobs = LogprobsWriter(self._tokens, request.params.logprobs)

@@ -176,7 +176,7 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     requests, params, grammar = prepared.requests, prepared.requests[0].params, prepared.requests[0].grammar
     hidden = special_token_ids(context.tokenizer) if params.skip_special_tokens else frozenset()
     check = await answer_check(context, body, size, grammar)
-    fingerprint = context.options.system_fingerprint
+    fingerprint = context.system_fingerprint
     fold = CompletionFold(request_id, model, body, prepared.prompts, params.n, context.tokenizer, hidden, check.found, fingerprint)
 
     def deltas_of(request: Request) -> AsyncGenerator[SequenceDelta, None]:

@@ -14,7 +14,7 @@ from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpPro
 from penstock.api.errors import error_body, json_response
 from penstock.api.middleware import SERVER_NAME, access_log
 from penstock.engine.errors import ConfigurationError
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 
 log = logging.getLogger("penstock.api")
 
@@ -64,6 +64,7 @@ class Listener:
         assert runner.server is not None, "the runner has not been set up"
         self.server = runner.server
         self.options = options
+        self._limit = connection_limit(options.max_connections)
         self._listener = listener
         self._listener.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -106,7 +107,7 @@ class Listener:
 
     def _accept_waiting(self) -> None:
         for _ in range(BATCH):
-            if len(self._open) >= self.options.max_connections:
+            if len(self._open) >= self._limit:
                 self._warn("%d connections are open (--max-connections): new ones wait until some close", len(self._open))
                 self._pause()
                 return
@@ -127,7 +128,7 @@ class Listener:
 
     def _prepare(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        timeout = self.options.write_timeout_seconds
+        timeout = self.options.write_timeout
         if timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
             # For whole answers: the kernel gives up a client that does not read. Streams notice by themselves, as they keep what is unread.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(timeout * 1000))
@@ -159,11 +160,11 @@ class Connection(web.RequestHandler):
 
     def __init__(self, listener: Listener, connection: socket.socket) -> None:
         options = listener.options
-        idle = options.keep_alive_timeout_seconds or math.inf
+        idle = options.keep_alive_timeout or math.inf
         super().__init__(listener.server, loop=asyncio.get_running_loop(), keepalive_timeout=idle, access_log=None)  # type: ignore[arg-type]
         self._listener = listener
         self._socket = connection
-        self._read_timeout = options.read_timeout_seconds
+        self._read_timeout = options.read_timeout
         self._header_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

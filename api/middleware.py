@@ -21,7 +21,7 @@ from penstock.api.errors import ErrorBody, error_body, error_response, json_resp
 from penstock.api.metrics import ARRIVED, TIMER
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.constraints.answer_check import WARNING_HEADER
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 
 access_log = logging.getLogger("penstock.access")
 log = logging.getLogger("penstock.api")
@@ -138,7 +138,7 @@ def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
     elif isinstance(error, web.HTTPNotFound):
         message = f"there is nothing at {request.path}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
-        message = f"the body is larger than {request.app[SHARED].options.max_body_bytes} bytes"
+        message = f"the body is larger than {request.app[SHARED].options.max_body_size} bytes"
     elif isinstance(error, web.HTTPRequestTimeout):
         return last_response(request, error.status, "the body did not arrive in time (--read-timeout)")
     return json_response(error_body(error.status, message), status=error.status, headers=headers)
@@ -172,7 +172,7 @@ async def refuse_while_stopping(request: web.Request, handler: Handler) -> web.S
 @web.middleware
 async def limit_body(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuses by the announced length, before anything is read; what is not announced is counted by aiohttp while it reads."""
-    limit = request.app[SHARED].options.max_body_bytes
+    limit = request.app[SHARED].options.max_body_size
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
     return await handler(request)
@@ -216,7 +216,7 @@ async def require_json_across_sites(request: web.Request, handler: Handler) -> w
     is_foreign = hdrs.ORIGIN in request.headers or request.headers.get("Sec-Fetch-Site") == "cross-site"
     if request.method != hdrs.METH_POST or not is_foreign or request.content_type == "application/json":
         return await handler(request)
-    if _is_allowed(request, request.app[SHARED].options.cors_origins):
+    if _is_allowed(request, request.app[SHARED].options.allowed_origins):
         return await handler(request)
     message = "a request from a web page takes `Content-Type: application/json`, or an origin that --allowed-origins names"
     return json_response(error_body(415, message), status=415)
@@ -275,7 +275,7 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
         response.headers[hdrs.CONNECTION] = "close"
     if REQUEST_ID in request:  # not where aiohttp refuses before any middleware runs, as it does for an `Expect` that it does not know
         response.headers["x-request-id"] = request[REQUEST_ID]
-    origins = request.app[SHARED].options.cors_origins
+    origins = request.app[SHARED].options.allowed_origins
     if origins and _is_allowed(request, origins):
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if "*" in origins else request.headers[hdrs.ORIGIN]
         response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EXPOSED_HEADERS

@@ -102,5 +102,5 @@ def _check_length(context: SharedContext, text: str, param: str) -> None:
 def _rendered(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:
     """The prompt that /v1/chat/completions would make of the same fields."""
     check_template_fields(context, body)
-    kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.chat_template_kwargs)
+    kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.default_chat_template_kwargs)
     return render_prompt(context, body, messages, body.tools or [], kwargs)

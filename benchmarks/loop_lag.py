@@ -26,8 +26,8 @@ from benchmarks.client import Client
 from benchmarks.measurement import percentile
 from benchmarks.scenarios import Scenario
 from penstock.api.app import build_app, build_runner
-from penstock.arguments import parse_arguments
 from penstock.assembly import assemble
+from penstock.cli.flags import parse_arguments
 from penstock.engine.loop import Engine
 from penstock.plugins.manager import Plugins
 

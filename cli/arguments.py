@@ -10,9 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import BinaryIO, Literal
 
-from penstock.arguments import CommandParser, add_model_choice, add_parser_choice, add_plugin_choice, add_reading_choice, integer
+from penstock.cli.flags import (
+    CommandParser,
+    add_model_choice,
+    add_named_parser_choice,
+    add_parser_choice,
+    add_plugin_choice,
+    add_reading_choice,
+    reported,
+)
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.grammar import AdditionalProperties
+from penstock.engine.options import integer
 
 KINDS = {"json": "json_schema", "regex": "regex", "lark": "lark", "gbnf": "gbnf", "choice": "choice"}  # each with its `GrammarKind`
 KINDS_BY_SUFFIX = {".json": "json", ".lark": "lark", ".gbnf": "gbnf", ".ebnf": "gbnf", ".regex": "regex"}
@@ -110,7 +119,7 @@ def build_test_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE.jsonl", help="schemas with instances, one schema a line")
-    parser.add_argument("--limit", type=integer(1), metavar="N", help="only the first N schemas (default: all)")
+    parser.add_argument("--limit", type=reported(integer(1)), metavar="N", help="only the first N schemas (default: all)")
     _add_common_flags(parser, "open")
     return parser
 
@@ -124,7 +133,7 @@ def _add_common_flags(parser: argparse.ArgumentParser, reading: AdditionalProper
     fallback.add_argument(
         "--lenient", dest="strict", action="store_false", help="the default: leave out what cannot be enforced, with a warning"
     )
-    add_reading_choice(parser, "", reading)
+    add_reading_choice(parser, reading)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_model_choice(parser.add_argument_group("model"))
     add_plugin_choice(parser.add_argument_group("plug-ins"), "load a plug-in and ask its grammar backends too; repeatable")
@@ -184,11 +193,11 @@ def build_parse_parser() -> CommandParser:
         metavar="TEXT",
         help="a marker that is a special token in the text; repeatable (default: none, all markers are plain text)",
     )
-    parser.add_argument("--chunks", type=integer(1), metavar="N", help="feed N characters at a time (default: all at once)")
+    parser.add_argument("--chunks", type=reported(integer(1)), metavar="N", help="feed N characters at a time (default: all at once)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--jsonl", action="store_true", help="read one JSON object a line, and print one for each")
     group = parser.add_argument_group("plug-ins")
-    add_parser_choice(group, has_model=False)
+    add_named_parser_choice(group)
     return parser
 
 
@@ -234,7 +243,7 @@ def build_plugins_parser() -> CommandParser:
     )
     parser.add_argument("--markdown", action="store_true", help="print the page docs/parsers.md: every parser with what it reads")
     group = parser.add_argument_group("plug-ins")
-    add_parser_choice(group, has_model=True)
+    add_parser_choice(group)
     return parser
 
 

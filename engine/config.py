@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.engine.options import context_length, integer, number_of_tokens, option, seconds, size
+
 CompileMode = Literal["auto", "off", "on"]
 KVCacheDtype = Literal["auto", "fp8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -23,42 +25,145 @@ WAITING_CACHES = 32  # how often the prompts that wait may fill the KV cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How much the engine may hold, and how it computes.
+    """How much the engine may hold, and how it computes. Each field that is an option says in its help what it means.
 
     None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs`,
     `max_num_batched_tokens` and `async_scheduling` from the device, `kv_cache_memory` (bytes) from free memory, `max_waiting_tokens` from
     the size of the KV cache, `num_threads` from the cores. `max_num_batched_tokens` is the token budget of one step; the scheduler raises
-    it where it would not hold a token of every running sequence. With `async_scheduling`, a step is put together while the one before it
-    is computed.
-    `kv_cache_dtype` is the model's, or 8 bits on a GPU.
-    `seed` is for requests that bring none; None makes every start different.
-    `matryoshka` lets requests cut embeddings short though the model's files do not say that it was trained for that.
-    `max_waiting_requests` and `max_waiting_tokens` bound the queue, in sequences and in tokens of their prompts: where one is reached, a
-    request is refused with `QueueFull`. A request that has waited for `priority_aging` seconds goes first whatever its priority; 0: never.
+    it where it would not hold a token of every running sequence. `max_waiting_requests` and `max_waiting_tokens` bound the queue, in
+    sequences and in tokens of their prompts: where one is reached, a request is refused with `QueueFull`.
     """
 
-    model: str | None = None
-    dtype: Dtype = "auto"
-    quantization: QuantizationMode = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    kv_cache_memory: int | None = None
-    kv_cache_dtype: KVCacheDtype = "auto"
+    model: str | None = option(
+        None,
+        "a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2 (SmolLM2-135M-Instruct), "
+        "qwen-coder (Qwen2.5-Coder-0.5B-Instruct, for tools and structured output) or minilm, which embeds texts",
+        "model",
+        default_help="smollm2",
+        metavar="ID|DIR|GGUF",
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with the model", "model", default_help="never")
+    dtype: Dtype = option(
+        "auto",
+        "of weights and activations; half and float are float16 and float32",
+        "model",
+        synonyms={"half": "float16", "float": "float32"},  # vLLM's
+    )
+    quantization: QuantizationMode = option(
+        "auto",
+        "how a model on the CPU keeps its weights. auto: those that a GGUF file quantizes in 4 or 8 bits, close to its own precision, "
+        "all others as --dtype says; none: all as --dtype says; int4, int8: rounded to so many bits, 32 at a time, where they do not "
+        "have as few already",
+        "model",
+    )
+    device: str = option("auto", "cpu, cuda, cuda:1, ...", "model", default_help="auto, CUDA where there is one", metavar="DEVICE")
+    max_model_len: int | None = option(
+        None,
+        "prompt and answer together, such as 8192, 8k (8000) or 8K (8192)",
+        "model",
+        default_help="auto, the model's",
+        metavar="TOKENS",
+        read=context_length,
+    )
+    matryoshka: bool = option(
+        False, "embeddings may be cut short, whatever the model was trained for", "model", default_help="where the model's files say so"
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "sequences that run at the same time",
+        "engine",
+        default_help=f"{MAX_NUM_SEQS_CPU} on CPU, {MAX_NUM_SEQS_CUDA} on CUDA",
+        metavar="N",
+        read=integer(1),
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "token budget of one step: prompt tokens and new tokens together",
+        "engine",
+        default_help=f"{MAX_NUM_BATCHED_TOKENS_CPU} on CPU, {MAX_NUM_BATCHED_TOKENS_CUDA} on CUDA",
+        metavar="TOKENS",
+        read=number_of_tokens,
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        "size of the KV cache, such as 2GiB",
+        "engine",
+        default_help="on CUDA what the model leaves free, on CPU 512 MiB or what one sequence of the full length takes",
+        metavar="SIZE",
+        read=size,
+        aliases=("kv_cache_memory_bytes",),
+    )
+    kv_cache_dtype: KVCacheDtype = option(
+        "auto",
+        "of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later: "
+        "fits twice as many tokens at some cost in accuracy",
+        "engine",
+        synonyms={"fp8_e4m3": "fp8"},  # vLLM's
+    )
     block_size: int = 16
-    enable_prefix_caching: bool = True
-    max_waiting_requests: int = 1024
-    max_waiting_tokens: int | None = None
-    priority_aging: float = 60.0
-    compile: CompileMode = "auto"
-    native_kernels: NativeKernels = "auto"
-    speculation: SpeculationMode = "ngram"
-    async_scheduling: bool | None = None
-    seed: int | None = None
-    num_threads: int | None = None
-    trust_remote_code: bool = False
-    matryoshka: bool = False
+    enable_prefix_caching: bool = option(
+        True,
+        "reuse the KV cache of prompts that begin alike",
+        "engine",
+        name="prefix_caching",
+        default_help="on",
+        aliases=("enable_prefix_caching",),
+    )
+    max_waiting_requests: int = option(
+        1024,
+        "refuse further requests with 429 when N are waiting, each of the `n` answers to one counted",
+        "engine",
+        metavar="N",
+        read=integer(1),
+    )
+    max_waiting_tokens: int | None = option(
+        None,
+        "the same when the prompts that wait have so many tokens together",
+        "engine",
+        default_help=f"{WAITING_CACHES} times what the KV cache holds; with a model for pooling, no bound",
+        metavar="TOKENS",
+        read=number_of_tokens,
+    )
+    priority_aging: float = option(
+        60.0,
+        "a request that has waited for so long goes before all that have not, whatever their `priority`; 0: never",
+        "engine",
+        metavar="SECONDS",
+        read=seconds,
+    )
+    compile: CompileMode = option(
+        "auto",
+        "run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: where there is a C++ compiler, another "
+        "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never, and no CUDA graphs on "
+        "a GPU either",
+        "engine",
+        needs_generation=True,
+        neutral=("off",),
+    )
+    native_kernels: NativeKernels = option(
+        "auto",
+        "run a CPU model on kernels that are built for this processor. auto: where there is a C++ compiler; none: on torch's portable "
+        "code, which is slower. The two round differently, so answers may part after some tokens",
+        "engine",
+    )
+    speculation: SpeculationMode = option(
+        "ngram",
+        "speculative decoding. ngram: where a text repeats itself, draft tokens from its n-grams are checked in one step, as long as "
+        "enough of them are accepted; the answers are the same; none: one token per step",
+        "engine",
+    )
+    async_scheduling: bool | None = option(
+        None,
+        "overlap scheduling: schedule the next step while one is in flight, where it does not depend on the tokens of that one",
+        "engine",
+        default_help="on CUDA",
+    )
+    seed: int | None = option(
+        None, "for requests without one", "engine", default_help="every start is different", metavar="N", read=integer(0, 2**63 - 1)
+    )
+    num_threads: int | None = option(
+        None, "CPU threads of the model", "engine", name="threads", default_help="one per core", metavar="N", read=integer(1)
+    )
 
     def num_waiting_tokens(self, num_cached_tokens: int) -> int:
         """The bound on tokens of prompts that wait, given how many tokens the KV cache holds."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -11,14 +10,8 @@ import msgspec
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.grammar import AdditionalProperties
 from penstock.engine.sampling.params import SamplingParams as EngineParams
+from penstock.engine.sampling.params import check_types, parameter, require
 from penstock.serving.requests import GenerationFields, LogitsProcessorChoice, StructuredOutputs
-
-INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
-NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget"})
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "additional_context_outputs", "detokenize")
-TEXTS = ("stop", "bad_words", "additional_outputs")
-TOKEN_IDS = ("stop_token_ids", "allowed_token_ids")
 
 
 class RequestOutputKind(Enum):
@@ -79,25 +72,26 @@ class SamplingParams(EngineParams):
     structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: StructuredOutputsParams | None = None
     logits_processors: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = ()
-    additional_outputs: str | Sequence[str] = ()
-    additional_context_outputs: bool = False
-    detokenize: bool = True
+    additional_outputs: Sequence[str] = parameter((), "named model outputs of every token of an answer")
+    additional_context_outputs: bool = parameter(False, "the additional outputs of the prompt are wanted too")
+    detokenize: bool = parameter(True, "answers have a text")
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_types(self)
+        self._require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "a RequestOutputKind")
         allowed = self.allowed_token_ids
         self._require(
             allowed is None or isinstance(allowed, tuple) or len(allowed) > 0, "allowed_token_ids", "made of one token id or more"
         )
         self._require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "a positive integer")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         EngineParams.__post_init__(self)  # without arguments, `super` does not find its way in a dataclass with slots
         named = self.additional_outputs
         chosen = self.logits_processors
         object.__setattr__(self, "logits_processors", (chosen,) if isinstance(chosen, str | Mapping) or callable(chosen) else chosen or ())
         self._require(isinstance(self.logits_processors, Sequence), "logits_processors", "a list of names, or of dicts with a name")
         object.__setattr__(self, "additional_outputs", (named,) if isinstance(named, str) else tuple(named or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         if self.structured_outputs is not None and self.guided_decoding is not None:
             raise InvalidRequest("`guided_decoding` is the older name of `structured_outputs`: give one", "guided_decoding")
         for name in ("structured_outputs", "guided_decoding"):
@@ -126,27 +120,5 @@ class SamplingParams(EngineParams):
         outputs = self.structured_outputs or self.guided_decoding
         return GenerationFields(structured_outputs=None if outputs is None else outputs.wire())
 
-    def _check_types(self) -> None:
-        for name in (*INTEGERS, *NUMBERS):
-            value, kind = getattr(self, name), Integral if name in INTEGERS else Real
-            is_missing = value is None and name in OPTIONAL
-            is_number = isinstance(value, kind) and not isinstance(value, bool)
-            self._require(is_missing or is_number, name, "an integer" if name in INTEGERS else "a number")
-        for name in FLAGS:
-            self._require(isinstance(getattr(self, name), bool), name, "True or False")
-        for name in (*TEXTS, *TOKEN_IDS):
-            value = getattr(self, name)
-            is_text = name in TEXTS
-            if value is None or (is_text and isinstance(value, str)):
-                continue
-            item_kind = str if is_text else Integral
-            is_list = isinstance(value, Sequence) and all(isinstance(item, item_kind) for item in value)
-            self._require(is_list, name, "made of strings" if is_text else "made of token ids")
-        bias = self.logit_bias or {}
-        is_bias = isinstance(bias, Mapping) and all(isinstance(key, Integral) and isinstance(bias[key], Real) for key in bias)
-        self._require(is_bias, "logit_bias", "a dict of numbers by token id")
-        self._require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "a RequestOutputKind")
-
     def _require(self, condition: bool, name: str, rule: str) -> None:
-        if not condition:
-            raise InvalidRequest(f"`{name}` must be {rule}, got {getattr(self, name)!r}", name)
+        require(condition, name, rule, getattr(self, name))

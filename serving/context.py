@@ -1,15 +1,14 @@
 """Everything that serving a model needs, in one object: the engine, the tokenizer, the parsers and the operator's options."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import AdditionalProperties
 from penstock.engine.pooling.model import PoolingModel
 from penstock.engine.pooling.params import PoolingTask
 from penstock.serving.constraints.conformance import ConformanceChecker
-from penstock.serving.requests import ReasoningField
+from penstock.serving.options import ServerOptions
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -21,34 +20,6 @@ if TYPE_CHECKING:
     from penstock.engine.text.tokenizer import Tokenizer
     from penstock.plugins.manager import Plugins
     from penstock.serving.templates.chat_template import ChatTemplate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """What the operator chose about the wire. Sizes are in bytes, times in seconds.
-
-    `reasoning_field` names the reasoning in answers. `system_fingerprint` changes with whatever may change the answer to a seed.
-    """
-
-    allow_unknown_fields: bool = False
-    trust_request_chat_template: bool = False
-    additional_properties: AdditionalProperties = "closed"
-    max_body_bytes: int = 16 * 2**20
-    keep_alive_seconds: float = 15.0  # 0: no keep-alive comments
-    api_keys: tuple[str, ...] = ()
-    share_prefix_cache: bool = False  # between several keys
-    max_connections: int = 1024
-    read_timeout_seconds: float = 30.0  # for a client that does not send its request; 0: none
-    min_priority: int | None = None  # that a request may ask for; None: any
-    write_timeout_seconds: float = 60.0  # for a client that does not read its stream; 0: none
-    keep_alive_timeout_seconds: float = 75.0  # for a connection between two requests; 0: none
-    allowed_hosts: tuple[str, ...] = ("*",)
-    cors_origins: tuple[str, ...] = ()
-    metrics_without_key: bool = False
-    reasoning_field: ReasoningField = "reasoning_content"
-    system_fingerprint: str | None = None
-    max_tool_calls: int = 16
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a request's own go before them
 
 
 class RunningEngine(Protocol):
@@ -98,7 +69,7 @@ class ServerContext(SharedContext):
     """A model that generates, shared by every handler.
 
     `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
-    model's generation_config by our field names.
+    model's generation_config by our field names. `system_fingerprint` changes with whatever may change the answer to a seed.
     """
 
     engine: "Engine"
@@ -109,6 +80,7 @@ class ServerContext(SharedContext):
     compile_grammar: "GrammarCompiler"
     default_thinking_budget: int | None
     default_sampling: dict[str, Any]
+    system_fingerprint: str | None = None
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
 
     def warm_up(self) -> None:

@@ -115,7 +115,7 @@ def rendered(context: PoolingContext, body: InputFields) -> str:
         raise InvalidRequest("the model has no chat template: give `input`, or start the server with --chat-template", "messages")
     if body.add_generation_prompt is None:
         body.add_generation_prompt = False
-    kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.chat_template_kwargs)
+    kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.default_chat_template_kwargs)
     prompt = render_conversation(context, body, body.messages or [], [], kwargs)
     return prompt.text
 

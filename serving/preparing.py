@@ -239,7 +239,7 @@ def check_streaming(body: GenerationFields) -> None:
 
 def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
     """Where the answer starts, and the prompt's token ids."""
-    kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.chat_template_kwargs)
+    kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
     prompt = render_prompt(context, body, body.messages, tools.shown, kwargs)
     check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.

@@ -8,24 +8,14 @@ from typing import Any
 
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
-from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams, parameters_of
 from penstock.serving.requests import GenerationFields
 
 DEFAULT_LIMIT = "default_max_tokens"  # what `stop_reason` says where a default bound ended the answer
-TAKEN_AS_THEY_ARE = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
+# The endpoints spell them differently.
+_GIVEN_APART = frozenset({"max_tokens", "logprobs", "prompt_logprobs"})
+TAKEN_AS_THEY_ARE = tuple(
+    name for name in parameters_of(SamplingParams) if name in GenerationFields.__struct_fields__ and name not in _GIVEN_APART
 )
 
 
@@ -48,26 +38,14 @@ def sampling_params(
         **{name: value for name, value in defaults.items() if name in TAKEN_AS_THEY_ARE and value is not None} | chosen,
         max_tokens=limit.max_tokens,
         length_stop_reason=DEFAULT_LIMIT if limit.is_default else None,
-        stop=stop_strings(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        logit_bias=body.logit_bias or {},
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        bad_words=tuple(body.bad_words or ()),
         thinking_token_budget=thinking_token_budget,
     )
     if body.allowed_token_ids == []:
         raise InvalidRequest("`allowed_token_ids` must not be empty: no token could be chosen", "allowed_token_ids")
     params.check_token_ids(vocab_size)
     return params
-
-
-def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """One string or several. An empty list is none; an empty string is refused further on."""
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 @dataclass(frozen=True, slots=True)

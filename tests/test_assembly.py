@@ -9,8 +9,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock import assembly
-from penstock.arguments import parse_arguments
 from penstock.assembly import ModelFiles, assemble_generation, system_fingerprint
+from penstock.cli.flags import parse_arguments
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.arguments import Arguments, build_parser, parse_arguments, parse_size
 from penstock.cli import COMMANDS
+from penstock.cli.flags import build_parser, parse_arguments
+from penstock.cli.pages import pages
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.options import options_of, size
+from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, Arguments, ServerOptions
 
 ROOT = Path(__file__).parent.parent
+KINDS: tuple[type, ...] = (EngineConfig, ServerOptions, Arguments)
 
 
 EVERY_FLAG = """
@@ -60,7 +64,7 @@ def test_no_flags_mean_the_default_model_at_the_default_address(monkeypatch: pyt
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     arguments = parse_arguments([])
     assert arguments.engine == EngineConfig()
-    assert (arguments.host, arguments.port, arguments.api_keys) == ("127.0.0.1", 8000, ())
+    assert (arguments.host, arguments.port, arguments.server.api_keys) == ("127.0.0.1", 8000, ())
     assert (arguments.plugins, arguments.reasoning_parser, arguments.tool_parser) == ((), "auto", "auto")
 
 
@@ -74,7 +78,7 @@ def test_no_flags_mean_the_default_model_at_the_default_address(monkeypatch: pyt
     ],
 )
 def test_allowed_origins_are_words_or_vllms_json_list(words: list[str], origins: tuple[str, ...]) -> None:
-    assert parse_arguments(["--allowed-origins", *words]).allowed_origins == origins
+    assert parse_arguments(["--allowed-origins", *words]).server.allowed_origins == origins
 
 
 def test_a_list_of_origins_that_is_no_json_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,28 +112,13 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         trust_remote_code=True,
         matryoshka=True,
     )
-    expected = Arguments(
-        engine=engine,
-        verify_weights=True,
-        runner="pooling",
-        served_model_names=("a", "b"),
-        plugins=("deepseek_r1", "hermes"),
-        without=("granite",),
-        reasoning_parser="deepseek_r1",
-        tool_parser="hermes",
-        chat_template="think",
+    server = ServerOptions(
         default_chat_template_kwargs={"enable_thinking": False},
-        generation_config="vllm",
-        override_generation_config={"top_k": 5},
-        thinking_token_budget=5,
         reasoning_field="both",
         max_tool_calls=3,
         trust_request_chat_template=True,
-        content_special_tokens="text",
         additional_properties="open",
         allow_unknown_fields=True,
-        host="0.0.0.0",
-        port=0,
         api_keys=("k1", "k2"),
         share_prefix_cache=True,
         min_priority=-5,
@@ -142,20 +131,38 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         write_timeout=4.0,
         keep_alive_timeout=7.0,
         keep_alive_interval=2.5,
+    )
+    expected = Arguments(
+        engine=engine,
+        server=server,
+        verify_weights=True,
+        runner="pooling",
+        served_model_names=("a", "b"),
+        plugins=("deepseek_r1", "hermes"),
+        without=("granite",),
+        reasoning_parser="deepseek_r1",
+        tool_parser="hermes",
+        chat_template="think",
+        generation_config="vllm",
+        override_generation_config={"top_k": 5},
+        thinking_token_budget=5,
+        content_special_tokens="text",
+        host="0.0.0.0",
+        port=0,
         drain_timeout=3.0,
         log_level="debug",
         access_log=False,
     )
     assert parse_arguments(argv) == expected
-    default = parse_arguments([])
-    same = {field.name for field in dataclasses.fields(Arguments) if getattr(default, field.name) == getattr(expected, field.name)}
+    default = {option.name: value for option, value in parse_arguments([]).values()}
+    same = {option.name for option, value in expected.values() if value == default[option.name]}
     assert same == set(), "a flag is not in this test"
 
 
 def test_keys_come_from_the_environment_unless_flags_name_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_API_KEY", "one, two")
-    assert parse_arguments([]).api_keys == ("one", "two")
-    assert parse_arguments(["--api-key", "three"]).api_keys == ("three",)
+    assert parse_arguments([]).server.api_keys == ("one", "two")
+    assert parse_arguments(["--api-key", "three"]).server.api_keys == ("three",)
 
 
 def test_an_empty_key_is_refused() -> None:
@@ -164,17 +171,17 @@ def test_an_empty_key_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("text", "num_bytes"),
     [("1024", 1024), ("2GiB", 2 * 2**30), ("2gib", 2 * 2**30), ("1.5 GiB".replace(" ", ""), 3 * 2**29), ("16M", 16_000_000), ("1kb", 1000)],
 )
-def test_sizes_take_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
+def test_sizes_take_units(text: str, num_bytes: int) -> None:
+    assert size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "2XB", "1e9", "2 G i B"])
 def test_what_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
+        size(text)
 
 
 def test_a_mistyped_flag_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +210,37 @@ def test_a_wrong_value_is_explained(capsys: pytest.CaptureFixture[str], argv: li
 
 def test_every_flag_has_a_help_text() -> None:
     assert [action.dest for action in build_parser()._actions if not action.help] == []
+
+
+def test_help_speaks_plainly() -> None:
+    private = "tried ahead|whoever|nobody|what came of|comes of it|put off|let in|taken back"
+    assert [option.name for option in OPTIONS.values() if re.search(private, option.whole_help)] == []
+
+
+def test_every_field_is_an_option() -> None:
+    without = {kind: {field.name for field in dataclasses.fields(kind)} - {option.field for option in options_of(kind)} for kind in KINDS}
+    assert without == {EngineConfig: {"block_size"}, ServerOptions: set(), Arguments: {"engine", "server"}}
+
+
+def test_a_default_has_the_type_that_a_flag_reads() -> None:
+    for option in OPTIONS.values():
+        if option.kind in (int, float):
+            text = "1" if option.default is None else f"{option.default:g}" if option.kind is float else str(option.default)
+            assert type(option.value_of(text)) is option.kind
+            assert option.default is None or option.value_of(text) == option.default
+        elif option.choices:
+            assert option.default in option.choices
+            assert set(option.synonyms.values()) <= set(option.choices)
+
+
+def test_no_two_options_share_a_name() -> None:
+    names = [name for option in OPTIONS.values() for name in {option.name, option.field, *option.aliases}]
+    assert sorted(names) == sorted(OPTIONS_BY_ANY_NAME)
+
+
+@pytest.mark.parametrize("path", sorted(pages()), ids=lambda path: path.name)
+def test_docs_hold_what_is_declared(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == pages()[path], "python -m penstock.cli.pages writes it"
 
 
 def loaded_after(code: str) -> set[str]:

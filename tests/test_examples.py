@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
-from penstock.arguments import parse_arguments
 from penstock.assembly import ModelFiles, assemble_pooling
+from penstock.cli.flags import parse_arguments
 from penstock.llm.model import LoopThread
 from tests.helpers.example_plugin import THOUGHT_TAGS, XGRAMMAR, install_example_plugin
 from tests.llm.model_directory import write_model

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.arguments import build_parser, parse_arguments
 from penstock.assembly import AssembledPooling, assemble, served_names
+from penstock.cli.flags import build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.loading.packaged_model import PACKAGED_MODELS
 from penstock.plugins.manager import Plugins
-from penstock.server import bind, run
+from penstock.server import bind, listen, run
 from penstock.serving.context import PoolingContext
 from tests import encoders
 
@@ -120,6 +120,7 @@ def test_a_server_says_what_it_serves_answers_and_ends_by_a_signal(embedder: Pat
 
         thread = threading.Thread(target=client)
         thread.start()
+        listen(listener)
         asyncio.run(run(arguments, model, listener, time.monotonic()))
         thread.join()
     assert answers == [32]

@@ -14,9 +14,9 @@ import pytest
 
 from penstock.api.app import build_app
 from penstock.api.bodies import REFUSED
-from penstock.arguments import build_parser
 from penstock.cli.arguments import PARSERS as GRAMMAR_PARSERS
 from penstock.cli.arguments import build_new_plugin_parser, build_parse_parser, build_plugins_parser
+from penstock.cli.flags import build_parser, parse_arguments
 from penstock.engine.config import EngineConfig
 from penstock.plugins.manager import Plugins
 from penstock.serving.workers import Workers
@@ -206,7 +206,7 @@ def test_fields_that_are_said_to_be_refused_are() -> None:
 
 
 def test_the_address_is_the_default_one() -> None:
-    given = build_parser().parse_args([])
+    given = parse_arguments([])
     assert set(re.findall(r"http://[^\s`\"]+(?=/v1)", README)) == {f"http://{given.host}:{given.port}"}
     assert EngineConfig().model is None  # the first command names none
 

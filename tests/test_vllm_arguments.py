@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
-from penstock.arguments import build_parser, parse_arguments
+from penstock.cli.flags import build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.server import main
-from penstock.vllm_arguments import ALL, SHORT_FLAGS, flag_of, to_our_flags
+from penstock.serving.vllm_arguments import ALL, SHORT_FLAGS, flag_of, to_our_flags
 
 OWN = {flag for action in build_parser()._actions for flag in action.option_strings}
 # Of its reference, those that people give every day.

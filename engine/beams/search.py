@@ -12,17 +12,13 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.events import Event
 from penstock.engine.parsing import Phase
 from penstock.engine.request import Request
-from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, SequenceGroup
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_CANDIDATES = 4096  # that one beam may bring to a step
-
-_NEUTRAL = SamplingParams()
-# Fields that concern drawing a token, or text that is final as it comes.
-_WITHOUT_MEANING = ("top_p", "min_p", "logprobs", "thinking_token_budget")
 
 
 def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: frozenset[int], max_model_len: int) -> None:
@@ -37,11 +33,9 @@ def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: f
         raise InvalidRequest(f"`n` must be at most `beam_width`, {width}, got {params.n}", "n")
     if params.max_tokens == 0:
         raise InvalidRequest("`max_tokens` must be at least 1 with beam search", "max_tokens")
-    for name in _WITHOUT_MEANING:
-        if getattr(params, name) != getattr(_NEUTRAL, name):
+    for name, declared in parameters_of(SamplingParams).items():
+        if not declared.has_beam_search and declared.has_effect(getattr(params, name)):
             raise InvalidRequest(f"`{name}` has no meaning in beam search", name)
-    if params.top_k > 0:
-        raise InvalidRequest("`top_k` has no meaning in beam search", "top_k")
     if num_candidates(width, len(end_token_ids(request, stop_token_ids))) > MAX_CANDIDATES:
         raise InvalidRequest(f"`stop_token_ids` are too many for a `beam_width` of {width}", "stop_token_ids")
     num_prompt = len(request.prompt_token_ids)

@@ -7,17 +7,10 @@ from typing import Any
 from transformers import GenerationConfig
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.params import SamplingParams, parameters_of
 
 # Ours by generation_config's names. `do_sample` is left out, as in vLLM: a client that wants greedy says temperature 0.
-SAMPLING_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+SAMPLING_DEFAULTS = {each.generation_config: name for name, each in parameters_of(SamplingParams).items() if each.generation_config}
 
 
 def sampling_defaults(own: GenerationConfig, source: str = "auto", override: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.pooling.engine import PoolingEngine
 from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.context import PoolingContext, ServerOptions
+from penstock.serving.context import PoolingContext
+from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
 

@@ -13,7 +13,8 @@ from aiohttp import web
 from penstock.api.app import build_app, build_runner
 from penstock.api.connections import Listener
 from penstock.engine.core import EngineStats
-from penstock.serving.context import ServerContext, ServerOptions
+from penstock.serving.context import ServerContext
+from penstock.serving.options import ServerOptions
 from penstock.serving.workers import Workers
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 

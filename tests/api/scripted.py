@@ -22,7 +22,8 @@ from penstock.engine.request import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.serving.context import ServerContext, ServerOptions
+from penstock.serving.context import ServerContext
+from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
 
@@ -227,7 +228,7 @@ def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, worker
         stop_token_ids=frozenset(),
         plugins=plugins,
         compile_grammar=cast(Any, compiler),
-        options=settings.pop("options", ServerOptions(keep_alive_seconds=0)),
+        options=settings.pop("options", ServerOptions(keep_alive_interval=0)),
         workers=workers,
         **settings,
     )

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from penstock import __version__
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 from tests.api.scripted import MAX_MODEL_LEN, MODEL
 

@@ -69,7 +69,7 @@ def test_a_forced_answer_has_sixteen_calls_unless_the_request_says_otherwise() -
         for fields, number in (({}, 16), ({"max_tool_calls": 3}, 3), ({"max_tool_calls": 18}, 18), ({"max_tool_calls": 1}, 1)):
             [choice] = await said(server, tool_choice="required", max_tokens=3000, extra_body=fields)
             assert (choice["calls"], choice["finish_reason"]) == (arguments(*range(number)), "tool_calls")
-        server.context.options = type(server.context.options)(max_tool_calls=2, keep_alive_seconds=0)
+        server.context.options = type(server.context.options)(max_tool_calls=2, keep_alive_interval=0)
         [choice] = await said(server, tool_choice="required")
         assert choice["calls"] == arguments(0, 1)
         [choice] = await said(server, max_tokens=3000)

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 
 from penstock import LogitsRow
 from penstock.plugins.tools.json_objects import HERMES
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from penstock.serving.requests import ReasoningField
 from penstock.serving.sampling import DEFAULT_LIMIT
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, client_of, scripted_server
@@ -190,6 +190,7 @@ def test_reasoning_has_the_names_that_the_operator_chose(field: ReasoningField, 
 
 def test_every_answer_and_chunk_has_the_servers_fingerprint() -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        scripted.context.system_fingerprint = "fp_1"
         assert (await ask(client)).system_fingerprint == "fp_1"
         assert {chunk.system_fingerprint for chunk in await streamed(client, stream_options={"include_usage": True})} == {"fp_1"}
         completion = await client.completions.create(model=MODEL, prompt="a")
@@ -197,7 +198,7 @@ def test_every_answer_and_chunk_has_the_servers_fingerprint() -> None:
         async for part in await client.completions.create(model=MODEL, prompt="a", stream=True):
             assert part.system_fingerprint == "fp_1"
 
-    serve(scenario, options=ServerOptions(system_fingerprint="fp_1"))
+    serve(scenario)
 
 
 def text_of(chunk: ChatCompletionChunk) -> str:

@@ -1,13 +1,16 @@
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from msgspec import Struct
+from msgspec import Struct, inspect
 
 from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
 from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from penstock.api.scoring import RerankRequest, ScoreRequest
+from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, StreamOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,6 +33,36 @@ def test_every_field_is_on_the_page(fields: tuple[str, ...]) -> None:
 def test_fields_without_effect_and_refused_ones_are_in_their_sections(title: str, fields: tuple[str, ...]) -> None:
     section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     assert not set(fields) - set(re.findall(r"`(\w+)`", section))
+
+
+WIRE_KINDS: dict[Any, type[inspect.Type]] = {
+    bool: inspect.BoolType,
+    int: inspect.IntType,
+    float: inspect.FloatType,
+    Sequence[str]: inspect.ListType,
+    Sequence[int]: inspect.ListType,
+    Mapping[int, float]: inspect.DictType,
+}
+
+
+def test_a_request_may_hold_every_value_that_is_declared() -> None:
+    struct = inspect.type_info(ChatCompletionRequest)
+    assert isinstance(struct, inspect.StructType)
+    fields = {field.name: field.type for field in struct.fields}
+    given_apart = {"logprobs"}  # true or false in chat, where `top_logprobs` has the number
+    for name, declared in parameters_of(SamplingParams).items():
+        if name in given_apart:
+            continue
+        assert name in fields, "a sampling parameter is missing in the request"
+        either = fields[name]
+        assert isinstance(either, inspect.UnionType)
+        assert inspect.NoneType() in either.types
+        (wire,) = [kind for kind in either.types if isinstance(kind, WIRE_KINDS[declared.kind])]
+        if isinstance(wire, inspect.IntType):
+            assert wire.ge is not None
+            assert wire.le is not None
+            assert wire.ge <= (declared.low if declared.low is not None else wire.ge)
+            assert wire.le >= (declared.high if declared.high is not None else wire.le)
 
 
 @pytest.mark.parametrize("kind", [EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest])

@@ -12,7 +12,7 @@ from aiohttp import web
 from penstock.api.app import AZURE_ROUTES, POOLED
 from penstock.api.middleware import GATE
 from penstock.engine.errors import GenerationFailed
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 
 ROUTES = [
@@ -257,7 +257,7 @@ def test_a_body_beyond_the_limit_is_413(is_announced: bool) -> None:
             assert "larger than 1000 bytes" in (await response.json())["error"]["message"]
         assert (await server.post("/v1/chat/completions", CHAT))[0] == 200
 
-    serve(scenario, ServerOptions(max_body_bytes=1000))
+    serve(scenario, ServerOptions(max_body_size=1000))
 
 
 def test_a_body_in_an_encoding_that_is_not_known_is_415() -> None:
@@ -307,7 +307,7 @@ def test_preflights_and_responses_carry_cors_headers_for_allowed_origins_only() 
         async with server.http.post("/v1/chat/completions", json=CHAT | {"stream": True}, headers=headers) as response:
             assert response.headers["Access-Control-Allow-Origin"] == "http://good"
 
-    serve(scenario, ServerOptions(cors_origins=("http://good",), api_keys=("key",)))
+    serve(scenario, ServerOptions(allowed_origins=("http://good",), api_keys=("key",)))
 
 
 def test_a_star_allows_every_origin() -> None:
@@ -315,7 +315,7 @@ def test_a_star_allows_every_origin() -> None:
         async with server.http.get("/health", headers={"Origin": "http://any"}) as response:
             assert response.headers["Access-Control-Allow-Origin"] == "*"
 
-    serve(scenario, ServerOptions(cors_origins=("*",)))
+    serve(scenario, ServerOptions(allowed_origins=("*",)))
 
 
 def test_pages_may_read_the_headers_that_say_something_of_the_answer() -> None:
@@ -324,7 +324,7 @@ def test_pages_may_read_the_headers_that_say_something_of_the_answer() -> None:
             exposed = response.headers["Access-Control-Expose-Headers"].split(", ")
             assert exposed == ["x-request-id", "x-structured-output-warning", "x-ignored-fields"]
 
-    serve(scenario, ServerOptions(cors_origins=("*",)))
+    serve(scenario, ServerOptions(allowed_origins=("*",)))
 
 
 def test_a_server_that_stops_refuses_new_requests_and_finishes_those_it_has() -> None:

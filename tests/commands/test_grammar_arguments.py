@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.arguments import parse_arguments
 from penstock.cli.arguments import PARSERS, GrammarArguments, parse_grammar_arguments
+from penstock.cli.flags import parse_arguments
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -51,7 +51,9 @@ def test_auto_is_no_backend_and_lenient_is_the_default() -> None:
 
 
 def test_a_check_reads_a_schema_as_a_server_does_and_a_test_as_it_is_written() -> None:
-    assert parse_grammar_arguments(["check", "f.json"]).additional_properties == parse_arguments([]).additional_properties == "closed"
+    assert (
+        parse_grammar_arguments(["check", "f.json"]).additional_properties == parse_arguments([]).server.additional_properties == "closed"
+    )
     assert parse_grammar_arguments(["test", "f"]).additional_properties == "open"
 
 

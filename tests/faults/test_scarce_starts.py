@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.arguments import parse_arguments
 from penstock.assembly import Assembled, assemble
+from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.heap import memory_shortage_refused
 from penstock.engine.loading.memory import free_memory

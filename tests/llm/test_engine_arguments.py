@@ -5,18 +5,21 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.arguments import build_parser, parse_arguments
+from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.llm.arguments import ALIASES, DEFAULTS, OF_THE_SERVER, engine_arguments, known_arguments
+from penstock.llm.arguments import DEFAULTS, engine_arguments, known_arguments
 from penstock.llm.model import LocalModel
-from penstock.vllm_arguments import ENGINE, SERVER
+from penstock.serving.options import OPTIONS_BY_ANY_NAME
+from penstock.serving.vllm_arguments import ENGINE, SERVER
 
 
-def test_every_flag_is_taken_or_is_the_servers() -> None:
-    flags = {action.dest for action in build_parser()._actions if action.option_strings} - {"help", "version"}
-    assert flags <= set(known_arguments()) | OF_THE_SERVER
-    assert set(known_arguments()) >= {*ALIASES, "enable_prefix_caching", "kv_cache_memory_bytes", "tool_call_parser"}
-    assert not set(known_arguments()) & (OF_THE_SERVER | {"shutdown_timeout", "sse_keep_alive_interval"})
+def test_every_option_is_taken_or_is_the_servers() -> None:
+    for name, option in OPTIONS_BY_ANY_NAME.items():
+        assert (name in known_arguments()) != option.is_server_only
+        if option.is_server_only:
+            with pytest.raises(ConfigurationError, match=f"`{name}` is the server's"):
+                engine_arguments(None, {name: option.default})
+    assert set(known_arguments()) >= {"plugins", "num_threads", "enable_prefix_caching", "kv_cache_memory_bytes", "tool_call_parser"}
 
 
 def test_arguments_mean_what_the_flags_mean() -> None:

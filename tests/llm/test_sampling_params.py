@@ -63,6 +63,11 @@ def test_a_whole_number_is_said_to_be_wanted_where_one_is() -> None:
         SamplingParams(max_tokens=1.5)  # type: ignore[arg-type]
 
 
+def test_none_is_no_bias() -> None:
+    nothing: Any = None
+    assert SamplingParams(logit_bias=nothing) == SamplingParams()
+
+
 def test_fields_that_there_are_not_are_refused() -> None:
     given: Any = {"best_of": 3}
     with pytest.raises(TypeError, match="best_of"):

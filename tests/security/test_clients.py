@@ -10,7 +10,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from penstock.api.answering import EventStream
 from penstock.api.errors import ErrorInfo
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 
 KEYS = ("one", "two")

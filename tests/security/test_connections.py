@@ -16,7 +16,7 @@ from aiohttp import web
 from penstock.api.connections import connection_limit
 from penstock.api.errors import MAX_MESSAGE
 from penstock.engine.errors import ConfigurationError
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 
 SHORT = 0.05  # seconds: the deadline that is to pass
@@ -71,7 +71,7 @@ def test_headers_that_do_not_arrive_end_the_connection(sent: bytes) -> None:
         client.writer.write(sent.removeprefix(HEALTH))
         assert await client.reader.read() == b""
 
-    talk(conversation, ServerOptions(read_timeout_seconds=SHORT, keep_alive_timeout_seconds=0))
+    talk(conversation, ServerOptions(read_timeout=SHORT, keep_alive_timeout=0))
 
 
 def test_a_body_that_drips_is_ended_with_408() -> None:
@@ -85,7 +85,7 @@ def test_a_body_that_drips_is_ended_with_408() -> None:
         assert (status, fields["connection"]) == (408, "close")
         assert "--read-timeout" in json.loads(body)["error"]["message"]
 
-    talk(conversation, ServerOptions(read_timeout_seconds=SHORT))
+    talk(conversation, ServerOptions(read_timeout=SHORT))
 
 
 def test_a_large_body_has_more_time_the_more_of_it_has_arrived() -> None:
@@ -95,7 +95,7 @@ def test_a_large_body_has_more_time_the_more_of_it_has_arrived() -> None:
         await asyncio.sleep(4 * SHORT)
         assert (await client.answer(BODY))[0] == 200
 
-    talk(conversation, ServerOptions(read_timeout_seconds=SHORT))
+    talk(conversation, ServerOptions(read_timeout=SHORT))
 
 
 def test_an_idle_connection_is_closed_and_a_used_one_is_not() -> None:
@@ -104,7 +104,7 @@ def test_an_idle_connection_is_closed_and_a_used_one_is_not() -> None:
         assert (await client.answer(HEALTH))[0] == 200
         assert await client.reader.read() == b""
 
-    talk(conversation, ServerOptions(keep_alive_timeout_seconds=SHORT))
+    talk(conversation, ServerOptions(keep_alive_timeout=SHORT))
 
 
 async def answer_much(request: web.Request) -> web.Response:
@@ -120,7 +120,7 @@ def test_an_answer_that_is_not_read_ends_its_connection() -> None:
             await until(lambda: server.listener.num_open == 1)
             await until(lambda: server.listener.num_open == 0)
 
-    serve(scenario, ServerOptions(write_timeout_seconds=SHORT), routes=[web.get("/much", answer_much)])
+    serve(scenario, ServerOptions(write_timeout=SHORT), routes=[web.get("/much", answer_much)])
 
 
 @pytest.mark.parametrize("body", [CHAT, CHAT | {"stream": True}])
@@ -135,7 +135,7 @@ def test_no_deadline_ends_a_request_that_is_being_computed(body: dict[str, objec
             server.engine.gate.set()
             assert (await answer)[0] == 200
 
-    serve(scenario, ServerOptions(read_timeout_seconds=SHORT, keep_alive_timeout_seconds=SHORT))
+    serve(scenario, ServerOptions(read_timeout=SHORT, keep_alive_timeout=SHORT))
 
 
 def test_connections_beyond_the_limit_wait_and_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

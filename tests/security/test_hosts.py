@@ -3,9 +3,9 @@
 import pytest
 
 from penstock.api.middleware import is_allowed_host
-from penstock.arguments import parse_arguments
 from penstock.assembly import allowed_hosts
-from penstock.serving.context import ServerOptions
+from penstock.cli.flags import parse_arguments
+from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 
 
@@ -89,4 +89,4 @@ def test_what_a_page_may_send_without_asking_is_refused(headers: dict[str, str],
     async def scenario(server: Running) -> None:
         assert (await server.post("/v1/chat/completions", CHAT, headers=headers))[0] == status
 
-    serve(scenario, ServerOptions(cors_origins=("http://good",)))
+    serve(scenario, ServerOptions(allowed_origins=("http://good",)))

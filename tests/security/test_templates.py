@@ -11,7 +11,8 @@ import pytest
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sandbox import Limits
-from penstock.serving.context import ServerOptions, SharedContext
+from penstock.serving.context import SharedContext
+from penstock.serving.options import ServerOptions
 from penstock.serving.templates import chat_template
 from penstock.serving.templates.bounds import TemplateTooLarge
 from penstock.serving.templates.chat_template import (

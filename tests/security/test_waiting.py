@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.api.answering import AT_ONCE, MAX_OPEN, merge
-from penstock.arguments import parse_arguments
 from penstock.assembly import min_priority
+from penstock.cli.flags import parse_arguments
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
@@ -18,7 +18,7 @@ from penstock.engine.pooling.model import PoolingInput
 from penstock.engine.pooling.params import PoolingParams
 from penstock.engine.pooling.queue import PoolingQueue, WaitingInput
 from penstock.llm.arguments import engine_arguments
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 from tests.fakes import LETTERS, drive, make_core, make_request
 
@@ -140,10 +140,10 @@ def test_a_priority_below_the_operators_bound_is_refused(path: str) -> None:
 
 def test_clients_with_keys_of_their_own_have_no_priority_over_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
-    assert min_priority(parse_arguments(["--api-key", "one", "two"])) == 0
-    assert min_priority(parse_arguments(["--api-key", "one", "two", "--min-priority", "-3"])) == -3
-    assert min_priority(parse_arguments(["--api-key", "one"])) is None
-    assert min_priority(parse_arguments(["--scheduling-policy", "fcfs"])) == 0
+    assert min_priority(parse_arguments(["--api-key", "one", "two"]).server) == 0
+    assert min_priority(parse_arguments(["--api-key", "one", "two", "--min-priority", "-3"]).server) == -3
+    assert min_priority(parse_arguments(["--api-key", "one"]).server) is None
+    assert min_priority(parse_arguments(["--scheduling-policy", "fcfs"]).server) == 0
 
 
 def test_a_librarys_callers_are_not_bounded() -> None:

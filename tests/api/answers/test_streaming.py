@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, PenstockError, QueueFull
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.scripted import Scripted, scripted_server
 
 Scenario = Callable[[aiohttp.ClientSession, Scripted], Coroutine[Any, Any, None]]
@@ -103,7 +103,7 @@ def test_comments_keep_an_idle_stream_alive_and_errors_after_them_are_events() -
             if line.startswith("data: {")
         )
 
-    serve(scenario, options=ServerOptions(keep_alive_seconds=0.01))
+    serve(scenario, options=ServerOptions(keep_alive_interval=0.01))
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

@@ -11,7 +11,7 @@ from aiohttp import ClientSession
 
 from penstock.plugins.tools.json_objects import HERMES
 from penstock.serving.constraints.answer_check import MAX_HEADER, WARNING_HEADER, warning_header
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.scripted import NoGrammar, Scripted, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
@@ -151,7 +151,7 @@ def test_work_is_held_to_the_api_key_or_else_the_address() -> None:
         assert "one" not in str(first)
 
     serve(scenario, [GOOD])
-    serve(scenario_with_keys, [GOOD], options=ServerOptions(keep_alive_seconds=0, api_keys=("one", "two")))
+    serve(scenario_with_keys, [GOOD], options=ServerOptions(keep_alive_interval=0, api_keys=("one", "two")))
 
 
 def test_a_header_is_bounded_and_holds_only_what_a_header_may() -> None:

@@ -9,7 +9,7 @@ from aiohttp import ClientSession
 
 from penstock.engine.grammar import AdditionalProperties, GrammarSpec
 from penstock.plugins.tools.json_objects import HERMES
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.scripted import scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {}}}
@@ -25,7 +25,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def compiled(path: str, fields: dict[str, Any], default: AdditionalProperties = "closed") -> GrammarSpec:
-    options = ServerOptions(keep_alive_seconds=0, additional_properties=default)
+    options = ServerOptions(keep_alive_interval=0, additional_properties=default)
 
     async def run() -> GrammarSpec:
         async with scripted_server({"answers": ["{}"]}, options=options, tool_parser=HERMES) as scripted, ClientSession() as client:

@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling
 from tests.api.scripted import client_of
 from tests.encoders import MAX_LEN, embedding_directory

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from penstock.api.app import GENERATION, POOLED
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.context import ServerOptions
+from penstock.serving.options import ServerOptions
 from tests.api.mutations import mutated_bodies
 from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling
 from tests.api.running_server import CHAT, Running, serve
@@ -134,7 +134,7 @@ def test_a_key_and_a_limit_hold_here_too(embedder: Path) -> None:
             assert (response.status, response.headers["x-request-id"]) == (200, "mine")
         assert (await server.post("/pooling", {"input": "a" * 1000}, headers=headers))[0] == 413
 
-    serve_pooling(embedder, scenario, ServerOptions(api_keys=("k",), max_body_bytes=500))
+    serve_pooling(embedder, scenario, ServerOptions(api_keys=("k",), max_body_size=500))
 
 
 def test_inputs_are_counted(embedder: Path) -> None:

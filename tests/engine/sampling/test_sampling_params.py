@@ -1,10 +1,11 @@
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sampling.params import MIN_TEMPERATURE, SamplingParams
+from penstock.engine.sampling.params import MIN_TEMPERATURE, SamplingParams, parameters_of
 
 HUGE = 10**400
 
@@ -62,3 +63,25 @@ def test_token_ids_outside_the_vocabulary_are_refused_by_name(name: str, token_i
 
 def test_token_ids_inside_the_vocabulary_pass() -> None:
     SamplingParams(stop_token_ids=(0, 99), allowed_token_ids=(0, 99), logit_bias={0: 1.0, 99: -1.0}).check_token_ids(100)
+
+
+def test_every_field_is_declared_but_the_one_that_no_client_gives() -> None:
+    assert {field.name for field in dataclasses.fields(SamplingParams)} - set(parameters_of(SamplingParams)) == {"length_stop_reason"}
+
+
+def test_defaults_are_of_their_type_and_in_range() -> None:
+    for declared in parameters_of(SamplingParams).values():
+        assert declared.meaning
+        assert declared.has_type(declared.default)
+        assert declared.is_in_range(declared.default)
+        assert not declared.has_effect(declared.default)
+
+
+def test_bounds_are_in_range_and_what_is_beyond_is_not() -> None:
+    for declared in parameters_of(SamplingParams).values():
+        if declared.low is not None:
+            assert declared.is_in_range(declared.low) != declared.is_above
+            assert not declared.is_in_range(math.nextafter(declared.low, -math.inf))
+        if declared.high is not None:
+            assert declared.is_in_range(declared.high)
+            assert not declared.is_in_range(declared.high + 1)

@@ -39,6 +39,7 @@ def _switch(hint: str, *neutral: bool, meanings: Sequence[tuple[Any, str, Any]] 
     return VllmArgument(hint, neutral, meanings=meanings, is_switch=True)
 
 
+LIKENESS = 0.85  # of a name to one that is offered in its place: below it, offers mislead
 NO_MEDIA = tuple(dict.fromkeys(kinds, 0) for size in range(4) for kinds in combinations(("image", "video", "audio"), size))
 WITHOUT_EFFECT = _switch("it is True or False", True, False)
 ONE_DEVICE = VllmArgument("a model runs on one device", (1,))

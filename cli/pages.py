@@ -1,0 +1,97 @@
+"""What docs/ derives from declarations: docs/flags.md, and the table of sampling parameters in docs/requests.md.
+
+`python -m penstock.cli.pages` in a checkout writes both.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from penstock.engine.options import Group, Option
+from penstock.engine.sampling.params import Parameter, SamplingParams, parameters_of
+from penstock.serving.options import OPTIONS
+from penstock.serving.requests import GenerationFields
+
+DOCS = Path(__file__).parents[1] / "docs"
+INTRODUCTION = """\
+# Flags
+
+Every flag of the server. The library takes each of them that is not marked *server* as a keyword argument of `LLM` and `AsyncLLM`, in
+snake case: `--max-num-seqs 8` is `max_num_seqs=8`. A model for [pooling](pooling.md) refuses those marked *generation*, but for values
+that ask for nothing. vLLM's flags that are not here are accepted where they ask for what is the case anyway; each of the others is
+refused with what to use instead.
+"""
+# Around the table in docs/requests.md.
+BEGIN = "<!-- sampling parameters: written by `python -m penstock.cli.pages` -->\n"
+END = "<!-- end of the sampling parameters -->\n"
+
+
+def flags_page() -> str:
+    """docs/flags.md."""
+    return "\n".join(_flag_lines())
+
+
+def _flag_lines() -> Iterator[str]:
+    yield INTRODUCTION
+    for group in get_args(Group):
+        yield f"## {group[0].upper()}{group[1:]}\n"
+        yield "| flag | meaning | for |"
+        yield "|---|---|---|"
+        yield from (_flag_row(option) for option in OPTIONS.values() if option.group == group)
+        yield ""
+
+
+def _flag_row(option: Option) -> str:
+    value = f" {option.values_help}" if option.values_help and not option.is_switch else ""
+    spellings = [f"`{option.flag}{_escaped(value)}`", *(f"`{flag}`" for flag in option.flags[1:])]
+    if option.is_switch and option.default is not False:
+        spellings.append(f"`--no-{option.flag.removeprefix('--')}`")
+    scopes = [word for word, holds in (("server", option.is_server_only), ("generation", option.needs_generation)) if holds]
+    return f"| {', '.join(spellings)} | {_escaped(option.whole_help)} | {', '.join(scopes)} |"
+
+
+def sampling_table() -> str:
+    """The sampling parameters that both endpoints take."""
+    rows = (each for name, each in parameters_of(SamplingParams).items() if name in GenerationFields.__struct_fields__)
+    lines = ["| field | value | default | meaning |", "|---|---|---|---|", *map(_parameter_row, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _parameter_row(declared: Parameter) -> str:
+    value = int(declared.default) if declared.kind is float else declared.default  # every such default is a whole number
+    default = "" if value in (None, (), {}) else f"`{json.dumps(value)}`"
+    if declared.generation_config:
+        default = ", else ".join(filter(None, ("the model's", default)))
+    meaning = declared.meaning + ("" if declared.has_beam_search else "; not with beam search")
+    return f"| `{declared.name}` | {_value(declared)} | {default} | {_escaped(meaning)} |"
+
+
+def _value(declared: Parameter) -> str:
+    if declared.kind is bool:
+        return "`true` or `false`"
+    rule = declared.range_rule.removeprefix("made of ")
+    return "an object of numbers by token id" if rule.startswith("a dict") else rule
+
+
+def _escaped(text: str) -> str:
+    """Of a cell in a table, where bars would end it and tags vanish."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*.", "\\*.")
+
+
+def with_sampling_table(page: str) -> str:
+    """docs/requests.md with the table as it follows from the declarations."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{sampling_table()}\n{END}{after}"
+
+
+def pages() -> dict[Path, str]:
+    """What each file has to hold."""
+    requests = DOCS / "requests.md"
+    return {DOCS / "flags.md": flags_page(), requests: with_sampling_table(requests.read_text(encoding="utf-8"))}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,295 @@
+"""Every option of the operator, declared once: flags of the command line, keyword arguments of the library, docs/flags.md."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.grammar import AdditionalProperties
+from penstock.engine.options import Option, integer, json_object, option, options_of, origins, seconds, size
+from penstock.serving.requests import ReasoningField
+
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+Runner = Literal["auto", "generate", "pooling"]
+ContentSpecialTokens = Literal["parse", "text"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What handlers go by. Sizes are in bytes, times in seconds; a time of 0 is no bound."""
+
+    default_chat_template_kwargs: Mapping[str, Any] = option(
+        {},
+        "arguments for the chat template that requests do not give, such as '{\"enable_thinking\": false}'",
+        "formats and plug-ins",
+        metavar="JSON",
+        read=json_object,
+    )
+    reasoning_field: ReasoningField = option(
+        "reasoning_content",
+        "what answers call the reasoning; reasoning is vLLM's newer name",
+        "formats and plug-ins",
+        is_server_only=True,
+    )
+    max_tool_calls: int = option(
+        16,
+        "end an answer that has to call tools after N calls, and any answer after N equal calls in a row; a request may bound its calls "
+        "itself",
+        "formats and plug-ins",
+        metavar="N",
+        read=integer(1),
+    )
+    trust_request_chat_template: bool = option(
+        False,
+        "let requests bring a template, which is rendered in a process of its own with 256 MiB and 5 s of CPU time",
+        "formats and plug-ins",
+        default_help="refused",
+        is_server_only=True,
+    )
+    additional_properties: AdditionalProperties = option(
+        "closed",
+        "how a JSON Schema is read that names properties and says nothing of others: closed generates none of them, open may generate any",
+        "formats and plug-ins",
+        default_help="closed, where a request does not say",
+    )
+    allow_unknown_fields: bool = option(
+        False,
+        "ignore fields that the server does not know and name them in x-ignored-fields",
+        "formats and plug-ins",
+        default_help="400",
+        is_server_only=True,
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "ask for it on every route but /health and /ping; repeatable",
+        "HTTP",
+        name="api_key",
+        default_help=f"those in {API_KEY_VARIABLE}, separated by commas",
+        metavar="KEY",
+        is_server_only=True,
+    )
+    share_prefix_cache: bool = option(
+        False,
+        "reuse prefixes between API keys",
+        "HTTP",
+        default_help="only within one, if there are several",
+        is_server_only=True,
+    )
+    min_priority: int | None = option(
+        None,
+        "refuse requests with a lower `priority`; the lower runs first",
+        "HTTP",
+        default_help="0 with several API keys, else none is refused",
+        metavar="N",
+        read=integer(-(2**31), 2**31 - 1),
+        is_server_only=True,
+    )
+    metrics_without_key: bool = option(False, "answer /metrics without an API key", "HTTP", default_help="with one", is_server_only=True)
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "hosts that requests may be addressed to, without port; *.example.com for all below it, * for any. localhost and IP addresses are "
+        "always allowed",
+        "HTTP",
+        default_help="--host alone at a loopback address without an API key, else any",
+        metavar="NAME",
+        read=str.lower,
+        is_server_only=True,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "CORS: origins that may call, or *; several, or a JSON list of them",
+        "HTTP",
+        default_help="none",
+        metavar="ORIGIN",
+        read=origins,
+        is_server_only=True,
+    )
+    max_connections: int | None = option(
+        None,
+        "that are open at the same time; further ones wait until some close",
+        "connections and their limits",
+        default_help="what the limit of file descriptors allows, 16384 at most",
+        metavar="N",
+        read=integer(1),
+        is_server_only=True,
+    )
+    max_body_size: int = option(
+        16 * 2**20,
+        "of a request, such as 1MiB",
+        "connections and their limits",
+        default_help="16MiB",
+        metavar="SIZE",
+        read=size,
+        is_server_only=True,
+    )
+    read_timeout: float = option(
+        30.0,
+        "what a client gets to send the headers of a request, and then its body, plus a second for each 16 KiB of it; 0: as long as it "
+        "takes",
+        "connections and their limits",
+        metavar="SECONDS",
+        read=seconds,
+        is_server_only=True,
+    )
+    write_timeout: float = option(
+        60.0,
+        "end an answer that its client does not read for so long; 0: never",
+        "connections and their limits",
+        metavar="SECONDS",
+        read=seconds,
+        is_server_only=True,
+    )
+    keep_alive_timeout: float = option(
+        75.0,
+        "close a connection that has had no request for so long; more than a proxy in front keeps it open; 0: never",
+        "connections and their limits",
+        metavar="SECONDS",
+        read=seconds,
+        is_server_only=True,
+    )
+    keep_alive_interval: float = option(
+        15.0,
+        "a comment in silent streams so that proxies keep them open; 0: none",
+        "connections and their limits",
+        metavar="SECONDS",
+        read=seconds,
+        aliases=("sse_keep_alive_interval",),
+        is_server_only=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """All that the command line or a caller of the library chose. Times are in seconds."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerOptions = field(default_factory=ServerOptions)
+    served_model_names: tuple[str, ...] = option(
+        (),
+        "what clients call the model; the first is the one in responses",
+        "model",
+        name="served_model_name",
+        default_help="--model",
+        metavar="NAME",
+    )
+    runner: Runner = option(
+        "auto",
+        "refuse a model of another kind: generate is for those that write text, pooling for those that turn it into numbers",
+        "model",
+        default_help="auto, as the model's files say",
+    )
+    verify_weights: bool = option(
+        False,
+        "at start, compare every file of a converted model in the cache with the checksum from its conversion",
+        "model",
+        default_help="those whose size or time of modification has changed",
+    )
+    plugins: tuple[str, ...] = option(
+        (),
+        "load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable. auto: choose unnamed parsers from the "
+        "model's chat template and vocabulary; none: use only the parsers named",
+        "formats and plug-ins",
+        name="plugin",
+        default_help="auto",
+        metavar="NAME|MODULE|FILE.py",
+        needs_generation=True,
+        neutral=("auto", "none"),
+    )
+    without: tuple[str, ...] = option((), "do not load this plug-in; repeatable", "formats and plug-ins", metavar="NAME")
+    reasoning_parser: str = option(
+        "auto",
+        "how the model writes its reasoning; where the model was not trained on that, its chat template begins it",
+        "formats and plug-ins",
+        metavar="NAME|auto|none",
+        needs_generation=True,
+        neutral=("none",),
+    )
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls",
+        "formats and plug-ins",
+        default_help="auto, and hermes where its files show no format",
+        metavar="NAME|auto|none",
+        aliases=("tool_call_parser",),
+        needs_generation=True,
+        neutral=("none",),
+    )
+    chat_template: str | None = option(
+        None,
+        "a Jinja file, or one of: think, chatml",
+        "formats and plug-ins",
+        default_help="the model's own",
+        metavar="FILE|NAME",
+    )
+    generation_config: str = option(
+        "auto",
+        "where defaults for sampling and max_tokens come from. auto: the model's generation_config.json; vllm: nowhere, which means "
+        "temperature 1 and no bound but the context; PATH: another generation_config.json, or its directory",
+        "formats and plug-ins",
+        metavar="auto|vllm|PATH",
+    )
+    override_generation_config: dict[str, Any] = option(
+        {},
+        'defaults that go before those of --generation-config, such as \'{"temperature": 0.5, "max_new_tokens": 512}\'',
+        "formats and plug-ins",
+        metavar="JSON",
+        read=json_object,
+        needs_generation=True,
+    )
+    thinking_token_budget: int | None = option(
+        None,
+        "reasoning is closed after so many tokens, or after half of max_tokens, where a request does not say",
+        "formats and plug-ins",
+        default_help="no bound, or 64 on a model that was not trained on the parser's markers",
+        metavar="TOKENS",
+        read=integer(0),
+        needs_generation=True,
+    )
+    content_special_tokens: ContentSpecialTokens = option(
+        "parse",
+        "what the text of a special token is in messages, such as <|im_end|>. parse: that token; text: the characters that it is written "
+        "with, so that only the chat template opens and ends turns",
+        "formats and plug-ins",
+        needs_generation=True,
+    )
+    host: str = option("127.0.0.1", "address to listen at", "HTTP", metavar="HOST", is_server_only=True)
+    port: int = option(8000, "0 takes a free one", "HTTP", metavar="PORT", read=integer(0, 65535), is_server_only=True)
+    drain_timeout: float = option(
+        30.0,
+        "what running requests get on shutdown",
+        "connections and their limits",
+        metavar="SECONDS",
+        read=seconds,
+        aliases=("shutdown_timeout",),
+        is_server_only=True,
+    )
+    log_level: LogLevel = option("info", "the least level that is logged", "log", is_server_only=True)
+    access_log: bool = option(
+        True,
+        "one line per request, with the reason where it is refused; successful polls of /health, /ping and /metrics only with "
+        "--log-level debug",
+        "log",
+        default_help="on",
+        is_server_only=True,
+    )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Arguments":
+        """From values by the names of their options."""
+
+        def chosen(kind: type) -> dict[str, Any]:
+            return {each.field: values[each.name] for each in options_of(kind) if each.name in values}
+
+        return cls(engine=EngineConfig(**chosen(EngineConfig)), server=ServerOptions(**chosen(ServerOptions)), **chosen(cls))
+
+    def values(self) -> Iterator[tuple[Option, Any]]:
+        """Each option with its value."""
+        for holder in (self.engine, self, self.server):
+            kind: type = type(holder)
+            yield from ((each, getattr(holder, each.field)) for each in options_of(kind))
+
+
+OPTIONS: Mapping[str, Option] = {each.name: each for kind in (EngineConfig, Arguments, ServerOptions) for each in options_of(kind)}
+# Also under the names of aliases and, as the library takes them, of fields.
+OPTIONS_BY_ANY_NAME: Mapping[str, Option] = {name: each for each in OPTIONS.values() for name in (each.name, each.field, *each.aliases)}
