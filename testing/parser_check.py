@@ -13,7 +13,7 @@ from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCall
 from penstock.engine.parsing import Parser, Phase, ReasoningParser
 from penstock.engine.turn import Turn
 from penstock.plugins.json.scanner import JsonScanner, State
-from penstock.testing.answers import join_atoms, read, split_atoms
+from penstock.testing.answers import join_atoms, merged, read, split_atoms
 from penstock.testing.cost_check import check_cost
 
 CALLS_ALLOWED = Turn(tool_choice="auto")
@@ -45,7 +45,7 @@ def check_parser(
     assert samples, "there is nothing to check a parser with"
     made = type(factory(turn))
     assert issubclass(made, Parser), f"`{made.__name__}` must derive from `penstock.ReasoningParser` or `penstock.ToolParser`"
-    for vocabulary in (turn.added_tokens, turn.added_tokens | frozenset(markers)):
+    for vocabulary in dict.fromkeys((turn.added_tokens, turn.added_tokens | frozenset(markers))):
         this_turn = replace(turn, added_tokens=vocabulary)
         for sample in samples:
             atoms = split_atoms(sample, vocabulary)
@@ -69,9 +69,10 @@ def _check_every_split(factory: Callable[[Turn], Parser], turn: Turn, atoms: Seq
 def _check_answer(factory: Callable[[Turn], Parser], turn: Turn, atoms: Sequence[str], markers: Sequence[str]) -> None:
     """The answer that ends after these atoms: the same in the largest and in the smallest pieces, and with no text lost."""
     whole = join_atoms(atoms)
-    expected = read(factory(turn), whole)
-    _check_same(whole, expected, atoms, read(factory(turn), atoms))
-    assert _phase(factory(turn), whole) is _phase(factory(turn), atoms), f"the phase after {whole} depends on how it is cut"
+    expected, phase = _read_with_phase(factory(turn), whole)
+    events, phase_of_atoms = _read_with_phase(factory(turn), atoms)
+    _check_same(whole, expected, atoms, events)
+    assert phase is phase_of_atoms, f"the phase after {whole} depends on how it is cut"
     _check_calls(whole, expected)
     assert _accounts_for(expected, atoms, markers), f"{whole}: text is lost, added or out of order in {expected}"
 
@@ -115,13 +116,12 @@ def _check_same(whole: Sequence[str], expected: list[Event], cut: Sequence[str],
     assert apart == expected_apart, f"cut as {list(cut)}, other added tokens come out as plain text in {events}"
 
 
-def _phase(parser: Parser, pieces: Iterable[str]) -> Phase | None:
-    for piece in pieces:
-        for _ in parser.feed(piece):
-            pass
+def _read_with_phase(parser: Parser, pieces: Iterable[str]) -> tuple[list[Event], Phase | None]:
+    """What `read` gives, and the phase before the end."""
+    events = [event for piece in pieces for event in parser.feed(piece)]
     phase: object = parser.phase if isinstance(parser, ReasoningParser) else None
     assert phase is None or isinstance(phase, Phase), f"`phase` is {phase!r}"
-    return phase
+    return merged([*events, *parser.finish()]), phase
 
 
 def _accounts_for(events: Iterable[Event], atoms: Sequence[str], markers: Sequence[str]) -> bool:
@@ -140,6 +140,8 @@ def _accounts_for(events: Iterable[Event], atoms: Sequence[str], markers: Sequen
         numbers |= {number + 1 for number in numbers if number < len(wanted) and wanted[number] is None}
         if position == len(atoms):
             break
+        if not numbers:
+            continue
         ends = [end for marker in markers if (end := _marker_end(atoms, position, marker)) is not None]
         for number in numbers:
             for end in ends:

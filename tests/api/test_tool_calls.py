@@ -20,8 +20,8 @@ from penstock.plugins.tools.json_objects import HERMES
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.scripted import scripted_server
 from tests.api.test_chat import HELLO, joined
-from tests.api.test_tools import allowed
-from tests.api.test_tools import named as choice_of
+from tests.serving.test_tools import allowed
+from tests.serving.test_tools import named as choice_of
 
 BOTH_SPELLINGS = pytest.mark.parametrize("tokenizer", [MARKER_TOKENS, NO_MARKER_TOKENS], ids=["added token", "plain text"])
 CALL = "<tool_call>"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 
 from penstock.engine.build import compiled_layers
 from penstock.engine.config import EngineConfig
@@ -23,6 +24,10 @@ def test_compiled_layers_say_what_the_layers_said(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    # Runs of the C++ compiler that cost seconds and change nothing here: trials of instructions, and speed of the code around the kernels.
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    monkeypatch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     # Of each layer, one linear layer has a number of inputs that cannot be in groups of 32; the others are quantized.
     model = tiny_model("llama", intermediate_size=80).requires_grad_(False)
     model.config.save_pretrained(tmp_path)

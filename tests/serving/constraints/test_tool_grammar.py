@@ -10,7 +10,7 @@ from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat,
 from penstock.engine.tool_format import CallableTool
 from penstock.serving.constraints.sources import JsonReading
 from penstock.serving.tools import ToolUse, answer_grammar
-from tests.api.test_tools import allowed, named, use_of
+from tests.serving.test_tools import allowed, named, use_of
 
 TOOLS = [named("f", {"properties": {"b": {}, "a": {}}}), named("g")]
 STRICT = [TOOLS[0], {"function": {"name": "g", "strict": True}}]

@@ -13,7 +13,7 @@ from penstock.engine.parsing import Phase
 from penstock.engine.turn import Turn
 from penstock.serving.templates.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
 from penstock.serving.workers import Lane, Workers
-from tests.api.templates.test_template_environment import ENDLESS
+from tests.serving.templates.test_template_environment import ENDLESS
 
 USER = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": "Hi"}
