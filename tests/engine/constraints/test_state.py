@@ -258,7 +258,7 @@ def test_the_phases_follow_the_answer_until_the_grammar_has_begun() -> None:
     ]
     assert constraint.phase(answer) is ConstraintPhase.FINISHED
     with pytest.raises(ForbiddenToken, match="that was sampled"):
-        constraint.take(answer, *ids("!"))
+        constraint.take(answer, ids("!")[0])
 
 
 def test_a_finished_constraint_is_active_again_once_its_last_token_is_rolled_back() -> None:
