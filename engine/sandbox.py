@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, BinaryIO, ParamSpec, TypeVar, get_type_hints
 
@@ -123,8 +124,12 @@ class Sandbox:
         return result
 
     def run_blocking(self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        """`run` for a thread that may wait."""
-        result: Result = self._run(_Job(time.monotonic() + self._max_wait), functools.partial(function, *args, **kwargs))
+        """`run` for a thread that may wait. A `Cancellation` around the call kills the process as well."""
+        job = _Job(time.monotonic() + self._max_wait)
+        cancellation = _CANCELLATION.get()
+        if cancellation is not None:
+            cancellation.add(job)
+        result: Result = self._run(job, functools.partial(function, *args, **kwargs))
         return result
 
     def close(self) -> None:
@@ -266,6 +271,38 @@ class _Job:
             self.is_cancelled = True
             if self._child is not None:
                 self._child.send_kill()
+
+
+class Cancellation:
+    """Cancels a call in another thread, as far as it waits for sandboxes: their processes are killed."""
+
+    def __init__(self) -> None:
+        self._jobs: list[_Job] = []
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+
+    def run(self, call: Callable[[], Result]) -> Result:
+        """Calls it in this thread; `run_blocking` within raises `EngineUnavailable` once it is cancelled."""
+        token = _CANCELLATION.set(self)
+        try:
+            return call()
+        finally:
+            _CANCELLATION.reset(token)
+
+    def add(self, job: _Job) -> None:
+        with self._lock:
+            self._jobs.append(job)
+            if self._is_cancelled:
+                job.cancel()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            for job in self._jobs:
+                job.cancel()
+
+
+_CANCELLATION: ContextVar[Cancellation | None] = ContextVar("cancellation", default=None)
 
 
 class _Child:

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from penstock.engine.errors import EngineUnavailable
 from penstock.engine.heap import release_heap
+from penstock.engine.sandbox import Cancellation
 from penstock.engine.threads import HANDOVER
 
 T = TypeVar("T")
@@ -48,7 +50,7 @@ class Workers(Executor):
         self._lock = threading.Lock()
 
     async def run(self, lane: Lane | None, call: Callable[[], T]) -> T:
-        """Calls it in one of the lane's threads, or here without a lane.
+        """Calls it in one of the lane's threads, or here without a lane. Where the caller stops waiting, its jobs in sandboxes are killed.
 
         Raises `EngineUnavailable` where too many jobs wait in the lane already.
         """
@@ -58,10 +60,15 @@ class Workers(Executor):
             raise EngineUnavailable("the server has too many long requests to prepare: try again later")
         with self._lock:
             self._num_unfinished[lane] += 1
-        future = self._pools[lane].submit(_trimming, call) if lane is Lane.HUGE else self._pools[lane].submit(call)
+        cancellation = Cancellation()
+        future = self._pools[lane].submit(cancellation.run, functools.partial(_trimming, call) if lane is Lane.HUGE else call)
         future.add_done_callback(lambda _: self._finish(lane))  # not when the caller stops waiting: a thread cannot be stopped
-        with HANDOVER:
-            return await asyncio.wrap_future(future)
+        try:
+            with HANDOVER:
+                return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            raise
 
     def submit(self, function: Callable[Parameters, T], /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[T]:
         return self._pools[Lane.LONG].submit(function, *args, **kwargs)
