@@ -280,11 +280,11 @@ Outcome = Compiled | Refusal
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One compilation and how many requests wait for it. It `is_abandoned` once all of their clients have gone."""
+    """One compilation and how many requests wait for it. It is `abandoned` once all of their clients have gone."""
 
-    job: Job = field(init=False)
+    job: Job
+    abandoned: threading.Event
     num_waiters: int = 0
-    is_abandoned: bool = False
 
 
 class GrammarCompiler:
@@ -367,13 +367,14 @@ class GrammarCompiler:
     async def _compiled(self, key: str, spec: GrammarSpec, backend_name: str | None, client: str | None) -> Outcome:
         flight = self._flights.get(key) or self._begin(key, spec, backend_name, client)
         flight.num_waiters += 1
-        flight.is_abandoned = False
+        flight.abandoned.clear()
         try:
             return await self._within_limit(flight.job)
         except TimeoutError:
             raise self._overdue(flight.job, spec) from None
         except asyncio.CancelledError:
-            flight.is_abandoned = flight.num_waiters == 1
+            if flight.num_waiters == 1:
+                flight.abandoned.set()
             raise
         except Abandoned:  # it saw that before this request came
             return await self._compiled(key, spec, backend_name, client)
@@ -383,10 +384,10 @@ class GrammarCompiler:
                 del self._flights[key]
 
     def _begin(self, key: str, spec: GrammarSpec, backend_name: str | None, client: str | None) -> _Flight:
-        flight = _Flight()
         given_up = dict(self._given_up.get(key, NOTHING_GIVEN_UP))
-        work = functools.partial(_outcome, self._choice, spec, backend_name, given_up, lambda: not flight.is_abandoned)
-        flight.job = self._queue.submit(work, client)
+        abandoned = threading.Event()  # the work knows no more of the flight: in a circle, a grammar would outlive its place in the cache
+        work = functools.partial(_outcome, self._choice, spec, backend_name, given_up, lambda: not abandoned.is_set())
+        flight = _Flight(self._queue.submit(work, client), abandoned)
         flight.job.done.add_done_callback(functools.partial(self._land, key, flight))
         self._flights[key] = flight
         return flight

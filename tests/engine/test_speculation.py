@@ -171,7 +171,7 @@ def three_letters(token_ids: Sequence[int]) -> Tensor:
 )
 def test_tokens_are_drawn_from_the_models_own_distribution(params: dict[str, Any], reshape: Callable[[list[float]], list[float]]) -> None:
     """Without a seed, against the probabilities of all answers of four letters (a chi-square test)."""
-    core = make_core(three_letters, rows_for_weights=EAGER, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=200)
+    core = make_core(three_letters, rows_for_weights=EAGER, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=200, max_waiting=2000)
     runner_of(core).sampler = Sampler(VOCAB_SIZE, "cpu", seed=1)
     num_answers = 2000
     for number in range(num_answers // 20):
