@@ -21,8 +21,8 @@ class FormatInfo:
     describes any. Without either a parser is never chosen automatically.
 
     `prompt_tail` is how these models' prompts end after the last assistant header, with thinking on where it can be switched: what
-    `penstock parse` assumes unless it is told. `example` is an answer in the format, short and whole; that of a tool parser calls the tool
-    `weather` with the argument `city`, a string that is `Oslo`.
+    `penstock parse` assumes without `--prompt-tail`. `example` is a short, complete answer in the format; that of a tool parser calls the
+    tool `weather` with the argument `city`, a string that is `Oslo`.
     """
 
     models: str

@@ -34,7 +34,7 @@ class Parser(ABC):
 
 
 class Phase(enum.Enum):
-    """Where generation stands. UNDECIDED: nothing but white space so far, and the model may yet open its reasoning itself."""
+    """The part of the answer being generated. UNDECIDED: only white space so far, and the model may still open its reasoning itself."""
 
     UNDECIDED = "undecided"
     REASONING = "reasoning"
@@ -42,7 +42,7 @@ class Phase(enum.Enum):
 
 
 class ReasoningParser(Parser):
-    """A parser that splits reasoning from content, and tells the engine where it stands.
+    """A parser that splits reasoning from content, and reports the current phase to the engine.
 
     The engine reads `phase` to scope stop strings, start grammars, count reasoning tokens and hold the thinking budget;
     it writes `end_marker` itself when the budget is spent.

@@ -31,8 +31,8 @@ class Turn:
     def phase(self, starts: str | Sequence[str], ends: str | Sequence[str], boundaries: Sequence[str] = ()) -> Phase:
         """REASONING where the last marker in the tail is one of `starts`, CONTENT where it is one of `ends`, UNDECIDED with neither.
 
-        Markers before the last of `boundaries` belong to an earlier turn and are not looked at. Where there are none, content that is
-        continued is content still.
+        Markers before the last of `boundaries` belong to an earlier turn and are ignored. Without markers, the continuation of
+        non-empty content is CONTENT.
         """
         for text in (self.prompt_tail, self.continued):
             boundary = _last(text, boundaries)

@@ -45,7 +45,7 @@ def _settings(name: str, value: Any) -> list[tuple[Option, Any]]:
     if option is not None and not option.is_server_only:
         return [(option, value)]
     if option is not None or find(name, SERVER) is not None:
-        raise ConfigurationError(f"`{name}` is the server's, and there is none here")
+        raise ConfigurationError(f"`{name}` is an option of the server, which is not running here")
     if find(name, ENGINE) is not None:
         return [(OPTIONS_BY_ANY_NAME[ours], setting) for ours, setting in to_our_keywords(name, value)]
     nearest = difflib.get_close_matches(name, [*known_arguments(), *ENGINE], n=1, cutoff=LIKENESS)

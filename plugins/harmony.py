@@ -25,7 +25,7 @@ class Header:
     """Holds the pieces of a header while it is open, and says what they make.
 
     `first` is the marker that it begins with and `pieces` what has been read of it. `channel` and `recipient` are
-    None where there is none; a recipient here is never a function.
+    None if missing; a recipient here is never a function.
     """
 
     def __init__(self, first: str, pieces: list[str]) -> None:
@@ -112,7 +112,7 @@ class HarmonyCall:
 
     @property
     def name(self) -> str:
-        """The first word. Empty where there is none."""
+        """The first word, or an empty string."""
         text = "".join(self._words)
         return "" if not text or text[0].isspace() else text.split(maxsplit=1)[0]
 

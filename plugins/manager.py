@@ -130,7 +130,7 @@ class Plugins:
         registry.is_open = False
 
     def resolve(self, registry: Registry[Any], option: str, name: str) -> str:
-        """The registered name for itself or for an alias. Raises `ConfigurationError` with the near ones where there is none."""
+        """The registered name for a name or an alias. Raises `ConfigurationError`, with similar names, for an unknown one."""
         known = registry.resolve(name)
         if known is None:
             names = [*registry, *registry.aliases]
@@ -142,7 +142,7 @@ class Plugins:
     def recognize(self, evidence: Evidence, turn: Turn | None = None) -> None:
         """Selects the parsers that a model's own files show, of each kind that the operator has left open.
 
-        Where they show no format of tool calls, the model is told to write them as Hermes does. All parsers that are selected are then made
+        Where they show no format of tool calls, the prompt asks for Hermes' format. All parsers that are selected are then made
         once more, for `turn`: it holds what parsers get to know of the model.
         """
         self.reasoning_parsers.choose(evidence)

@@ -191,7 +191,7 @@ class MarkerBuffer:
     def take_start(self, *markers: str) -> tuple[list[str], str | None] | None:
         """White space and the marker right after it; the marker is None where something else follows, which is left in the buffer.
 
-        None altogether while that cannot be told: all that has come is white space and perhaps part of a marker.
+        None altogether while undecided: so far there is only white space and perhaps part of a marker.
         """
         automaton = self._use(markers)
         while (piece := self.peek()) is not None:
@@ -279,7 +279,7 @@ class MarkerBuffer:
 
 
 def is_cut_marker(pieces: list[str], *markers: str) -> bool:
-    """Whether an answer that ends in these pieces was cut within one of the markers, or before it: white space may stand there too."""
+    """Whether an answer that ends in these pieces was cut within one of the markers, or before it; leading white space is ignored."""
     text = "".join(pieces).lstrip()
     return any(marker.startswith(text) for marker in markers) or not text
 

@@ -25,7 +25,7 @@ class Evidence:
     declared_fields: frozenset[str] = frozenset()
 
     def shows(self, sign: str) -> bool:
-        """An added token is a sign as a whole; in a template it may stand anywhere."""
+        """An added token is a sign as a whole; in a template it may occur anywhere."""
         return sign in self.added_tokens or any(sign in template for template in self.templates)
 
 

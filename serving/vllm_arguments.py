@@ -359,7 +359,7 @@ def _is_about_value(argument: VllmArgument, value: Any) -> bool:
 
 def _refusal(refused: str, shown: Callable[[str, str | None], str]) -> Callable[[str], ConfigurationError]:
     def refuse(hint: str) -> ConfigurationError:
-        told = re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda found: shown(found[1], found[2]), hint)
-        return ConfigurationError(f"{refused}: {told}")
+        filled = re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda found: shown(found[1], found[2]), hint)
+        return ConfigurationError(f"{refused}: {filled}")
 
     return refuse

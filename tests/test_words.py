@@ -15,33 +15,6 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
 SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", ".txt", "")  # the last two: what `penstock new-plugin` writes, and scripts
 
-# Paths that are not searched yet.
-NOT_YET = (
-    "arguments.py",
-    "vllm_arguments.py",
-    "llm/arguments.py",
-    "docs/logits-processors.md",
-    "docs/parsers.md",
-    "docs/plugins.md",
-    "docs/reasoning-parsers.md",
-    "docs/tool-parsers.md",
-    "engine/format_info.py",
-    "engine/grammar.py",
-    "engine/grammars/",
-    "engine/hooks.py",
-    "engine/parsing.py",
-    "engine/tool_format.py",
-    "engine/turn.py",
-    "plugins/expression_calls/",
-    "plugins/harmony/",
-    "plugins/json_calls/",
-    "plugins/markup_calls/",
-    "plugins/reasoning/",
-    "plugins/response_templates/",
-    "plugins/tools/",
-)
-NOT_YET_IN = "plugins"  # and the modules of this folder itself
-
 # A phrase, and what to write in its place. A blank is any white space, a comment's sign or an underscore.
 AVOIDED = {
     r"who|whom|whoever": "things are not persons; for a person, name the role: client, caller, operator",
@@ -70,15 +43,10 @@ ALLOWED = {  # by file: the words around a phrase in its ordinary sense
 PROSE = ("benchmarks/passages.py",)  # passages of literature
 
 
-def is_searched(path: str) -> bool:
-    is_waiting = path.startswith(NOT_YET) or (path.endswith(".py") and path.rpartition("/")[0] == NOT_YET_IN)
-    return not is_waiting and path not in PROSE
-
-
 def searched_files() -> list[str]:
     paths = [*ROOT.glob("*.py"), ROOT / "README.md", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
     names = (str(path.relative_to(ROOT)) for path in paths if path.is_file() and path.suffix in SUFFIXES)
-    return sorted(name for name in names if is_searched(name))
+    return sorted(name for name in names if name not in PROSE)
 
 
 def hits(text: str, allowed: tuple[str, ...] = ()) -> list[str]:
@@ -104,7 +72,7 @@ HELP: list[Callable[[], ArgumentParser]] = [
     build_parse_parser,
     build_new_plugin_parser,
     *GRAMMAR_PARSERS.values(),
-    *([] if "arguments.py" in NOT_YET else [build_parser]),
+    build_parser,
 ]
 
 
@@ -135,5 +103,5 @@ def test_ordinary_words_are_not_found(text: str) -> None:
 
 
 def test_what_is_excepted_exists() -> None:
-    assert [path for path in (*NOT_YET, NOT_YET_IN, *PROSE, *ALLOWED) if not (ROOT / path).exists()] == []
+    assert [path for path in (*PROSE, *ALLOWED) if not (ROOT / path).exists()] == []
     assert all(words in (ROOT / path).read_text(encoding="utf-8") for path, allowed in ALLOWED.items() for words in allowed)

@@ -324,7 +324,7 @@ class GrammarCompiler:
     async def compile(self, spec: GrammarSpec, backend_name: str | None = None, *, client: str | None = None) -> CompiledGrammar:
         """The grammar of `spec`, by the named backend or by the first that takes it; exactly, or else as leniently as the spec allows.
 
-        `client` is whom to hold to account for the work. Raises `UnsupportedGrammar` where the constraint is too large, where no backend
+        `client` is the client that the work counts for. Raises `UnsupportedGrammar` where the constraint is too large, where no backend
         takes it or where the time limit passes, `QueueFull` where too many others, or of this client's, wait to be compiled, and
         `EngineUnavailable` where the time limit passes because the machine is busy.
         """
@@ -380,7 +380,7 @@ class GrammarCompiler:
             return await self._compiled(key, spec, backend_name, client)
         finally:
             flight.num_waiters -= 1
-            if not flight.num_waiters and self._queue.withdraw(flight.job):
+            if not flight.num_waiters and self._queue.cancel(flight.job):
                 del self._flights[key]
 
     def _begin(self, key: str, spec: GrammarSpec, backend_name: str | None, client: str | None) -> _Flight:
@@ -393,7 +393,7 @@ class GrammarCompiler:
         return flight
 
     def _overdue(self, job: Job, spec: GrammarSpec) -> Exception:
-        """What a request is told whose constraint is not compiled in time. Its job goes on, and the result is kept for the next."""
+        """The error for a request whose constraint is not compiled in time. Its job goes on, and the result is cached."""
         if not job.is_started:
             return QueueFull("too many constraints are being compiled")
         seconds = job.cpu_seconds
@@ -405,7 +405,7 @@ class GrammarCompiler:
         """Raises `TimeoutError`. What a backend starts for the first that needs it does not count."""
         until = job.clock.seconds + self._time_limit
         while (left := until - job.clock.seconds) > 0:
-            # Not cancelled: a client that gives up does not take the grammar from others who wait for it.
+            # Not cancelled: other requests may wait for the same grammar.
             await asyncio.wait([job.done], timeout=left + 0.001)
             if job.done.done():
                 outcome: Outcome = job.done.result()

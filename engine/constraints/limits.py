@@ -62,7 +62,7 @@ _LEXEMES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Where something stands, written out only when it is at fault."""
+    """A JSON path, written out only for an error."""
 
     parent: "_Path | str"
     step: str | int
@@ -158,7 +158,7 @@ def check_grammar(spec: GrammarSpec, budget: "_Budget") -> None:
 
 
 def _schemas_in(spec: GrammarSpec) -> Iterator[Any]:
-    """What may be a schema, wherever it stands: in a comment it costs no more than in a rule."""
+    """Everything that may be a schema, in comments as well as in rules."""
     num_characters = 0
     for number, found in enumerate(re.finditer(r"%json\s*", spec.text)):
         try:
@@ -358,7 +358,7 @@ def divisor_bits(schema: dict[str, Any]) -> float:
 
 
 def divisor(value: Any) -> int:
-    """A number's digits: where the point stands makes no difference. 1 for anything else."""
+    """A number's digits without its decimal point and trailing zeros. 1 for anything else."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not is_number and not (isinstance(value, float) and math.isfinite(value)):
         return 1

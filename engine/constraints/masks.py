@@ -96,7 +96,7 @@ class StepMasks:
             self.thread.submit(self.fill)
 
     def fill(self) -> None:
-        """Runs the jobs one after the other, except those that were withdrawn."""
+        """Runs the jobs one after the other, except those that were cancelled."""
         for job in self.awaited:
             job.run()
         self._is_over.set()
@@ -115,7 +115,7 @@ class StepMasks:
 class MaskPool:
     """Belongs to the thread that schedules. One thread fills a step's masks, and the step waits for it; another those of slow grammars.
 
-    When a step's time is up, jobs that have not begun are withdrawn, and the thread finishes its current one alone; that sequence samples
+    When a step's time is up, jobs that have not begun are cancelled, and the thread finishes its current one alone; that sequence samples
     in a later step, when its mask is there. From then on its masks are filled apart, until `NUM_MASKS_APART` of them were quick.
     With `samples_first` quick grammars are only asked for the masks of tokens that they have rejected.
     `wake` is called, in a mask thread, when a late mask is there.
@@ -195,7 +195,7 @@ class MaskPool:
         """The step is over, whether or not all its masks are there."""
         is_left_behind = False
         for constraint, job in self._in_flight:
-            if not job.is_apart and job.withdraw():
+            if not job.is_apart and job.cancel():
                 constraint.mask = None
                 continue
             job.on_done = self.wake
@@ -214,7 +214,7 @@ class MaskPool:
     def abandon(self, constraint: ConstraintState) -> None:
         """Drops the mask of a sequence that has ended, so that no other mask waits behind it."""
         job, constraint.mask = constraint.mask, None
-        if job is not None and job.is_apart and not job.withdraw() and not job.has_returned:
+        if job is not None and job.is_apart and not job.cancel() and not job.has_returned:
             self._thread_apart = self._thread_apart.successor()
 
     def wait(self) -> None:

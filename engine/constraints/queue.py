@@ -84,8 +84,8 @@ class GrammarQueue:
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def withdraw(self, job: Job) -> bool:
-        """Forgets a job that has not been started; False where it has, and where the queue has been closed."""
+    def cancel(self, job: Job) -> bool:
+        """Removes a job that has not been started; False if it has been, or if the queue is closed."""
         if job.is_started or job.done.done():
             return False
         self._waiting[job.client].remove(job)
@@ -125,7 +125,7 @@ class GrammarQueue:
                 result = _contained(job.work)
         except Exception as error:  # raised again where the job is waited for
             failure = error
-        with suppress(RuntimeError):  # the loop may be closed by now, and nobody waits
+        with suppress(RuntimeError):  # the loop may be closed by now, and then nothing waits
             loop.call_soon_threadsafe(self._finish, job, overdue, result, failure)
 
     def _step_aside(self, job: Job) -> None:
@@ -161,7 +161,7 @@ class GrammarQueue:
         assert not self._num_of_client
 
     def close(self) -> None:
-        """Starts nothing of what waits, and says so to those who wait for it; returns at once."""
+        """Fails the jobs that have not been started, without waiting for those that run."""
         waiting = [job for jobs in self._waiting.values() for job in jobs]
         self._waiting.clear()
         for job in waiting:

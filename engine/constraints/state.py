@@ -1,4 +1,4 @@
-"""Constrained decoding's two state machines: where a sequence stands in its constraint, and the job that fills its next mask."""
+"""Constrained decoding's two state machines: a sequence's position in its constraint, and the job that fills its next mask."""
 
 import copy
 import logging
@@ -66,7 +66,7 @@ MASK_TRANSITIONS: Mapping[MaskState, frozenset[MaskState]] = {
     MaskState.IDLE: frozenset({MaskState.QUEUED, MaskState.RUNNING}),
     # Back to IDLE where the step is over before a thread has claimed the job.
     MaskState.QUEUED: frozenset({MaskState.RUNNING, MaskState.IDLE, MaskState.FAILED}),
-    # Back to IDLE where only forced tokens were asked for, and there are none.
+    # Back to IDLE where only forced tokens were asked for and nothing is forced.
     MaskState.RUNNING: frozenset({MaskState.READY, MaskState.FORCED, MaskState.LATE, MaskState.FAILED, MaskState.IDLE}),
     MaskState.LATE: frozenset({MaskState.READY, MaskState.FORCED, MaskState.FAILED}),
     # A quick grammar's job is run again for each token.
@@ -300,7 +300,7 @@ class ConstraintState:
         return other
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens that `advance` let pass. The answer must not have read them."""
+        """Undoes `advance` for the last tokens. The answer must not have read them."""
         if num_tokens == 0:
             return
         num_taken = sum(self._taken[-num_tokens:])
@@ -320,7 +320,7 @@ class ConstraintState:
         return True
 
     def fill_at_once(self, answer: Answer, vocab_size: int, *, only_forced: bool) -> "MaskJob":
-        """Fills the next mask in this thread, always in the same row; `mask` is None where `only_forced` tokens were asked for in vain."""
+        """Fills the next mask in this thread, always in the same row; with `only_forced`, `mask` is None where nothing is forced."""
         if self._quick_job is None:
             self._quick_job = MaskJob(self, answer, allocate_bitmask(1, vocab_size), is_quick=True)
         self._quick_job.run_at_once(only_forced=only_forced)
@@ -438,8 +438,8 @@ class MaskJob:
         is_queued = self._move((MaskState.IDLE,), MaskState.QUEUED)
         assert is_queued
 
-    def withdraw(self) -> bool:
-        """Takes it back before any thread has claimed it; False where one has."""
+    def cancel(self) -> bool:
+        """Cancels the job before a thread claims it; False where one has."""
         return self._move((MaskState.QUEUED,), MaskState.IDLE)
 
     def mark_late(self) -> bool:
@@ -476,7 +476,7 @@ class MaskJob:
         self.seconds = time.perf_counter() - began_at
 
     def run(self) -> None:
-        """Runs the job, unless another thread has claimed it or it was withdrawn."""
+        """Runs the job, unless another thread has claimed it or it was cancelled."""
         if not self._move((MaskState.QUEUED,), MaskState.RUNNING):
             return
         self._begun_at = time.monotonic()

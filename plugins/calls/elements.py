@@ -120,7 +120,7 @@ _IN_TAG = re.compile(r"[^<>\n]*")
 class ElementReader(CallReader):
     """One call, from right after `<invoke name=`, to its `</invoke>` or to the end of the section, the tag `section`.
 
-    `mark` stands before each tag. An argument that is text comes out character by character, a nested one at its end. An element that was
+    `mark` precedes each tag. A text argument is streamed character by character, a nested one is emitted at its end. An element that was
     not closed ends with the one around it, or where an argument of the tool begins that it cannot hold. Tags that fit nowhere are text in
     a value that is text, and passed over elsewhere. Anything else between arguments ends the call.
     """
@@ -314,7 +314,7 @@ _MAX_DEPTH = 6
 
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat(CallFormat):
-    """`mark` stands before each tag, all calls in an element `section`, and each of them in an element `invoke`.
+    """`mark` precedes each tag. All calls are in an element `section`, each in an element `invoke`.
 
     Where a grammar writes them, values that nest in another way than by plain properties and items are JSON, which is read as well.
     Required properties are all there and in the schema's order, others may be left out.

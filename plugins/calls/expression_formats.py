@@ -45,7 +45,7 @@ _MARKS = frozenset(":,{}[]")
 
 @dataclass(frozen=True, kw_only=True)
 class PythonFormat(CallFormat):
-    """`block` stands around the calls, with `separator` between them: keywords in the order of the schema, and JSON for the values, which
+    """`block` encloses the calls, with `separator` between them: keywords in the order of the schema, and JSON for the values, which
     the parser takes for literals too.
 
     What the parser looks for follows: the markers around `{calls}`, and whether these are a list in brackets. Where `is_bare`, such a list

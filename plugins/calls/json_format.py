@@ -22,7 +22,7 @@ _BETWEEN = "between"  # a field of a head that says nothing
 
 @dataclass(frozen=True, kw_only=True)
 class JsonFormat(CallFormat):
-    """`block` stands around all calls, with `separator` between them; each of them is a `call`. All three are written as the model's own
+    """`block` encloses all calls, with `separator` between them; each of them is a `call`. All three are written as the model's own
     template writes them, white space included.
 
     Slots are `{calls}` in `block`, and in `call` either `{object}`, the whole object with these `keys`, or its parts: `{arguments}`, before
@@ -35,7 +35,7 @@ class JsonFormat(CallFormat):
 
     Where `may_be_array`, as where `block` has a bracket, one call or an array may follow an opening. `trigger` is the text at which a
     grammar takes over, the first marker where it is not given. Where `is_offered_only`, what calls other tools is content; where
-    `may_repeat_name`, an offered tool's name may stand before the opening too.
+    `may_repeat_name`, an offered tool's name may precede the opening too.
     """
 
     call: str = "{object}"

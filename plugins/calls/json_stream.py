@@ -17,8 +17,8 @@ from penstock.plugins.markers import MarkerBuffer, compile_markers, is_cut_marke
 class CallEnvelope:
     """The markers of a format; white space between them is part of it.
 
-    A call begins after one of `openings`, which may stand alone or first in one of `sections`. After a call, `closings` may follow, in this
-    order and each at most once, and then the next call. `separators` stand between calls that have no opening of their own.
+    A call begins after one of `openings`, on its own or at the start of one of `sections`. After a call, `closings` may follow, in this
+    order and each at most once, and then the next call. `separators` are written between calls that have no opening of their own.
 
     With `is_array`, `openings` are followed by an array of calls; where `may_be_array`, by one call or by an array. `bare` are texts with
     which calls begin that have no opening at all: the first character of an array or of an object, and what more it takes to tell it from
@@ -88,7 +88,7 @@ def is_field(text: str) -> bool:
 class JsonCallReading:
     """Hands the text in `buffer` to a reader, one call after the other, and gives out what the reader makes of it.
 
-    `block` is the text of a call that has not started, with what stands before it: it is given back where no call starts. An added token
+    `block` is the text of a call that has not started, with what precedes it: it becomes text if no call starts. An added token
     that is one of `ends` ends any call, even in the middle of a string; plain text that is one does where the string has no right end.
     """
 
@@ -135,7 +135,7 @@ class JsonCallReading:
         is_end = is_special and piece in self._ends
         end = start if is_end else reader.feed(piece, start)
         is_malformed = is_end or reader.is_malformed
-        if not self.is_started and is_special and is_malformed:  # it stays whole, for those who look for it
+        if not self.is_started and is_special and is_malformed:  # it is left whole for the markers' own states
             end = start
         self._take(piece if is_special else piece[start:end], end - start)
         if is_malformed:
@@ -237,7 +237,7 @@ class JsonStream(CallStream):
     """A call starts as soon as it is known by name and its arguments have begun; these are given out as they were written where they are
     JSON.
 
-    White space between calls is part of the format. What is no call is `Text` as it stood, and calls after it are read; one that goes
+    White space between calls is part of the format. What is no call is `Text`, unchanged, and calls after it are read; one that goes
     wrong after it has started is closed there, and the rest is `Text`. With `tool_choice: none`, everything is.
 
     `call` makes the reader of a call that is one JSON object. With `head`, a call is named before its arguments; in an envelope that
@@ -315,7 +315,7 @@ class JsonStream(CallStream):
         return marker is not None and self._enter(marker, [])
 
     def _enter(self, marker: str, before: list[str]) -> bool:
-        """Where calls may begin, with what stands before it and is text unless one does."""
+        """Enters the state after `marker`, where calls may begin; `before` and the marker are text unless one does."""
         self._held = [*before, *self._as_written(marker)]
         self._closings = self._envelope.closings
         if marker in self._envelope.sections:
@@ -397,7 +397,7 @@ class JsonStream(CallStream):
         return self._name_call(marker, events)
 
     def _name_call(self, marker: str, events: list[Event]) -> bool:
-        """At the end of the head, where `marker` stood."""
+        """At the end of the head, which `marker` has closed."""
         assert self._head is not None
         identity = self._head.identify(self._fields)
         if identity is None:

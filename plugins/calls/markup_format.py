@@ -47,21 +47,21 @@ class ParameterSchema:
 
     @property
     def is_text(self) -> bool:
-        """A string may stand here, so that text stands for it."""
+        """The value may be a string, which is written as plain text."""
         types = self.types
         return types is None or "string" in types
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarkupFormat(CallFormat):
-    """`block` stands around all calls, with `separator` between them; each of them is a `call`, and each parameter in that a `parameter`.
+    """`block` encloses all calls, with `separator` between them; each of them is a `call`, and each parameter in that a `parameter`.
 
     These are templates as the model's own writes them, white space included. Slots are `{calls}`; `{name}` and `{parameters}`; `{name}`,
     `{value}` and perhaps `{is_string}`, for `true` or `false`, or `{json_type}`, for the name of the value's type. Required parameters are
     all written and in the schema's order, others may be left out, and none is added. Line breaks around `{value}` are none of it.
 
     What the parser looks for follows (`markup`). What is read and not written, or does not follow, is given: `call_start` and
-    `parameter_start` are the markers with which a call and a parameter begin, where their names do not stand in tags that begin with `<`;
+    `parameter_start` are the markers with which a call and a parameter begin, if their names are not in tags that begin with `<`;
     the rest is described in `ParameterMarkup`. Where `may_lack_value_end`, the next parameter or the end of the call ends a value too.
     """
 
@@ -243,11 +243,11 @@ def _new_reader(markup: ParameterMarkup, buffer: MarkerBuffer, schemas: ToolSche
 def value_structure(
     parameter: ParameterSchema, new_value: Callable[[], TextValue], *, end: str, inner_ends: tuple[str, ...] = (), around: str = ""
 ) -> Structure:
-    """The value, up to and including the marker `end`; `inner_ends` end it too, and `around` stands on either side of it.
+    """The value, up to and including the marker `end`; `inner_ends` end it too, and `around` is written on either side of it.
 
     `new_value` gives what the parser reads it with.
 
-    Strings are text. Where other values could stand in the same place, they are told apart by how they read, so that this has to be a plain
+    Strings are text. Where other values are allowed in the same place, they are told apart by how they read, so that this has to be a plain
     string or number, `true`, `false` or `null`. Raises `UnsupportedGrammar`, with the property's path, for what cannot be enforced.
     """
     values = _given_values(parameter)
@@ -310,7 +310,7 @@ def _check_plain(parameter: ParameterSchema) -> None:
         for keyword in schema:
             if keyword not in _PLAIN and not keyword.startswith("x-"):
                 raise UnsupportedGrammar(
-                    f"`{keyword}` is not supported where a string may stand in this model's tool calls", f"{path}.{keyword}"
+                    f"`{keyword}` is not supported where a string is allowed in this model's tool calls", f"{path}.{keyword}"
                 )
             if keyword in ("anyOf", "oneOf") and isinstance(schema[keyword], list):
                 pending += [(branch, f"{path}.{keyword}[{place}]") for place, branch in enumerate(schema[keyword])]

@@ -24,7 +24,7 @@ class Tag:
 
 
 class Heads(Enum):
-    """Where names stand."""
+    """Where names are written."""
 
     TAGS = auto()  # in the opening tags
     LINES = auto()  # after the call's marker, up to the next one or the end of the line; a parameter's in a pair of markers
@@ -35,12 +35,12 @@ class ParameterMarkup:
     """`call` opens a call and `call_end` closes it; in between each parameter has a name and, before `value_end`, a value.
 
     With `Heads.TAGS`, `call` and `parameter` are the beginnings of tags, the rest of which, up to `tag_end`, `read_tag` reads, and `lead`
-    is what stands between the call's marker and such a tag, whatever comes before it. With `Heads.LINES`, `name_ends` follow the call's
-    name, where there are any, and `name_end` and `value` stand between a parameter's name and its value; before `value`, a type may stand
+    is the text between the call's marker and such a tag, whatever precedes it. With `Heads.LINES`, `name_ends` follow the call's
+    name, where there are any, and `name_end` and `value` separate a parameter's name from its value; before `value`, a type may be written
     between `type_start` and `type_end`.
 
-    `section` is what all calls stand in, `skipped` are markers between calls that say nothing. `implied_ends` end a value that was not
-    closed; those that are added tokens do so in all formats. A value may also stand between `literal` and `literal_end`, which nothing
+    `section` encloses all calls, `skipped` are markers between calls that mean nothing. `implied_ends` end a value that was not
+    closed; those that are added tokens do so in all formats. A value may also be enclosed in `literal` and `literal_end`, which nothing
     else ends. Where `may_lack_section`, a call of an offered tool may begin without it; where `is_offered_only`, others are no calls.
     """
 
@@ -122,7 +122,7 @@ class ParameterReader(CallReader):
     """One call, from right after `markup.call`.
 
     A name that holds white space or brackets is one only where the request offers such a tool. The call is certain with its first
-    parameter, with its end or, where one JSON object stands in the place of the parameters, with that. Anything but white space between
+    parameter, with its end or, if one JSON object takes the place of the parameters, with that. Anything but white space between
     parameters ends the call, as the end of the answer does: it is complete there, and stays open where it stops inside a parameter.
 
     What closes the call or its section, as plain text inside a value, is part of the value where the value's own end follows. Where the
@@ -410,7 +410,7 @@ class ParameterReader(CallReader):
         self._num_quoted.clear()
 
     def _read_literal(self) -> Progress:
-        """Whether the value stands in markers of its own."""
+        """Whether the value has markers of its own."""
         start = self._buffer.take_start(self._markup.literal)
         if start is None:
             return Progress.WAITING

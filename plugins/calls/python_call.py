@@ -26,7 +26,7 @@ class PythonString:
         self.is_over = False
         self._quote = quote
         self._is_raw = is_raw
-        self._num_quotes = 1  # that stand side by side at the moment
+        self._num_quotes = 1  # adjacent ones, so far
         self._is_triple: bool | None = None  # None: no other character than the first mark has come
         self._escape: list[str] | None = None
         self._characters: list[str] = []

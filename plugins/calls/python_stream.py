@@ -15,7 +15,7 @@ _HEAD = re.compile(rf"\s*\[?\s*{NAME.pattern}")
 
 @dataclass(frozen=True, slots=True)
 class PythonEnvelope:
-    """`start` and `end` stand around the calls wherever they come up; `is_bare` calls begin the answer without a marker.
+    """`start` and `end` enclose the calls anywhere in the answer; `is_bare` calls begin the answer without a marker.
 
     `has_list` says that the calls are a list in brackets, which may be missing between markers where `may_lack_brackets`; else each has a
     line of its own.
@@ -29,7 +29,7 @@ class PythonEnvelope:
 
 
 class PythonStream(CallStream):
-    """Reads calls whose arguments are literals, each by a keyword; anything else is no call, and `Text` as it stood.
+    """Reads calls whose arguments are literals, each by a keyword; anything else is no call, and `Text`, unchanged.
 
     A call between others that is none does not keep those after it from being read. One that goes wrong after its first value is closed
     there, and the rest is `Text`. With `tool_choice: none`, everything is text.

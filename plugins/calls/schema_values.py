@@ -210,7 +210,7 @@ _CONTAINERS = frozenset(_CONTAINER_OF.values())
 _BOOLEANS = {"true": "true", "false": "false"}
 _DIGITS = {"1": "true", "0": "false"}
 _NULLS = frozenset({"null", "none", "nil"})
-_STRICT_NULLS = frozenset({"null", "Null", "NULL"})  # where a string may stand, `none` is more likely one
+_STRICT_NULLS = frozenset({"null", "Null", "NULL"})  # where a string is allowed, `none` is more likely one
 _MAX_UNDECIDED = 64
 
 
@@ -279,7 +279,7 @@ def _as_word(text: str, types: Types, *, is_json: bool) -> str | None:
 
 
 def _nulls(*, is_json: bool) -> frozenset[str]:
-    """The spellings of null where a string may stand. Where JSON is expected, Python's is one too: a string would have quotation marks."""
+    """The spellings of null where a string is allowed. Where JSON is expected, Python's is one too: a string would have quotation marks."""
     return _STRICT_NULLS | {"None"} if is_json else _STRICT_NULLS
 
 
@@ -308,7 +308,7 @@ def _as_python(text: str, types: Types) -> str | None:
 
 
 def _as_escaped(text: str, types: Types) -> str | None:
-    r"""A container as it would stand inside a string, `[\"a\"]`: GLM-4.6 writes some so."""
+    r"""A container escaped as if inside a string, `[\"a\"]`, as GLM-4.6 sometimes writes it."""
     if not types & _CONTAINERS or not text.startswith(("{", "[")) or "\\" not in text:
         return None
     try:
@@ -339,7 +339,7 @@ class TextValue:
 
     @property
     def is_in_json_string(self) -> bool:
-        """Inside a string of JSON: what looks like markup there is none."""
+        """Inside a string of JSON, where markup is part of the string."""
         return self._scanner is not None and self._scanner.state in (State.STRING, State.ESCAPE)
 
     def feed(self, text: str) -> str:
@@ -385,7 +385,7 @@ class TextValue:
         return to_json(self.raw, self._types, is_json=self._is_json)
 
     def cut(self) -> str:
-        """The rest, as it stands, the value not being complete: the beginning of JSON, or else of a string."""
+        """The rest of an incomplete value, unchanged: the beginning of JSON, or else of a string."""
         if self._is_string:
             return self._string(self._newline)
         scanner = JsonScanner()

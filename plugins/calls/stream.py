@@ -108,7 +108,7 @@ class CallReader(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The markers of what stands around calls, as one call's reader meets them where the call was not closed."""
+    """The markers that enclose calls, which a call's reader meets if the call was not closed."""
 
     markers: tuple[str, ...]
     added_tokens: frozenset[str]
@@ -132,10 +132,10 @@ _INDENT = " \t"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """`call` opens a call; all of them stand between `section` and `section_end` where there are such.
+    """`call` opens a call; `section` and `section_end`, if given, enclose all of them.
 
-    `skipped` may stand between calls and mean nothing. Where `may_lack_section`, a call of an offered tool may begin at the beginning of a
-    line without one. Where `is_offered_only`, what calls a tool that the request does not offer is text.
+    `skipped` markers may occur between calls and mean nothing. Where `may_lack_section`, a call of an offered tool may begin a line
+    without one. Where `is_offered_only`, what calls a tool that the request does not offer is text.
     """
 
     call: str
@@ -156,7 +156,7 @@ NewReader = Callable[[MarkerBuffer, ToolSchemas, Surroundings], CallReader]
 class CallStream(ToolParser):
     """A tool parser: text, and calls in it, as a state machine whose states (`_step`) read from the buffer as far as they can.
 
-    What is no call is `Text` as it stood; what may become one is held back until that is certain. White space between calls is part of the
+    What is no call is `Text`, unchanged; what may become one is held back until that is certain. White space between calls is part of the
     format. With `tool_choice: none`, everything is text.
     """
 
@@ -261,7 +261,7 @@ class SectionStream(CallStream):
         return self._follow(marker, [])
 
     def _follow(self, marker: str, space: list[str]) -> bool:
-        """A marker of the envelope came where it may stand."""
+        """Handles a marker of the envelope that is allowed here."""
         envelope = self._envelope
         pieces = [*space, *self._around.pieces(marker)]
         if marker == envelope.call:
@@ -342,7 +342,7 @@ class SectionStream(CallStream):
         self._step = self._read_text
 
     def _read_after(self, events: list[Event]) -> bool:
-        """After a call, or after the section that it stood in."""
+        """After a call, or after its section."""
         envelope = self._envelope
         markers = (
             *self._ends,

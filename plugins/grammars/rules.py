@@ -1,7 +1,7 @@
 """A constraint as a grammar with rules, which takes recursion: for backends whose library compiles rules rather than schemas.
 
 For JSON Schema it is what `json_schema` translates into regular languages, and more: references may recur, a schema may allow any value,
-a required property need not be described, and `additionalProperties` may stand beside `properties`, whose values come first. Where it is
+a required property need not be described, and `additionalProperties` may be used with `properties`, whose values come first. Where it is
 absent, no further properties are allowed. How values are spelled, and what is refused, is the same.
 """
 

@@ -63,8 +63,8 @@ class JsonRepair:
         self._bare_depth = 0
         self._ends = ends
         self._state = 0  # of `ends`
-        self._is_marked = False  # one of `ends` stands in the string
-        self._is_dubious = False  # a quotation mark stands in the string that did not end it
+        self._is_marked = False  # one of `ends` occurs in the string
+        self._is_dubious = False  # a quotation mark in the string did not end it
         self._tail: list[str] = []  # of the string, from what may be a marker on
         self._num_marked = 0
 
@@ -89,7 +89,7 @@ class JsonRepair:
         return position
 
     def end_at_marker(self) -> bool:
-        """No more comes: a marker in the string that is open ended the object. False where there is none."""
+        """At the end of input: a marker in the open string ended the object. False without such a marker."""
         if not self._is_marked or self._closing or self._step == self._read_string_end:
             return False
         self._fail_at_marker()
@@ -240,7 +240,7 @@ class JsonRepair:
         return position
 
     def _fail_key(self, position: int) -> int:
-        """What stands after a comma is no key: the string before it goes on, if there is one."""
+        """What follows a comma is no key: the string before it goes on, if there is one."""
         if not self._closing:
             return self._fail(position, self._take_bare())
         if self._is_marked:

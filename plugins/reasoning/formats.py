@@ -21,7 +21,7 @@ DEEPSEEK_R1 = ThinkFormat(
     signs=("split('</think>')[-1]", "<｜Assistant｜>"),
     prompt_tail=OPEN_LINE,
     example=ON_LINES,
-    note="What follows the marker is kept as it stands.",
+    note="What follows the marker is kept unchanged.",
 )
 GLM45 = ThinkFormat(
     models="GLM-4.5, GLM-4.6",
@@ -85,7 +85,7 @@ THINK_TAGS = {
         example="",
         note="The same parser as `glm45`; these models' prompts open the reasoning.",
     ),
-    # In 3.2 sentences of ordinary text announce reasoning and response, in 3.3 both stand in tags.
+    # In 3.2 sentences of ordinary text announce reasoning and response, in 3.3 both are in tags.
     "granite": ThinkFormat(
         models="Granite 3.2",
         start="Here is my thought process:",

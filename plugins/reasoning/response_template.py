@@ -37,7 +37,7 @@ class TemplateReasoning(ReasoningParser):
         self._has_implicit = template.implicit is not None
         self._reader = TemplateReader(template, turn.added_tokens)
         self._space = EdgeSpace()
-        self._between: list[str] | None = None  # what stands after a field, while another one may follow
+        self._between: list[str] | None = None  # text after a field, while another one may follow
         self._num_blocks = 0
         self._joins = ""
         self._reader.feed(after_anchor(template, turn.prompt_tail, turn.added_tokens))

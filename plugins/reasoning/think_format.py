@@ -43,8 +43,8 @@ class ThinkFormat(Format):
 
     `newlines_after_start`, `newlines_before_end` and `newlines_after_end` are how many line breaks there belong to the marker. Where it
     `trims_space`, all white space at both ends of the reasoning does, and that between it and what wraps content. `content_starts` and
-    `wrappers` stand around content and are taken out; a content start in the prompt has closed the reasoning. `{tool}` in a wrapper is the
-    name of any tool that the request offers. `content_tags` are taken out where they stand around the whole content. Where it has
+    `wrappers` enclose content and are removed; a content start in the prompt has closed the reasoning. `{tool}` in a wrapper is the
+    name of any tool that the request offers. `content_tags` are removed where they enclose the whole content. Where it has
     `nonempty_content`, reasoning that no content follows is content with `enable_thinking: false` or `force_nonempty_content: true`.
 
     `models`, `aliases`, `signs`, `counter_signs` and `prompt_tail` are those of `FormatInfo`. So are `markers` and `example`, which follow
@@ -133,7 +133,7 @@ class ThinkFormat(Format):
         return Phase.CONTENT if is_off else Phase.UNDECIDED
 
     def pairs(self, turn: Turn) -> list[tuple[str, str]]:
-        """The pairs of markers that may stand anywhere in this answer; the engine writes the first."""
+        """The pairs of markers that may occur anywhere in this answer; the engine writes the first."""
         if self.effort_markers:
             effort = turn.chat_template_kwargs.get("reasoning_effort")
             used = [pair for name, pair in self.effort_markers if name == effort or any(marker in turn.prompt_tail for marker in pair)]
@@ -208,7 +208,7 @@ class ThinkParser(ReasoningParser):
         return read_steps(self._buffer, text, lambda events: self._step(self, events))
 
     def finish(self) -> list[Event]:
-        """Gives back what is held: a marker that was never completed is part of what it stood in."""
+        """Emits the text held back: a marker that was never completed is part of its reasoning or content."""
         events: list[Event] = []
         self._give_out(self._buffer.finish(), events)
         if self._space is not None:
@@ -227,7 +227,7 @@ class ThinkParser(ReasoningParser):
         self._num_newlines = num_newlines
 
     def _open(self, space: Sequence[str], events: list[Event]) -> None:
-        """Enters a block after its start marker, before which `space` stood."""
+        """Enters a block after its start marker, which `space` preceded."""
         self._enter(State.LABEL if self._labels else State.REASONING, self._num_newlines)
         self._give_out(list(space), events)
         self._num_newlines = self._format.newlines_after_start

@@ -20,7 +20,7 @@ CALLS_FIELD = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class Delimiter:
-    """Literals, the longest first, or one pattern; neither where there is none."""
+    """Literals, the longest first, or one pattern; without either there is no delimiter."""
 
     literals: tuple[str, ...] = ()
     pattern: str | None = None
@@ -29,7 +29,7 @@ class Delimiter:
         return bool(self.literals) or self.pattern is not None
 
     def add_to(self, program: Program) -> int:
-        """Returns for how many patterns of the program it stands."""
+        """Returns how many patterns it adds to the program."""
         for literal in self.literals:
             program.add_literal(literal)
         if self.pattern is not None:

@@ -46,7 +46,7 @@ NOTATION = (
         end="<end_function_call>",
         delimiter="<escape>",
         types_of_strings=SCALARS,
-        quirks="all values stand between delimiters: without a schema, what looks like a number or a constant is one",
+        quirks="all values are enclosed in delimiters: without a schema, what looks like a number or a constant is one",
         aliases=("function_gemma", "function-gemma"),
         signs=("<start_function_call>", "<end_function_call>", "<escape>"),
     ),

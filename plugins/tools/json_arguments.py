@@ -28,7 +28,7 @@ FORMATS = (
         separator="\n",
         head=CallHead({"kind": {"<｜tool▁sep｜>": "name"}, "name": {"```json": None, "{": None}}),
         plain_markers=("```json", "```"),
-        quirks="What stands before the separator, `function`, is not looked at. The fence and the section may be missing.",
+        quirks="The text before the separator, `function`, is ignored. The fence and the section may be missing.",
         aliases=("deepseekv3", "deepseek-v3"),
         signs=("<｜tool▁calls▁begin｜>", "```json"),
     ),
@@ -127,7 +127,7 @@ MISTRAL_ARRAY = replace(MISTRAL, call="{object}", block="[TOOL_CALLS] [{calls}]"
 
 
 def mistral(turn: Turn) -> JsonStream:
-    """Every generation is read; how calls are written is told by the vocabulary."""
+    """Every generation is read; the vocabulary decides how calls are written."""
     return (MISTRAL if "[ARGS]" in turn.added_tokens else MISTRAL_ARRAY)(turn)
 
 

@@ -62,7 +62,7 @@ BLOCKS = (
         keys=CallKeys(arguments=("args", "arguments", "parameters")),
         may_repeat_name=True,
         markers=("<|message_model|>", "<|content_invoke_tool_json|>", "<|end_message|>"),
-        quirks="An offered tool's name may stand before the second marker too.",
+        quirks="An offered tool's name may precede the second marker too.",
         signs=("<|content_invoke_tool_json|>",),
     ),
     JsonFormat(
@@ -227,7 +227,7 @@ GIGACHAT_30 = replace(GIGACHAT, call=f"{_GIGACHAT_END}{_GIGACHAT_ROLE}{{object}}
 
 
 def gigachat3(turn: Turn) -> JsonStream:
-    """Both generations are read; how calls are written is told by the vocabulary."""
+    """Both generations are read; the vocabulary decides how calls are written."""
     is_older = _GIGACHAT_END in turn.added_tokens and GIGACHAT.opening not in turn.added_tokens
     return (GIGACHAT_30 if is_older else GIGACHAT)(turn)
 
@@ -274,7 +274,7 @@ QWEN25_STRICT = replace(
 
 
 def qwen25_coder(turn: Turn) -> ToolParser:
-    """Hermes' blocks, and the objects of offered tools that stand elsewhere."""
+    """Hermes' blocks, and JSON objects elsewhere that call offered tools."""
     if has_strict_tool(turn.tools):
         return QWEN25_STRICT(turn)
     return ParsersInTurn(HERMES(turn), lambda: QWEN25(turn), QWEN25.tool_format)

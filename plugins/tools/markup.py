@@ -95,7 +95,7 @@ TAGS = (
         lead="<steptml:invoke name=",
         call_end="</steptml:invoke>",
         skipped=("<｜tool_call_end｜>", "<｜tool_sep｜>"),
-        quirks="What stands between `<｜tool_call_begin｜>` and `<steptml:invoke` is passed over.",
+        quirks="The text between `<｜tool_call_begin｜>` and `<steptml:invoke` is ignored.",
         aliases=("step-3",),
         signs=("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>"),
     ),
@@ -256,8 +256,8 @@ def _dsml(name: str, section: str, space: str = "") -> MarkupFormat:
         may_lack_section=True,
         may_lack_value_end=True,
         wrappers=("arguments", "input"),
-        quirks='`string="true"` is a string where the schema allows one, `string="false"` is JSON. What stands in a parameter `arguments` '
-        "or `input`, which the tool does not have, are the arguments. The section may be missing at the beginning of a line, unless a tool "
+        quirks='`string="true"` is a string where the schema allows one, `string="false"` is JSON. A parameter `arguments` or `input` '
+        "that the tool does not have holds the arguments. The section may be missing at the beginning of a line, unless a tool "
         "is strict.",
     )
 

@@ -51,14 +51,14 @@ class HarmonyCalls(ToolParser):
         return self._harmony.feed(text)
 
     def finish(self) -> list[Event]:
-        """Gives back what is held."""
+        """Emits the text held back."""
         return [] if self._harmony is None else self._harmony.finish()
 
 
 INFO = FormatInfo(
     models="gpt-oss",
     markers=(CHANNEL, TO, CONSTRAIN, MESSAGE, *ENDS, ROLE),
-    quirks="the recipient stands before or after the channel; one call per message; alone, it reads `analysis` as reasoning",
+    quirks="the recipient precedes or follows the channel; one call per message; alone, it reads `analysis` as reasoning",
     aliases=("gpt-oss", "gpt_oss", "gptoss", "openai_gptoss", "harmony"),
     signs=(CHANNEL, MESSAGE, "functions."),
     prompt_tail=ROLE,

@@ -30,7 +30,7 @@ Call = tuple[str, str]
 
 
 class TemplateCalls(ToolParser):
-    """A call comes out whole when its field ends: what it means is not known before. A field that is none is `Text` as it stood."""
+    """A call is emitted whole when its field ends, since its meaning is not known before. A field that is no call is `Text`, unchanged."""
 
     tool_format = None
 

@@ -13,7 +13,7 @@ from penstock.engine.constraints import queue
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.deltas import ClientFault, FinishReason
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.serving.messages import check_delta
 from tests.fakes import generate, make_core, make_request
 from tests.matchers import Grammar, Walk
@@ -53,7 +53,7 @@ def test_an_engine_that_gives_up_ends_its_own_request_with_a_400(method: str, is
 
 
 @dataclass
-class Backend:
+class Backend(GrammarBackend):
     """Its grammars do as `walk` does. It compiles once the gate is open."""
 
     walk: Any

@@ -96,7 +96,7 @@ def test_special_tokens_and_the_text_of_a_stop_token_never_match(backend: Xgramm
         assert not any(matcher.advance(token_id) for token_id in (CALL_ID, STOP, VOCABULARY.size, -1))
 
 
-def test_nothing_is_allowed_after_a_stop_token_until_it_is_taken_back(backend: XgrammarBackend) -> None:
+def test_nothing_is_allowed_after_a_stop_token_until_it_is_rolled_back(backend: XgrammarBackend) -> None:
     matcher = compiled(backend, GrammarKind.REGEX, "a+").matcher()
     assert not matcher.advance(STOP)
     assert matcher.advance(ord("a"))

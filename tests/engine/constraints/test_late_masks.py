@@ -303,13 +303,13 @@ def queued_job(matcher: Walk) -> MaskJob:
     return job
 
 
-def test_a_withdrawn_job_is_run_by_no_thread() -> None:
+def test_a_cancelled_job_is_run_by_no_thread() -> None:
     jobs = [queued_job(Walk(number, forces=False)) for number in range(3)]
-    assert jobs[1].withdraw()
+    assert jobs[1].cancel()
     masks = StepMasks(allocate_bitmask(3, VOCAB_SIZE), {range(row, row + 1): job for row, job in enumerate(jobs)}, jobs, MaskThread(), 60.0)
     assert masks.wait() == [0, 2]
     assert [job.state for job in jobs] == [MaskState.READY, MaskState.IDLE, MaskState.READY]
-    assert not any(job.withdraw() for job in jobs)
+    assert not any(job.cancel() for job in jobs)
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
@@ -322,7 +322,7 @@ def test_a_late_job_ends_as_its_thread_finds_unless_it_was_given_up(release: thr
     thread.submit(job.run)
     assert matcher.asked.wait(timeout=60)
     assert (job.state, job.is_pending) == (MaskState.RUNNING, True)
-    assert not job.withdraw()
+    assert not job.cancel()
     assert job.mark_late()
     assert (job.state, job.is_pending, job.needs_no_sample) == (MaskState.LATE, True, False)
     assert not is_given_up or job.give_up()

@@ -105,8 +105,8 @@ def test_a_client_that_floods_is_turned_away_and_others_are_not(monkeypatch: pyt
         jobs += [queue.submit(work.job(name), name) for name in ("b", "c")]
         with pytest.raises(QueueFull, match="too many constraints are"):
             queue.submit(work.job("d"), "d")
-        assert queue.withdraw(jobs[2])
-        assert not queue.withdraw(jobs[0])
+        assert queue.cancel(jobs[2])
+        assert not queue.cancel(jobs[0])
         jobs[2] = queue.submit(work.job("d"), "d")
         work.gates["a1"].set()
         await asyncio.gather(*(job.done for job in jobs))
