@@ -308,7 +308,7 @@ def read_steps(buffer: MarkerBuffer, text: str, step: Callable[[list[Event]], bo
 
 
 class EdgeSpace:
-    """Gives out a stretch of text without the white space before it, where `drops_leading`, and holds back what may be that at its end."""
+    """Emits a stretch of text without the white space before it, where `drops_leading`, and holds back what may be that at its end."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
