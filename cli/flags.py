@@ -22,7 +22,7 @@ WORDS = ("serve", *COMMANDS)  # all but the first have flags of their own
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Names the nearest flag where one is unknown: before anything else, since argparse may first trip over the value that follows it.
+    """Names the nearest flag for an unknown one, before parsing, since argparse might first fail at the value that follows it.
 
     `near_flags` are offered beside its own. A mistake is one line, and exit code 2.
     """
@@ -57,7 +57,7 @@ def add_option(container: argparse._ActionsContainer, option: Option, *, default
 
 
 def reported(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """With the message of a `ValueError`, which argparse would replace."""
+    """Keeps the message of a `ValueError`, which argparse would replace."""
 
     def convert(text: str) -> Any:
         try:
@@ -69,7 +69,7 @@ def reported(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None = None) -> Arguments:
-    """Raises `ConfigurationError` for values that do not go together; argparse itself exits with code 2 for those it cannot read.
+    """Raises `ConfigurationError` for contradictory values; argparse itself exits with code 2 for invalid ones.
 
     `parser` is one that `build_parser` made.
     """
@@ -111,13 +111,13 @@ def _is_model(word: str) -> bool:
 
 
 def build_parser() -> CommandParser:
-    """Of the server's command line. What is not given is not in its namespace: defaults are those of the options."""
+    """The parser of the server's command line. Flags that are not given are not in the namespace: `Arguments` has the defaults."""
     parser = CommandParser(
         prog="penstock",
         usage="%(prog)s [serve [MODEL]] [FLAG ...]",
         description="Serve a language model, or one that embeds, scores or classifies texts, over OpenAI's HTTP interface. Without flags: "
         "a small default model at http://127.0.0.1:8000/v1.",
-        epilog="vLLM's flags that ask for what is the case here, such as those of automatic tool choice or of parallel sizes of 1, are "
+        epilog="vLLM's flags that request what Penstock does anyway, such as automatic tool choice or parallel sizes of 1, are "
         "accepted; each of the others is refused with what to use instead. "
         "`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "
         "a model's output, `penstock grammar` tries schemas and grammars, and `penstock new-plugin` begins a plug-in. Each has a --help.",
@@ -136,7 +136,7 @@ def build_parser() -> CommandParser:
 
 
 def add_model_choice(group: argparse._ArgumentGroup) -> None:
-    """What every command takes that needs a model's files."""
+    """Flags of every command that needs a model's files."""
     for name in ("model", "trust_remote_code"):
         add_option(group, OPTIONS[name], default=OPTIONS[name].default)
 
@@ -147,14 +147,14 @@ def add_plugin_choice(group: argparse._ArgumentGroup, help: str = "", *, is_befo
 
 
 def add_parser_choice(group: argparse._ArgumentGroup) -> None:
-    """What selects parsers, by a model's files where no flag names one."""
+    """Flags that select parsers; a model's files choose those that no flag names."""
     add_plugin_choice(group, is_before_file=False)
     for name in ("reasoning_parser", "tool_parser"):
         add_option(group, OPTIONS[name], default=OPTIONS[name].default)
 
 
 def add_named_parser_choice(group: argparse._ArgumentGroup) -> None:
-    """What selects parsers where no model can decide: one that no flag names is None."""
+    """Flags that select parsers without a model: one that no flag names is None."""
     add_plugin_choice(group, "load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable")
     for name, what in (("reasoning_parser", "its reasoning"), ("tool_parser", "tool calls")):
         option = replace(OPTIONS[name], metavar="NAME|none")

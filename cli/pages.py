@@ -1,4 +1,4 @@
-"""What docs/ derives from declarations: docs/flags.md, and the table of sampling parameters in docs/requests.md.
+"""Pages of docs/ that are generated from declarations: docs/flags.md, and the table of sampling parameters in docs/requests.md.
 
 `python -m penstock.cli.pages` in a checkout writes both.
 """
@@ -18,8 +18,8 @@ INTRODUCTION = """\
 # Flags
 
 Every flag of the server. The library takes each of them that is not marked *server* as a keyword argument of `LLM` and `AsyncLLM`, in
-snake case: `--max-num-seqs 8` is `max_num_seqs=8`. A model for [pooling](pooling.md) refuses those marked *generation*, but for values
-that ask for nothing. vLLM's flags that are not here are accepted where they ask for what is the case anyway; each of the others is
+snake case: `--max-num-seqs 8` is `max_num_seqs=8`. A model for [pooling](pooling.md) refuses those marked *generation*, except for values
+that change nothing. vLLM's flags that are missing here are accepted if they request what Penstock does anyway; each of the others is
 refused with what to use instead.
 """
 # Around the table in docs/requests.md.
@@ -87,7 +87,7 @@ def with_sampling_table(page: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What each file has to hold."""
+    """The text of each file."""
     requests = DOCS / "requests.md"
     return {DOCS / "flags.md": flags_page(), requests: with_sampling_table(requests.read_text(encoding="utf-8"))}
 

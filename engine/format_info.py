@@ -1,4 +1,4 @@
-"""What a wire format is known by: to people, to clients of other servers, and to `--plugin auto`."""
+"""The description of a wire format: for docs, for names from other servers, and for `--plugin auto`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from penstock.engine.turn import Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatInfo:
-    """Comes with a parser's factory when that is registered; docs/parsers.md is made of these.
+    """Registered with a parser's factory; docs/parsers.md is generated from these.
 
-    `models` are the families that write the format, `markers` what they write, `quirks` what else a reader should know, in a sentence.
-    `aliases` are the names by which other servers' users know the parser.
+    `models` are the families that write the format, `markers` its markers, `quirks` anything else worth knowing, in a sentence.
+    `aliases` are the parser's names in other servers.
 
     `signs` are texts that a model's own chat template or added tokens hold, all of them, where it writes this format; none of the
-    `counter_signs` may be there. `other_signs` are further sets, each of which tells as much as `signs` do, for models whose template and
-    whose tokens show different things. Of several parsers that fit, `--plugin auto` takes the one with the most signs, and of these the
+    `counter_signs` may be there. `other_signs` are further sets, each of which suffices like `signs`, for models whose template and
+    tokens differ. Of several parsers that fit, `--plugin auto` takes the one with the most signs, and of these the
     one whose signs are longest. Where none fits, it takes one of whose `declared_fields` the checkpoint's own `response_template`
-    describes any. Without either a parser is never chosen automatically.
+    describes any. A parser with neither is never chosen automatically.
 
     `prompt_tail` is how these models' prompts end after the last assistant header, with thinking on where it can be switched: what
     `penstock parse` assumes without `--prompt-tail`. `example` is a short, complete answer in the format; that of a tool parser calls the

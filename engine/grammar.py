@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The tokenizer as a grammar backend needs it: bytes, not strings.
 
-    `token_bytes[i]` is what token i adds to the text, or None where it is an added or special token and may never be matched as text.
-    `size` is the width of the logits, which may exceed len(token_bytes). `stop_token_ids` may end a constrained answer.
-    `fingerprint` is the same for equal vocabularies and for no others: the key for what a backend keeps between runs.
+    `token_bytes[i]` is what token i adds to the text, or None for an added or special token, which is never matched as text.
+    `size` is the width of the logits, which may exceed len(token_bytes). Any of `stop_token_ids` may end a constrained answer.
+    `fingerprint` is equal for equal vocabularies only: the key of a backend's caches between runs.
     `added_token_ids` are the added tokens by their text, the special ones among them. `encode` is the tokenizer itself, for ordinary text:
-    what makes a tokenization the canonical one. Without it nothing is ever forced.
+    it defines the canonical tokenization. Without it no tokens are forced.
     """
 
     token_bytes: tuple[bytes | None, ...]
@@ -38,8 +38,8 @@ class GrammarMatcher(ABC):
 
     Used by one thread at a time, not always the same: `fill_bitmask` and `forced_tokens` run beside the event loop, where 10 ms for one
     sequence delay no other; `advance`, `rollback` and `finished` run on either and must be quick. An error ends the sequence,
-    with a 400 where it is `UnsupportedGrammar`, except at tokens that were only guessed: these are rolled back, and the matcher must
-    then be what it was before them.
+    with a 400 where it is `UnsupportedGrammar`, except at draft tokens: these are rolled back, and the matcher must
+    then be in the state before them.
     """
 
     @abstractmethod
@@ -52,7 +52,7 @@ class GrammarMatcher(ABC):
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Undoes the last tokens, a stop token included."""
+        """Undoes the last tokens, including a stop token."""
 
     @property
     @abstractmethod
@@ -60,18 +60,18 @@ class GrammarMatcher(ABC):
         """True where nothing but a stop token may follow."""
 
     def forced_tokens(self) -> list[int]:
-        """Token ids that can only come next: before each of them the bitmask allows it and nothing else. Never stop tokens."""
+        """The tokens that must come next: before each of them the bitmask allows only that one. Never stop tokens."""
         return []
 
     def fork(self) -> "GrammarMatcher | None":
-        """Another matcher in the same place, which goes on by itself. Without it, beam search has a fresh one take all tokens anew."""
+        """An independent copy in the same state. If it is None, beam search replays all tokens on a new matcher."""
         return None
 
     @property
     def is_quick(self) -> bool:
-        """For grammars that have quick masks: False while the next one would take longer all the same.
+        """For grammars that have quick masks: False while the next mask would take longer.
 
-        Where it is false after `advance`, the matcher may not have looked at the token: that is rolled back, and sampled under a mask.
+        If it is false after `advance`, the matcher may not have checked the token: it is rolled back and sampled again under a mask.
         """
         return True
 
@@ -79,9 +79,9 @@ class GrammarMatcher(ABC):
 class CompiledGrammar(ABC):
     """Shared by all sequences with the same constraint; immutable.
 
-    `num_bytes` is about how much memory it holds, for the cache's bound. `warnings` are what of a lenient spec is not enforced, each a
-    keyword with its JSON path; empty where the grammar is exact. Where it `has_quick_masks`, each mask takes well under a millisecond
-    whatever the model says: the engine then asks its matchers on the event loop, as soon as a token is there, without a worker thread.
+    `num_bytes` estimates its memory, for the cache's bound. `warnings` name what is not enforced of a lenient spec, each a keyword with its
+    JSON path; empty if the grammar is exact. With `has_quick_masks`, each mask takes well under a millisecond, whatever the model writes:
+    the engine then calls its matchers on the event loop after each token, without a worker thread.
     """
 
     num_bytes: int
@@ -95,9 +95,9 @@ class CompiledGrammar(ABC):
 class GrammarBackend(ABC):
     """Compiles specs, off the event loop.
 
-    Servers make every backend before they take requests, so making one is quick: what takes long is left to a thread or to `compile`.
-    A backend is tried before the others for its `preferred_kinds`, where a request names no backend. They are the class's: a backend
-    that a function makes has none.
+    Every backend is constructed at startup, so its constructor must be quick: slow work belongs in a thread or in `compile`. If a request
+    names no backend, those that list its kind of constraint in `preferred_kinds` are tried first. `preferred_kinds` is read from the
+    class: a factory that is a function has no preferred kinds.
     """
 
     preferred_kinds: frozenset[GrammarKind] = frozenset()
@@ -105,5 +105,5 @@ class GrammarBackend(ABC):
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Raises `UnsupportedGrammar` naming the keyword and its path, or the position in a regex or grammar, and `UnsupportedKind` for a
-        kind of constraint that it does not know.
+        kind of constraint that it does not support.
         """

@@ -22,7 +22,7 @@ GrammarBackendFactory = Callable[[Vocabulary], GrammarBackend]
 
 
 class Register(Protocol):
-    """What a hook calls for each thing that it offers. A parser's factory may come with a description; a `Format` has its own."""
+    """Registers one factory under a name. A parser's factory may come with a description; a `Format` has its own."""
 
     def __call__(self, name: str, factory: Any, info: FormatInfo | None = None) -> None: ...
 

@@ -32,8 +32,8 @@ class LogitsRow:
 class LogitsProcessor(ABC):
     """Changes the logits of all sequences whose requests name it, in one call per step, on the device's current stream.
 
-    Where a call raises it is made again for each row alone, on logits as they were. One that is not `is_batched` is always called with one
-    row, and never again. One object serves all requests: what belongs to a sequence is in its row's `state`.
+    If a call raises, it is repeated for each row alone, on the original logits. A processor that is not `is_batched` is always called with
+    one row, and never again for it. One object serves all requests: what belongs to a sequence is in its row's `state`.
     """
 
     is_batched = True
@@ -49,7 +49,7 @@ class LogitsProcessor(ABC):
 
 
 def per_sequence(factory: Callable[..., Callable[[list[int], "Tensor"], "Tensor"]]) -> LogitsProcessor:
-    """A processor made of `factory(**arguments)`, which gives each sequence its own `process(token_ids, logits)`.
+    """A processor made of `factory(**arguments)`, which returns a `process(token_ids, logits)` for each sequence.
 
     `token_ids` are prompt and output so far, `logits` float32 [V]. They are returned, changed in place or not.
     """
@@ -57,7 +57,7 @@ def per_sequence(factory: Callable[..., Callable[[list[int], "Tensor"], "Tensor"
 
 
 def per_row(function: Callable[..., "Tensor | None"]) -> LogitsProcessor:
-    """A processor made of `function(row, logits, **arguments)`, which remembers nothing; `logits` [V] are changed in place or returned."""
+    """A processor made of `function(row, logits, **arguments)`, which has no state; `logits` [V] are changed in place or returned."""
     return _PerRow(function)
 
 
@@ -93,7 +93,7 @@ class _PerRow(LogitsProcessor):
 
 
 def take_changed(changed: object, logits: "Tensor") -> None:
-    """Leaves a processor's answer in `logits`, which it may have changed in place. Raises `TypeError` for one that is no logits."""
+    """Copies a processor's result into `logits`, unless it changed them in place. Raises `TypeError` for a result that is no logits."""
     if not isinstance(changed, type(logits)) or changed.shape != logits.shape:
         shape = tuple(changed.shape) if isinstance(changed, type(logits)) else type(changed).__name__
         raise TypeError(f"expected logits of shape {tuple(logits.shape)}, got {shape}")
@@ -103,7 +103,7 @@ def take_changed(changed: object, logits: "Tensor") -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChosenProcessor:
-    """A processor as a request has it, with arguments that it has taken."""
+    """A processor that a request names, with arguments that the processor has accepted."""
 
     processor: LogitsProcessor
     arguments: Mapping[str, Any]
@@ -115,18 +115,18 @@ class ChosenProcessor:
 
 @dataclass(frozen=True, slots=True)
 class SequenceProcessor:
-    """A processor as one sequence has it."""
+    """A processor and its state for one sequence."""
 
     processor: LogitsProcessor
     row: LogitsRow
 
     def fork(self, token_ids: list[int]) -> "SequenceProcessor":
-        """One that goes on by itself, on other tokens: what it remembers is copied."""
+        """An independent copy for other tokens, with a deep copy of its state."""
         return SequenceProcessor(self.processor, replace(self.row, token_ids=token_ids, state=copy.deepcopy(self.row.state)))
 
 
 def as_processor(registered: object) -> LogitsProcessor:
-    """What is kept under a name: of a class an instance, which all sequences share. Raises `TypeError` for what is no processor."""
+    """The processor to register: an instance if a class is given, shared by all sequences. Raises `TypeError` for anything else."""
     made = registered() if isinstance(registered, type) and issubclass(registered, LogitsProcessor) else registered
     if not isinstance(made, LogitsProcessor):
         raise TypeError(
@@ -137,20 +137,20 @@ def as_processor(registered: object) -> LogitsProcessor:
 
 
 def choose(processor: LogitsProcessor, arguments: Mapping[str, Any]) -> ChosenProcessor:
-    """A processor with a request's arguments. Raises what `begin` refuses them with: `TypeError`, `ValueError` or `LookupError`."""
+    """A processor with a request's arguments. Raises what `begin` raises for them: `TypeError`, `ValueError` or `LookupError`."""
     _check_arguments(processor.begin, arguments)
     processor.begin(**arguments)
     return ChosenProcessor(processor, arguments)
 
 
 def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], num_positional: int = 0) -> None:
-    """Raises `TypeError` for an argument that there is not, or that is missing: Python's own message would name the code as well.
+    """Raises `TypeError` for an unknown or a missing argument: Python's own message would name the code as well.
 
     The first `num_positional` parameters are the engine's.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # it does not say what it takes
+    except ValueError:  # it has no signature
         return
     own = {parameter.name for parameter in parameters[:num_positional]}
     taken = {parameter.name: parameter for parameter in parameters[num_positional:] if parameter.kind in BY_NAME}

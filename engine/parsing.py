@@ -12,24 +12,24 @@ class Parser(ABC):
     """Turns the text of one answer into events.
 
     Two properties hold for every parser and are checked by `penstock.testing.check_parser`: any cut of the text gives the same answer,
-    and after any prefix `finish` gives back all that is held. A parser never raises on model output and never swallows any.
+    and after any prefix `finish` emits all text held back. A parser never raises on model output and never swallows any.
     """
 
     @abstractmethod
     def feed(self, text: str) -> Iterable[Event]:
-        """Takes text as it arrived, however it is cut. A `SpecialText` is always a piece of its own."""
+        """Reads the next piece of text, however it is cut. A `SpecialText` is always a piece of its own."""
 
     @abstractmethod
     def finish(self) -> Iterable[Event]:
-        """Generation is over: gives back whatever is held."""
+        """Ends the answer: emits the text held back."""
 
     def release(self) -> Iterable[Event]:
-        """Gives back what is held, because a tool call has begun, and reads on after it. A parser that cannot do that gives nothing."""
+        """Emits the text held back, because a tool call has begun, and reads on after the call. By default it emits nothing."""
         return ()
 
     @property
     def is_in_call(self) -> bool:
-        """Whether what comes next belongs to a tool call that has begun: no marker of reasoning is one in there."""
+        """Whether the next text belongs to a tool call that has begun, in which markers of reasoning are ordinary text."""
         return False
 
 
@@ -44,7 +44,7 @@ class Phase(enum.Enum):
 class ReasoningParser(Parser):
     """A parser that splits reasoning from content, and reports the current phase to the engine.
 
-    The engine reads `phase` to scope stop strings, start grammars, count reasoning tokens and hold the thinking budget;
+    The engine reads `phase` to scope stop strings, start grammars, count reasoning tokens and enforce the thinking budget;
     it writes `end_marker` itself when the budget is spent.
     """
 
@@ -57,10 +57,10 @@ class ReasoningParser(Parser):
 
 
 class ToolParser(Parser):
-    """A parser that gives tool calls, and says how they are written.
+    """A parser that extracts tool calls, and describes how they are written.
 
-    A parser without `tool_format` reads calls all the same, but nothing can be promised of them: `tool_choice` `required` and the like
-    are refused by name.
+    A parser without `tool_format` reads calls, but none can be enforced by a grammar: `tool_choice` `required` and the like are refused
+    by name.
     """
 
     tool_format: ToolFormat | None = None

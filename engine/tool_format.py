@@ -17,13 +17,13 @@ class CallableTool:
 
 
 class ToolFormat(Protocol):
-    """The envelope of one wire format. What its grammar allows, its parser reads as calls of these tools and nothing else."""
+    """The envelope of one wire format. Everything that its grammar allows, its parser reads as calls of these tools."""
 
     @property
     def opening(self) -> str:
-        """The marker, or else the text, with which the first call begins. Under `auto` the grammar takes over where it comes up."""
+        """The marker, or else the text, with which the first call begins. With `auto` the grammar applies from there on."""
         ...
 
     def calls(self, tools: Sequence[CallableTool], *, is_single: bool) -> Structure:
-        """What follows `opening`, to its end: one call of any of the tools, or, unless `is_single`, one or more."""
+        """Everything after `opening`: one call of any of the tools, or, unless `is_single`, one or more."""
         ...

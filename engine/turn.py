@@ -9,14 +9,14 @@ from penstock.engine.parsing import Phase
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a parser may know about the answer that it is about to read.
+    """What a parser may know about the answer it will read.
 
     `prompt_tail` is the rendered prompt after the last assistant header: `"<think>\\n"`, `"<think>\\n\\n</think>\\n\\n"` or `""`, and with
-    `continue_final_message` the text that is being continued. That text is `continued`, as the client wrote it: a template may leave out
-    of the prompt what its reasoning ended with. `added_tokens` are the texts that the vocabulary holds as single tokens.
-    `tools` are the request's tools as JSON; `tool_choice` is `"auto"`, `"none"`, `"required"` or a tool's name. `response_template` is what
-    the checkpoint's tokenizer config says of reading its answers, where it says anything. Where the answer `is_constrained`, a grammar
-    holds all that follows the reasoning: once that has ended, nothing may be read as reasoning again.
+    `continue_final_message` the text that is being continued. That text is `continued`, as the client wrote it: a template may leave its
+    reasoning out of the prompt. `added_tokens` are the texts that the vocabulary holds as single tokens.
+    `tools` are the request's tools as JSON; `tool_choice` is `"auto"`, `"none"`, `"required"` or a tool's name. `response_template` is
+    that of the checkpoint's tokenizer config, if it has one. If the answer `is_constrained`, a grammar applies to everything after the
+    reasoning: once that has ended, nothing may be read as reasoning again.
     """
 
     prompt_tail: str = ""

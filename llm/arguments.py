@@ -13,16 +13,16 @@ from penstock.engine.options import Option, flattened
 from penstock.serving.options import OPTIONS_BY_ANY_NAME, Arguments
 from penstock.serving.vllm_arguments import ENGINE, LIKENESS, SERVER, find, to_our_keywords
 
-# A batch is handed over as a whole, all of it waits for its turn, and its priorities hold to the end.
+# A batch is submitted as a whole: all of it may wait, and its priorities do not change with time.
 DEFAULTS = {"max_waiting_requests": 2**31, "max_waiting_tokens": 2**31, "priority_aging": 0}
 
 
 def engine_arguments(model: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> Arguments:
-    """What the command line would have made of them. None is the default of every one of them.
+    """The options that keyword arguments set, as the command line would. None means the default.
 
     Sizes may be given in bytes or as the command line takes them, lists where a flag is repeatable, and torch's own types for `dtype`.
-    Raises `TypeError` for an argument that there is not, with the nearest one, and `ConfigurationError` for one that is refused or for a
-    value that cannot be.
+    Raises `TypeError` for an unknown argument, with the nearest name, and `ConfigurationError` for one that is refused or for an invalid
+    value.
     """
     if not isinstance(model, str | os.PathLike | None):
         raise TypeError(f"`model` must be a path or a name, got {model!r:.100}")

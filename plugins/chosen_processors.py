@@ -8,9 +8,9 @@ from penstock.engine.logits_processor import ChosenProcessor, LogitsProcessor, c
 
 
 def chosen_processors(registered: Mapping[str, LogitsProcessor], choices: Sequence[tuple[str, Mapping[str, Any]]]) -> list[ChosenProcessor]:
-    """What `Request.logits_processors` takes, of names with their arguments, in the order in which they are to run.
+    """The processors for `Request.logits_processors`, from names and arguments, in the order in which they run.
 
-    Raises `InvalidRequest`, with the place among `logits_processors`, for a name that is not registered or arguments that are refused.
+    Raises `InvalidRequest`, with the path in `logits_processors`, for a name that is not registered or arguments that are refused.
     """
     chosen = []
     for index, (name, arguments) in enumerate(choices):

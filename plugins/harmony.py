@@ -22,7 +22,7 @@ MAX_LENGTH = 600
 
 
 class Header:
-    """Holds the pieces of a header while it is open, and says what they make.
+    """Collects the pieces of an open header and parses them.
 
     `first` is the marker that it begins with and `pieces` what has been read of it. `channel` and `recipient` are
     None if missing; a recipient here is never a function.
@@ -46,7 +46,7 @@ class Header:
 
     @property
     def pieces_after_role(self) -> list[str]:
-        """What it says of its message: whose it is says nothing."""
+        """Its pieces without the role, which carries no information."""
         return self._rest if self._is_opened_by_role else self.pieces
 
     @property
@@ -90,7 +90,7 @@ class Header:
 
     @property
     def kind(self) -> type[Text] | type[Reasoning]:
-        """What its message is. What goes to built-in tools is nothing for the reader."""
+        """The kind of its message. Messages to built-in tools are not shown."""
         if self.channel in (None, "final"):
             return Text
         is_for_user = self.recipient in (None, "user")
@@ -191,7 +191,7 @@ class Harmony(ReasoningParser):
         return self._step == self._read_arguments
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         return read_steps(self._buffer, text, lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
@@ -311,7 +311,7 @@ class Harmony(ReasoningParser):
             self._read_on(TO, events)
 
     def _give_back(self, events: list[Event], pieces: list[str]) -> None:
-        """What is no header is content, and so is what follows it."""
+        """Text that is no header is content, and so is what follows it."""
         events += map(Text, join_pieces(pieces))
         self._open_message(Text)
         self.phase = Phase.CONTENT

@@ -1,4 +1,4 @@
-"""Loads plug-ins and keeps what they registered: built in, installed, or named on the command line."""
+"""Loads plug-ins, built in, installed or named on the command line, and keeps what they registered."""
 
 import difflib
 import importlib
@@ -25,7 +25,7 @@ from penstock.plugins import tools
 from penstock.plugins.registry import AUTO, NONE, Evidence, Registry
 
 GROUP = "penstock"
-MIN_BEGINNING = 4  # letters: names that share fewer have nothing else in common
+MIN_BEGINNING = 4  # letters: a shorter common beginning does not make names similar
 DEFAULT_TOOL_PARSER = "hermes"
 FOLDERS = (tools,)  # each module in them is a plug-in
 BUILT_INS = (
@@ -64,9 +64,9 @@ class Listing:
 class Plugins:
     """Everything that plug-ins have registered, by kind and name.
 
-    Nothing is loaded by making one: call `load_builtins`, `load_entry_points` and `load`, in this order, and `check` at the end, or use
-    `start`. Every mistake is a `ConfigurationError` that names the plug-in. `without` drops plug-ins and single names; of a
-    file or module that `load` was asked for, none.
+    The constructor loads nothing: call `load_builtins`, `load_entry_points` and `load`, in this order, and `check` at the end, or use
+    `start`. Every mistake is a `ConfigurationError` that names the plug-in. `without` drops plug-ins and single names, but never
+    those of a file or module that `load` was asked for.
     """
 
     def __init__(self, without: Iterable[str] = ()) -> None:
@@ -85,9 +85,9 @@ class Plugins:
     def start(
         cls, names: Sequence[str] = (), without: Sequence[str] = (), *, reasoning_parser: str = AUTO, tool_parser: str = AUTO
     ) -> "Plugins":
-        """Loads the built-ins, what is installed, and `names` in their order; then checks.
+        """Loads the built-ins, the installed plug-ins, and `names` in their order; then checks.
 
-        `names` may hold `auto`, which says nothing new, or `none`: then no parser is used but those that are named. `reasoning_parser` and
+        `names` may hold `auto`, the default, or `none`: then only the parsers that are named are used. `reasoning_parser` and
         `tool_parser` are one name of their kind, `auto` or `none`.
         """
         plugins = cls(without)
@@ -143,7 +143,7 @@ class Plugins:
         """Selects the parsers that a model's own files show, of each kind that the operator has left open.
 
         Where they show no format of tool calls, the prompt asks for Hermes' format. All parsers that are selected are then made
-        once more, for `turn`: it holds what parsers get to know of the model.
+        once more, for `turn`: it describes the model to the parsers.
         """
         self.reasoning_parsers.choose(evidence)
         self.tool_parsers.choose(evidence, default=DEFAULT_TOOL_PARSER)
@@ -156,7 +156,7 @@ class Plugins:
             self._add(Origin(module, GROUP, __version__), partial(importlib.import_module, module))
 
     def load_entry_points(self) -> None:
-        """What installed distributions offer in the entry-point group `penstock`."""
+        """Plug-ins of installed distributions, in the entry-point group `penstock`."""
         for distribution, entry_point in _entry_points():
             origin = Origin(entry_point.name, distribution.metadata["Name"], distribution.version)
             self._add(origin, entry_point.load)
@@ -199,13 +199,13 @@ class Plugins:
         return loaded or name
 
     def register_logits_processors(self, processors: Mapping[str, hooks.RegisteredLogitsProcessor], origin: str) -> None:
-        """Registers what a caller has at hand, as a plug-in would. `origin` says where that was, in errors."""
+        """Registers a caller's own processors, as a plug-in would. `origin` names them in errors."""
         source = self._origins.setdefault(origin, Origin(origin))
         for name, processor in processors.items():
             self._register(self.logits_processors, source, name, processor)
 
     def check(self) -> None:
-        """Raises where `without` names nothing that was found, a plug-in left open which of its parsers is meant, or that one is none."""
+        """Raises if `without` names nothing that was found, or if the selected parser is ambiguous or not a parser."""
         for name in sorted(self._without - self._dropped):
             self._raise_unknown("--without", name)
         for registry in self.registries:
@@ -227,7 +227,7 @@ class Plugins:
         return rows
 
     def _check_active(self, registry: Registry[Any], contract: type[Any], turn: Turn) -> None:
-        """Makes a parser as each answer will, so that the first answer is not where a mistake shows."""
+        """Makes a parser as for an answer, so that mistakes are found at startup."""
         if registry.active is None or registry.active_factory is None:
             return
         described = f"{registry.kind} {registry.active!r} of plug-in {self._origins[registry.origins[registry.active]]}"

@@ -1,4 +1,4 @@
-"""Finds a format's markers in text that arrives in pieces: the marker cut in two is solved here, once, for every parser."""
+"""Finds a format's markers in streamed text, however the stream cuts them, for every parser."""
 
 import re
 from collections import deque
@@ -11,7 +11,7 @@ from penstock.engine.turn import Turn
 
 
 class MarkerAutomaton:
-    """Aho-Corasick over a set of markers (Aho and Corasick, 1975): each symbol of the text is looked at once, whatever the markers.
+    """Aho-Corasick over a set of markers (Aho and Corasick, 1975): each symbol of the text is read once, however many markers there are.
 
     A symbol is one character of plain text or one whole `SpecialText`. A marker is split into symbols at the vocabulary's added tokens, so
     one that is an added token is a single symbol that no plain text matches. State 0 is the root; `depths[s]` symbols are held in state s.
@@ -30,7 +30,7 @@ class MarkerAutomaton:
         self.first = re.compile(f"[{firsts}]" if firsts else r"(?!)")
 
     def __deepcopy__(self, memo: object) -> "MarkerAutomaton":
-        return self  # it never changes
+        return self  # immutable
 
     def _add(self, marker: str, symbols: list[str]) -> None:
         state = 0
@@ -71,7 +71,7 @@ class MarkerAutomaton:
 
 
 def split_symbols(marker: str, added_tokens: frozenset[str]) -> list[str]:
-    """The added tokens in a marker, each as `SpecialText`, and the single characters of what is left."""
+    """The added tokens in a marker, each as `SpecialText`, and the single characters of the rest."""
     tokens = sorted((token for token in added_tokens if token and token in marker), key=len, reverse=True)
     if not tokens:
         return list(marker)
@@ -93,7 +93,7 @@ _SUFFIXED = re.compile(r"</?(?:think|tool_calls)([^<>\s]*)>")
 
 
 class MarkerBuffer:
-    """Text that has arrived and has not been given out yet; holds back at most a partial marker.
+    """Buffers streamed text and splits it at markers; holds back at most a partial marker.
 
     Of several markers the one that is complete first counts, and of two that end together the longer. Text comes out as pieces: every
     `SpecialText` by itself, in order. A marker that `added_tokens` holds matches only such a piece; any other matches plain text.
@@ -158,7 +158,7 @@ class MarkerBuffer:
         self._offset = position
         num_symbols = position - start
         num_kept = self._num_kept(automaton, state)
-        if num_kept < num_symbols:  # what was held before is text after all
+        if num_kept < num_symbols:  # the symbols held before are text
             taken.extend(self._held)
             self._held.clear()
             taken.append(piece[start : position - num_kept])
@@ -171,7 +171,7 @@ class MarkerBuffer:
             self._move(automaton, state, num_symbols, taken)
 
     def _move(self, automaton: MarkerAutomaton, state: int, num_symbols: int, taken: list[str]) -> None:
-        """Enters `state` with `num_symbols` more held, and lets go of those that the state does not hold."""
+        """Enters `state` with `num_symbols` more held, and releases those that the state does not hold."""
         surplus = automaton.depths[self._state] + num_symbols - self._num_kept(automaton, state)
         while surplus > 0:
             piece = self._held.pop(0)
@@ -308,7 +308,7 @@ def read_steps(buffer: MarkerBuffer, text: str, step: Callable[[list[Event]], bo
 
 
 class EdgeSpace:
-    """Gives out a stretch of text without the white space before it, where `drops_leading`, and holds back what may be that at its end."""
+    """Emits a stretch of text without the white space before it, where `drops_leading`, and holds back what may be that at its end."""
 
     def __init__(self) -> None:
         self._held: list[str] = []

@@ -17,7 +17,7 @@ Factory = TypeVar("Factory")
 class Evidence:
     """What a model's files say of the formats that it writes: the source of its chat templates, and its added tokens.
 
-    `declared_fields` are those that its `response_template` describes, where it has one.
+    `declared_fields` are those that its `response_template` describes, if it has one.
     """
 
     templates: tuple[str, ...] = ()
@@ -32,9 +32,9 @@ class Evidence:
 class Registry(Mapping[str, Factory]):
     """Factories by name, in the order in which they were registered.
 
-    `origins` has the plug-in that registered each name, `infos` what its format is known by where it said so, and `aliases` the names that
-    stand for others. Where `is_choice`, an answer is read by one of them at most, `active`; unless it was named, or `is_open` was taken
-    away, the model's own files decide (`choose`), and then `is_automatic`. Where they show none, it is a default, and `is_default`.
+    `origins` has the plug-in that registered each name, `infos` the descriptions of formats, and `aliases` names that stand for others. If
+    `is_choice`, at most one of them, `active`, reads an answer. While `is_open`, the model's own files choose it (`choose`), and then it
+    `is_automatic`; if they show none, it is the default, and `is_default`.
     """
 
     def __init__(self, kind: str, hook: str, *, is_choice: bool = False) -> None:
@@ -73,7 +73,7 @@ class Registry(Mapping[str, Factory]):
             self.aliases.update(dict.fromkeys(info.aliases, name))
 
     def resolve(self, name: str) -> str | None:
-        """The name that was registered, for itself or for one of its aliases."""
+        """The registered name for a name or an alias."""
         return name if name in self._factories else self.aliases.get(name)
 
     def activate(self, name: str) -> None:
@@ -90,7 +90,7 @@ class Registry(Mapping[str, Factory]):
         self.is_open = False
 
     def choose(self, evidence: Evidence, default: str | None = None) -> None:
-        """Selects what a model's own files show, else the default where there is one, unless the operator has decided."""
+        """Selects what a model's own files show, else the default if given, unless the operator has decided."""
         if self.is_open:
             self.active = recognize(self.infos, evidence)
             if self.active is None and default in self._factories:
@@ -103,7 +103,7 @@ class Registry(Mapping[str, Factory]):
         return [alias for alias, known in self.aliases.items() if known == name]
 
     def activate_plugin(self, plugin: str) -> None:
-        """Selects what a plug-in registered; where it registered several factories, a name has to be given as well."""
+        """Selects what a plug-in registered; if it registered several factories, a name has to be given as well."""
         names = [name for name, origin in self.origins.items() if origin == plugin]
         if len({id(self._factories[name]) for name in names}) > 1:
             self._undecided[plugin] = names
@@ -111,7 +111,7 @@ class Registry(Mapping[str, Factory]):
             self.activate(names[0])
 
     def check(self) -> None:
-        """Raises `ConfigurationError` where an activated plug-in offers several of this kind and none of them was chosen."""
+        """Raises `ConfigurationError` if an activated plug-in offers several of this kind and none of them was chosen."""
         for plugin, names in self._undecided.items():
             if self.is_choice and self.active not in names:
                 raise ConfigurationError(
@@ -128,7 +128,7 @@ def recognize(infos: Mapping[str, FormatInfo], evidence: Evidence) -> str | None
 
 
 def signs_shown(info: FormatInfo, evidence: Evidence) -> Iterator[tuple[str, ...]]:
-    """Those of its sets of signs that are all there, where no counter-sign is."""
+    """Its sets of signs that are all present; nothing if a counter-sign is."""
     if any(map(evidence.shows, info.counter_signs)):
         return
     for signs in (info.signs, *info.other_signs):

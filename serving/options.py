@@ -17,7 +17,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What handlers go by. Sizes are in bytes, times in seconds; a time of 0 is no bound."""
+    """Options of the request handlers. Sizes are in bytes, times in seconds; a time of 0 is no bound."""
 
     default_chat_template_kwargs: Mapping[str, Any] = option(
         {},
@@ -28,7 +28,7 @@ class ServerOptions:
     )
     reasoning_field: ReasoningField = option(
         "reasoning_content",
-        "what answers call the reasoning; reasoning is vLLM's newer name",
+        "the name of the reasoning's field in answers; reasoning is vLLM's newer name",
         "formats and plug-ins",
         is_server_only=True,
     )
@@ -49,20 +49,20 @@ class ServerOptions:
     )
     additional_properties: AdditionalProperties = option(
         "closed",
-        "how a JSON Schema is read that names properties and says nothing of others: closed generates none of them, open may generate any",
+        "properties that a JSON Schema does not mention, if it names some: closed generates none of them, open may generate any",
         "formats and plug-ins",
-        default_help="closed, where a request does not say",
+        default_help="closed, unless a request says",
     )
     allow_unknown_fields: bool = option(
         False,
-        "ignore fields that the server does not know and name them in x-ignored-fields",
+        "ignore unknown fields of requests and name them in x-ignored-fields",
         "formats and plug-ins",
         default_help="400",
         is_server_only=True,
     )
     api_keys: tuple[str, ...] = option(
         (),
-        "ask for it on every route but /health and /ping; repeatable",
+        "require this key on every route but /health and /ping; repeatable",
         "HTTP",
         name="api_key",
         default_help=f"those in {API_KEY_VARIABLE}, separated by commas",
@@ -71,7 +71,7 @@ class ServerOptions:
     )
     share_prefix_cache: bool = option(
         False,
-        "reuse prefixes between API keys",
+        "share cached prefixes between API keys",
         "HTTP",
         default_help="only within one, if there are several",
         is_server_only=True,
@@ -107,7 +107,7 @@ class ServerOptions:
     )
     max_connections: int | None = option(
         None,
-        "that are open at the same time; further ones wait until some close",
+        "connections open at the same time; further ones wait until some close",
         "connections and their limits",
         default_help="what the limit of file descriptors allows, 16384 at most",
         metavar="N",
@@ -116,7 +116,7 @@ class ServerOptions:
     )
     max_body_size: int = option(
         16 * 2**20,
-        "of a request, such as 1MiB",
+        "the largest body of a request, such as 1MiB",
         "connections and their limits",
         default_help="16MiB",
         metavar="SIZE",
@@ -125,8 +125,7 @@ class ServerOptions:
     )
     read_timeout: float = option(
         30.0,
-        "what a client gets to send the headers of a request, and then its body, plus a second for each 16 KiB of it; 0: as long as it "
-        "takes",
+        "time for a client to send the headers of a request, and then its body, plus a second for each 16 KiB of it; 0: no limit",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
@@ -134,7 +133,7 @@ class ServerOptions:
     )
     write_timeout: float = option(
         60.0,
-        "end an answer that its client does not read for so long; 0: never",
+        "end an answer that its client has not read from for this time; 0: never",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
@@ -142,7 +141,7 @@ class ServerOptions:
     )
     keep_alive_timeout: float = option(
         75.0,
-        "close a connection that has had no request for so long; more than a proxy in front keeps it open; 0: never",
+        "close a connection that has had no request for this time, which should be longer than a proxy in front keeps it open; 0: never",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
@@ -150,7 +149,7 @@ class ServerOptions:
     )
     keep_alive_interval: float = option(
         15.0,
-        "a comment in silent streams so that proxies keep them open; 0: none",
+        "how often idle streams get a comment, so that proxies keep them open; 0: never",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
@@ -161,13 +160,13 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """All that the command line or a caller of the library chose. Times are in seconds."""
+    """All options, from the command line or a caller of the library. Times are in seconds."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerOptions = field(default_factory=ServerOptions)
     served_model_names: tuple[str, ...] = option(
         (),
-        "what clients call the model; the first is the one in responses",
+        "the model's names for clients; responses have the first",
         "model",
         name="served_model_name",
         default_help="--model",
@@ -175,7 +174,7 @@ class Arguments:
     )
     runner: Runner = option(
         "auto",
-        "refuse a model of another kind: generate is for those that write text, pooling for those that turn it into numbers",
+        "refuse a model of another kind: generate is for models that generate text, pooling for models that embed, score or classify it",
         "model",
         default_help="auto, as the model's files say",
     )
@@ -199,7 +198,7 @@ class Arguments:
     without: tuple[str, ...] = option((), "do not load this plug-in; repeatable", "formats and plug-ins", metavar="NAME")
     reasoning_parser: str = option(
         "auto",
-        "how the model writes its reasoning; where the model was not trained on that, its chat template begins it",
+        "how the model writes its reasoning; for a model that was not trained on it, the chat template begins the reasoning",
         "formats and plug-ins",
         metavar="NAME|auto|none",
         needs_generation=True,
@@ -231,7 +230,7 @@ class Arguments:
     )
     override_generation_config: dict[str, Any] = option(
         {},
-        'defaults that go before those of --generation-config, such as \'{"temperature": 0.5, "max_new_tokens": 512}\'',
+        'defaults that override those of --generation-config, such as \'{"temperature": 0.5, "max_new_tokens": 512}\'',
         "formats and plug-ins",
         metavar="JSON",
         read=json_object,
@@ -239,7 +238,7 @@ class Arguments:
     )
     thinking_token_budget: int | None = option(
         None,
-        "reasoning is closed after so many tokens, or after half of max_tokens, where a request does not say",
+        "close the reasoning after this many tokens, or after half of max_tokens, unless a request says",
         "formats and plug-ins",
         default_help="no bound, or 64 on a model that was not trained on the parser's markers",
         metavar="TOKENS",
@@ -248,26 +247,26 @@ class Arguments:
     )
     content_special_tokens: ContentSpecialTokens = option(
         "parse",
-        "what the text of a special token is in messages, such as <|im_end|>. parse: that token; text: the characters that it is written "
-        "with, so that only the chat template opens and ends turns",
+        "how the text of a special token, such as <|im_end|>, is read in messages. parse: as that token; text: as ordinary characters, so "
+        "that only the chat template opens and ends turns",
         "formats and plug-ins",
         needs_generation=True,
     )
-    host: str = option("127.0.0.1", "address to listen at", "HTTP", metavar="HOST", is_server_only=True)
-    port: int = option(8000, "0 takes a free one", "HTTP", metavar="PORT", read=integer(0, 65535), is_server_only=True)
+    host: str = option("127.0.0.1", "address to listen on", "HTTP", metavar="HOST", is_server_only=True)
+    port: int = option(8000, "0: a free port", "HTTP", metavar="PORT", read=integer(0, 65535), is_server_only=True)
     drain_timeout: float = option(
         30.0,
-        "what running requests get on shutdown",
+        "time for running requests to finish at shutdown",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
         aliases=("shutdown_timeout",),
         is_server_only=True,
     )
-    log_level: LogLevel = option("info", "the least level that is logged", "log", is_server_only=True)
+    log_level: LogLevel = option("info", "the lowest level that is logged", "log", is_server_only=True)
     access_log: bool = option(
         True,
-        "one line per request, with the reason where it is refused; successful polls of /health, /ping and /metrics only with "
+        "log one line per request, with the reason if it is refused; successful polls of /health, /ping and /metrics only with "
         "--log-level debug",
         "log",
         default_help="on",

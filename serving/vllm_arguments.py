@@ -1,4 +1,4 @@
-"""vLLM's arguments that are none of ours: what each means here, for the command line and the library alike. Imports nothing heavy."""
+"""vLLM's arguments that Penstock does not have: what each means here, for the command line and the library alike. Imports nothing heavy."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from penstock.engine.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class VllmArgument:
-    """Values in `neutral` ask for what is the case anyway and change nothing, as does None. `meanings` says which of our arguments a value
-    stands for, with that argument's value. Every other value is refused with `hint`: what to use instead, or the reason.
+    """Values in `neutral` request what Penstock does anyway and change nothing, as does None. `meanings` maps a value to one of our
+    arguments, with that argument's value. Every other value is refused with `hint`: what to use instead, or the reason.
 
     In a hint, `{compile=off}` is one of our arguments, shown as the caller writes it. On the command line a switch takes no value and has a
     form with `--no-`.
@@ -59,9 +59,9 @@ TRACES = VllmArgument("there is no tracing; metrics are always counted", (False,
 NO_REQUEST_LOG = "what requests hold is not logged; the access log, on by default, has a line for each ({access_log})"
 TLS = VllmArgument("put a proxy in front that speaks TLS")
 
-# What `LLM` and the command line both know.
+# Arguments of both `LLM` and the command line.
 ENGINE: Mapping[str, VllmArgument] = {
-    "additional_config": VllmArgument("there is nothing that it could configure", ({},)),
+    "additional_config": VllmArgument("it has nothing to configure here", ({},)),
     "all2all_backend": ONE_DEVICE,
     "allowed_local_media_path": TEXT_ONLY,
     "allowed_media_domains": TEXT_ONLY,

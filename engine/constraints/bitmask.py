@@ -44,7 +44,7 @@ def apply_bitmask(logits_BV: Tensor, bitmask_BW: Tensor, rows: Sequence[int] | N
 
 
 def apply_bitmask_with_torch(logits_BV: Tensor, bitmask_BW: Tensor, rows: Sequence[int]) -> None:
-    """What `apply_bitmask` does where there is no kernel for it."""
+    """`apply_bitmask` without a kernel."""
     vocab_size = logits_BV.shape[-1]
     num_held = min(vocab_size, bitmask_BW.shape[-1] * BITS_PER_WORD)
     ceilings = _ceilings(logits_BV.dtype, logits_BV.device)

@@ -89,7 +89,7 @@ _WARM_UP_SCHEMA = """{"type": "object", "properties":
 
 
 class VocabularySource(Protocol):
-    """A tokenizer, as far as grammars need it."""
+    """The part of a tokenizer that grammars need."""
 
     def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary: ...
 
@@ -111,7 +111,7 @@ class Refusal:
         return cls(_shortened(error.message), _shortened(path.removeprefix(param)), path.startswith(param))
 
     def error(self, param: str) -> UnsupportedGrammar:
-        """A fresh exception: one that is raised again collects tracebacks."""
+        """A new exception: one that is raised again collects tracebacks."""
         return UnsupportedGrammar(self.message, param + self.path if self.is_relative else self.path)
 
 
@@ -124,7 +124,7 @@ class Compiled:
 
 
 class Abandoned(Exception):
-    """All that waited for the compilation have gone, and it has ended before the next backend was asked."""
+    """No request waits for the compilation any more: it ended before the next backend was called."""
 
 
 NOTHING_GIVEN_UP: Mapping[str, Refusal] = {}
@@ -161,10 +161,10 @@ class GrammarChoice:
     ) -> Compiled | Refusal:
         """By the named backend, or by the first that takes the constraint, unless one before it says that it is too large for any. Slow.
 
-        Backends that have `given_up` on the constraint refuse it unasked. Raises `Abandoned` where it is not wanted any more.
+        Backends that have `given_up` on the constraint are skipped. Raises `Abandoned` if no request waits for it any more.
 
-        Of several refusals it is the preferred backend's that is returned; one that says no more than that a backend does not know this
-        kind of constraint, only where there is no other.
+        Of several refusals it is the preferred backend's that is returned; one that only says that a backend does not support this
+        kind of constraint is returned only if there is no other.
         """
         refusals: list[tuple[bool, Refusal]] = []
         for name in self.order(spec.kind) if backend_name is None else (backend_name,):
@@ -183,7 +183,7 @@ class GrammarChoice:
         return refusals[0][1] if refusals else Refusal("no grammar backend is loaded", "")
 
     def warm_up(self) -> None:
-        """Makes all backends, and has those that the usual constraints get load what they load when first needed. Takes up to a second."""
+        """Makes all backends, and runs the lazy initialization of those that common constraints use. Takes up to a second."""
         for name in self.factories:
             self._backend(name)
         for spec in (GrammarSpec(GrammarKind.JSON_SCHEMA, _WARM_UP_SCHEMA), GrammarSpec(GrammarKind.CHOICE, '["a"]')):
@@ -288,11 +288,11 @@ class _Flight:
 
 
 class GrammarCompiler:
-    """Every request's way to its grammar: compiled at most once at a time, kept while memory allows; refusals are kept too.
+    """Compiles and caches the grammars of all requests, each at most once at a time; refusals are cached too.
 
     `factories` are the backends by name, in the order in which they were registered. Each is made when it is first needed,
     or by `warm_up`.
-    `max_bytes` bounds the grammars kept, least recently used ones going first; one in use lives on with its sequences. Where the heap has
+    `max_bytes` bounds the grammars kept, evicting the least recently used; one in use stays alive with its sequences. Where the heap has
     grown by more than `MAX_GROWTH` all the same, by what grammars add while they are used, older ones go too.
     """
 
@@ -342,7 +342,7 @@ class GrammarCompiler:
     def give_up(self, grammar: CompiledGrammar, reason: str) -> None:
         """Remembers that the grammar's backend raised `UnsupportedGrammar` while it generated.
 
-        The constraint is compiled by another backend the next time; where none can, it is refused at once.
+        Next time another backend compiles the constraint; if none can, it is refused at once.
         """
         key = next((key for key, kept in self._grammars.items() if kept.grammar is grammar), None)
         if key is None:  # reported before, or not kept
@@ -355,7 +355,7 @@ class GrammarCompiler:
             self._given_up.popitem(last=False)
 
     def warm_up(self) -> None:
-        """What the first constraint would wait for, and the loop with it, done beforehand. Blocks for up to a second."""
+        """Initializes the backends before the first constraint, which would block the loop. Blocks for up to a second."""
         self._choice.warm_up()
 
     def _kept(self, key: str) -> Outcome | None:
@@ -376,7 +376,7 @@ class GrammarCompiler:
             if flight.num_waiters == 1:
                 flight.abandoned.set()
             raise
-        except Abandoned:  # it saw that before this request came
+        except Abandoned:  # it ended before this request arrived
             return await self._compiled(key, spec, backend_name, client)
         finally:
             flight.num_waiters -= 1
@@ -427,7 +427,7 @@ class GrammarCompiler:
             self._refusals.popitem(last=False)
 
     def _keep(self, key: str, compiled: Compiled, *, is_wanted: bool) -> None:
-        """What no request waits for any more is the first to be dropped: it does not take the place of others."""
+        """Grammars that no request waits for are evicted first."""
         num_bytes = compiled.grammar.num_bytes
         if num_bytes > self._max_bytes:
             return
@@ -499,7 +499,7 @@ def _outcome(
 def _key(spec: GrammarSpec, backend_name: str | None) -> str:
     """A digest: a cache of refused schemas should not keep megabytes of them. Members' order is part of the text.
 
-    Raises `UnsupportedGrammar` for what is too large to be looked at.
+    Raises `UnsupportedGrammar` for a constraint too large to read.
 
     The field itself counts only where it is in what comes out: in the warnings of a lenient grammar.
     """

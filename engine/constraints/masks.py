@@ -17,7 +17,7 @@ from penstock.engine.text.answer import Answer
 GRACE = 0.01  # seconds beyond the forward pass
 SLOW = 0.005  # seconds
 NUM_MASKS_APART = 16
-PATIENCE = 1.0  # seconds between two looks at whether a late mask is overdue
+PATIENCE = 1.0  # seconds between two checks whether a late mask is overdue
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class ConstrainedRows:
 
 
 class MaskThread:
-    """Runs tasks in the order they came. The thread starts with the first, and ends when this is closed or no longer referenced.
+    """Runs tasks in order of submission. The thread starts with the first, and ends when this is closed or no longer referenced.
 
-    It is a daemon: nothing can stop a grammar that never returns, and the process must be able to end all the same.
+    It is a daemon, since nothing can stop a grammar that never returns and the process must still be able to exit.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class MaskThread:
         self._tasks.put(task)
 
     def successor(self) -> "MaskThread":
-        """Another, which takes over the tasks that have not begun and leaves this one alone with its current task."""
+        """A new thread, which takes over the tasks that have not begun; this one finishes its current task."""
         successor = MaskThread()
         while True:
             try:
@@ -90,7 +90,7 @@ class StepMasks:
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
-        """Has the thread fill them. Sooner, it would hold the interpreter's lock while the step is on its way to the model."""
+        """Starts filling in the thread. Sooner, it would hold the GIL while the step is launched."""
         if self.awaited and not self._is_begun:
             self._is_begun = True
             self.thread.submit(self.fill)
@@ -113,7 +113,7 @@ class StepMasks:
 
 
 class MaskPool:
-    """Belongs to the thread that schedules. One thread fills a step's masks, and the step waits for it; another those of slow grammars.
+    """Owned by the scheduling thread. One thread fills the masks that a step waits for, another those of slow grammars.
 
     When a step's time is up, jobs that have not begun are cancelled, and the thread finishes its current one alone; that sequence samples
     in a later step, when its mask is there. From then on its masks are filled apart, until `NUM_MASKS_APART` of them were quick.
@@ -218,7 +218,7 @@ class MaskPool:
             self._thread_apart = self._thread_apart.successor()
 
     def wait(self) -> None:
-        """Waits until a late mask is there, or may be overdue. Something may have come in before; then it returns at once."""
+        """Waits until a late mask is ready or may be overdue. Returns at once if one became ready since the last call."""
         self._news.wait(PATIENCE)
         self._news.clear()
 
@@ -229,6 +229,6 @@ class MaskPool:
         assert len({id(constraint) for constraint, _ in self._in_flight}) == len(self._in_flight), "a constraint has two masks in flight"
 
     def close(self) -> None:
-        """Fills nothing more; returns at once."""
+        """Stops filling masks; returns at once."""
         self._thread.close()
         self._thread_apart.close()

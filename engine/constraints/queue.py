@@ -27,7 +27,7 @@ STACK_BYTES = 2**26  # engines recurse into what they compile; only what is used
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Something to compute in a thread. `done` resolves to what it returns; `is_slow` once it has kept its place for too long.
+    """A function to run in a thread. `done` resolves to its result; it `is_slow` once it has run for too long.
 
     `clock` also counts the time for which it waits.
     """
@@ -45,7 +45,7 @@ class Job:
 
     @property
     def cpu_seconds(self) -> float | None:
-        """What its thread has used of a processor. None where that is not known."""
+        """CPU time that its thread has used, None if unknown."""
         native_id = None if self.thread is None else self.thread.native_id
         return None if native_id is None else thread_seconds(native_id)
 
@@ -56,7 +56,7 @@ class GrammarQueue:
     Clients take turns, one job each. One that runs for longer than `SLOW_SECONDS` falls to a lower one and makes room for the next
     beside it, until `MAX_RUNNING` run, or `MAX_RUNNING_OF_CLIENT` of one client: so the quick ones do not wait behind it. A thread
     cannot be stopped, so the work itself has to be bounded. Each job has a thread of its own, since a priority once lowered cannot be
-    raised again. While any runs, all threads of the process hand the interpreter's lock on sooner.
+    raised again. While any runs, the switch interval of the GIL is shorter for the whole process.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ def _lower_priority(thread_id: int, niceness: int) -> None:
 
 
 def _contained(work: Callable[[], Any]) -> Any:
-    """A panic in a library written in Rust arrives as a `BaseException`, which would pass by everything that ends a request."""
+    """A panic in a Rust library is a `BaseException`, which the handlers that end a request do not catch."""
     try:
         return work()
     except BaseException as error:

@@ -28,7 +28,7 @@ TOO_SLOW = ClientFault("the constraint takes too long to say what may come next"
 
 
 class ConstraintPhase(Enum):
-    """What decides on a sequence's next token."""
+    """What determines a sequence's next token."""
 
     REASONING = "reasoning"  # the model alone: the grammar begins when its reasoning has ended
     UNDECIDED = "undecided"  # the grammar, or else the marker with which the model may open its reasoning itself
@@ -51,13 +51,13 @@ _PHASE_OF_ANSWER = {
 
 
 class MaskState(Enum):
-    """Where a mask job is."""
+    """The states of a mask job."""
 
-    IDLE = "idle"  # nothing is asked of it
-    QUEUED = "queued"  # it waits for a thread
+    IDLE = "idle"  # not requested
+    QUEUED = "queued"  # waiting for a thread
     RUNNING = "running"
     READY = "ready"  # the mask is there
-    FORCED = "forced"  # there is no mask: the next tokens are certain, or that the answer ends
+    FORCED = "forced"  # no mask is needed: the next tokens, or the end of the answer, are certain
     LATE = "late"  # still running, and its step is over: the sequence samples in a later one
     FAILED = "failed"  # the grammar raised, or took too long
 
@@ -84,7 +84,7 @@ class ForbiddenToken(Exception):
 
 
 class ConstraintState:
-    """One sequence's place in its constraint: reasoning passes freely, and everything after it is held to the grammar, to the end.
+    """One sequence's state in its constraint: reasoning is unconstrained, and the grammar applies to everything after it.
 
     Where the model may open its reasoning itself, its first token is either what the grammar allows or `start_token_id`, the marker.
     The backend knows the model's `stop_token_ids`; the request's own are allowed where those are, and nowhere else.
@@ -118,7 +118,7 @@ class ConstraintState:
         self.may_look_ahead = True
         self._phase = ConstraintPhase.REASONING
         self._left: list[tuple[int, ConstraintPhase]] = []  # each phase that was left, and behind how many tokens: for `rollback`
-        self._taken: list[int] = []  # for each token that was let pass, how many the matcher took for it
+        self._taken: list[int] = []  # for each accepted token, how many the matcher advanced by
         self._num_accepted = 0
         self.mask: MaskJob | None = None
         self.num_masks_apart = 0
@@ -126,7 +126,7 @@ class ConstraintState:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the grammar has taken anything."""
+        """Whether the grammar has advanced by any token."""
         return self._num_accepted > 0
 
     def phase(self, answer: Answer) -> ConstraintPhase:
@@ -288,7 +288,7 @@ class ConstraintState:
         return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
 
     def fork(self) -> "ConstraintState | None":
-        """A copy in the same place, which goes on by itself; None where the matcher cannot be forked."""
+        """An independent copy in the same state; None if the matcher cannot be forked."""
         matcher = self._matcher.fork()
         if matcher is None:
             return None
@@ -312,7 +312,7 @@ class ConstraintState:
             self._matcher.rollback(num_taken)
 
     def is_finished(self, answer: Answer) -> bool:
-        """Whether nothing but the end can follow."""
+        """Whether only the end can follow."""
         if not self.is_open(answer) or not self._matcher.finished:
             return False
         self._enter(self.phase(answer))
@@ -416,7 +416,7 @@ class MaskJob:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it has run for so long that its request is to end."""
+        """Whether it has run for so long that its request must end."""
         return self.state in _CLAIMED and self._begun_at is not None and time.monotonic() - self._begun_at > TIME_LIMIT
 
     @property
@@ -447,7 +447,7 @@ class MaskJob:
         return self._move((MaskState.RUNNING,), MaskState.LATE)
 
     def give_up(self) -> bool:
-        """Fails it where it is not done: what its thread still finds out does not count."""
+        """Fails the job unless it is done: its thread's later result is ignored."""
         return self._move(_PENDING, MaskState.FAILED, TOO_SLOW)
 
     def look_ahead(self, rows_DW: Tensor, draft: Sequence[int]) -> None:
@@ -504,7 +504,7 @@ class MaskJob:
 
     def _end(self, state: MaskState, error: str | None = None) -> None:
         is_counted = self._move(_CLAIMED, state, error)
-        assert is_counted or self.state is MaskState.FAILED  # it was given up meanwhile
+        assert is_counted or self.state is MaskState.FAILED  # `give_up` failed it meanwhile
 
     def _ask(self, *, only_forced: bool = False) -> MaskState:
         if self.is_apart and self._constraint.is_finished(self._answer):

@@ -1,4 +1,4 @@
-"""How a model samples where a request does not say: its publisher's generation_config.json, another one, and the operator's values."""
+"""The defaults for sampling: a model's own generation_config.json, another one, and the operator's values."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ SAMPLING_DEFAULTS = {each.generation_config: name for name, each in parameters_o
 def sampling_defaults(own: GenerationConfig, source: str = "auto", override: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The defaults by our field names. `source` is `auto` (the model's own), `vllm` (none) or a path, as vLLM's `--generation-config`.
 
-    `override` goes before either, by generation_config's names. Raises `ConfigurationError` for what cannot be read or is out of range.
+    `override` has precedence over either, by generation_config's names. Raises `ConfigurationError` for unreadable or invalid values.
     """
     given = dict(override or {})
     if unknown := given.keys() - SAMPLING_DEFAULTS.keys():
@@ -36,7 +36,7 @@ def sampling_defaults(own: GenerationConfig, source: str = "auto", override: Map
 
 
 def _read(source: str) -> GenerationConfig:
-    """From a directory that holds a generation_config.json, or from the file."""
+    """Reads a generation_config.json, given as a file or its directory."""
     path = Path(source).expanduser()
     directory, name = (path.parent, path.name) if path.is_file() else (path, "generation_config.json")
     if not (directory / name).is_file():

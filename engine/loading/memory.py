@@ -1,4 +1,4 @@
-"""What of the machine's memory goes where: how much the KV cache may have, and what loading a model need not keep."""
+"""Memory of the device: how much the KV cache may use, and what is freed after loading a model."""
 
 import os
 
@@ -14,7 +14,7 @@ CPU_CACHE = 2**29  # on a CPU the cache is no faster for being large, and the me
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device right now; on the CPU what the operating system could make available."""
+    """Bytes that are free on the device now; on the CPU, those that the operating system can make available."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what fusing the weights has left in torch's own cache does not count as free
         return torch.cuda.mem_get_info(device)[0]
@@ -26,7 +26,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def num_cache_blocks(wanted: int | None, *, block_bytes: int, blocks_per_sequence: int, device: torch.device) -> int:
-    """How many blocks to reserve: `wanted` bytes' worth, or what suits the device.
+    """How many blocks to reserve: `wanted` bytes' worth, or a default for the device.
 
     Raises `ConfigurationError` where not even one sequence of the full length fits.
     """
@@ -48,7 +48,7 @@ def num_cache_blocks(wanted: int | None, *, block_bytes: int, blocks_per_sequenc
 
 
 def settle_memory(model: nn.Module) -> None:
-    """Gives back what loading leaves behind: the mapped weight file, which its smallest unpacked tensor keeps in memory, and freed heap."""
+    """Frees what loading leaves behind: the mapped weight file, which its smallest unpacked tensor keeps in memory, and freed heap."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     release_heap()

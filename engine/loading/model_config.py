@@ -1,4 +1,4 @@
-"""What the files of a model directory say without its weights: its config, how its answers end, which tokens they are made of."""
+"""A model directory without its weights: its config, the tokens that end answers, and its vocabulary size."""
 
 import json
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ def read_generation_config(directory: Path, config: PretrainedConfig) -> Generat
 
 
 def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig) -> frozenset[int]:
-    """What ends an answer by the model's configs; the tokenizer may know more."""
+    """The stop tokens in the model's configs; the tokenizer may add more."""
     return frozenset(_token_ids(generation_config.eos_token_id)) | frozenset(_token_ids(config.eos_token_id))
 
 

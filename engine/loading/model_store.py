@@ -47,8 +47,8 @@ def resolve_model(model: str | None, trust_remote_code: bool = False, *, verify:
 
 
 def model_name(model: str | None) -> str:
-    """What a model is called on the wire unless the operator says otherwise: the id itself, the name of its directory, or what its
-    GGUF file calls it, else the name of that file.
+    """The model's name for clients, by default: the id itself, the name of its directory, or the name in its GGUF file, else that
+    file's name.
     """
     packaged = _packaged(model)
     if packaged is not None:

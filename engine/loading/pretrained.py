@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from penstock.engine.errors import ConfigurationError
 
-# What transformers raises for a model whose files say what cannot be.
+# Raised by transformers for invalid model files.
 UNREADABLE = (
     *(OSError, ValueError, TypeError, ImportError, RuntimeError, LookupError, AttributeError, ArithmeticError),
     *(SafetensorError, StrictDataclassError),

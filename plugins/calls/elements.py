@@ -29,7 +29,7 @@ _CONTAINERS = frozenset({"object", "array"})
 class Element:
     """The elements inside an array are called `item`; in an object, a name that comes again makes an array of its values.
 
-    Text is coerced by the schema; text beside elements is passed over.
+    Text is coerced by the schema; text beside elements is ignored.
     """
 
     def __init__(self, name: str, node: SchemaNode) -> None:
@@ -122,7 +122,7 @@ class ElementReader(CallReader):
 
     `mark` precedes each tag. A text argument is streamed character by character, a nested one is emitted at its end. An element that was
     not closed ends with the one around it, or where an argument of the tool begins that it cannot hold. Tags that fit nowhere are text in
-    a value that is text, and passed over elsewhere. Anything else between arguments ends the call.
+    a value that is text, and ignored elsewhere. Anything else between arguments ends the call.
     """
 
     def __init__(self, buffer: MarkerBuffer, mark: str, section: str, schemas: ToolSchemas, around: Surroundings) -> None:
@@ -269,7 +269,7 @@ class ElementReader(CallReader):
         self._names.add(element.name)
 
     def _write(self, json_text: str, name: str | None = None) -> None:
-        """More of the argument that is open, or of `name`. One that comes again is passed over."""
+        """More of the argument that is open, or of `name`. One that comes again is ignored."""
         name = self._open[0].name if name is None else name
         if not json_text or name in self._names:
             return

@@ -1,4 +1,4 @@
-"""One tool call in JSON, read as it arrives: an object with a name and arguments, or the arguments alone."""
+"""One tool call in JSON, streamed: an object with a name and arguments, or the arguments alone."""
 
 import json
 import re
@@ -15,9 +15,9 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class JsonArguments:
-    """An object is given out as it comes, mended where it is no JSON. Anything else comes out when it is complete.
+    """Streams an object, repaired where it is not JSON. Anything else is emitted when it is complete.
 
-    A string that holds an object as JSON is given out as that object, and `null` or an empty string as `{}`.
+    A string that holds an object as JSON is emitted as that object, and `null` or an empty string as `{}`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class JsonArguments:
         self._object: JsonRepair | None = None
         self._scanner = JsonScanner(allows_control=True)  # of any other value
         self._held: list[str] = []
-        self._fragments: list[str] = []  # not yet given out
+        self._fragments: list[str] = []  # not emitted yet
 
     @property
     def is_malformed(self) -> bool:
@@ -52,7 +52,7 @@ class JsonArguments:
 
     @property
     def may_be_object(self) -> bool:
-        """Nothing has come yet that is neither an object nor stands for one."""
+        """Whether the text so far may be an object or a value that stands for one."""
         if self._object is not None or self.is_complete or not self._held:
             return self.is_object or not self.is_complete
         written = "".join(self._held)
@@ -83,7 +83,7 @@ class JsonArguments:
         return position
 
     def end(self) -> None:
-        """They are complete. Where none have come, they are `{}`."""
+        """The arguments are complete. Without any, they are `{}`."""
         value = _meant_by("".join(self._held) or "null")
         self.is_complete = True
         self.is_object = value.startswith("{")
@@ -91,7 +91,7 @@ class JsonArguments:
         self._held.clear()
 
     def end_at_marker(self) -> bool:
-        """No more comes: whether a marker in a string ended the object."""
+        """At the end of input: whether a marker in a string ended the object."""
         return self._object is not None and self._object.end_at_marker()
 
     def close(self) -> None:
@@ -101,14 +101,14 @@ class JsonArguments:
             self.is_complete = True
 
     def stop(self) -> None:
-        """No more comes: what is held is given out as it was written."""
+        """At the end of input: emits the text held back, unchanged."""
         if self._object is not None:
             self._object.stop()
         self._fragments += self._held
         self._held.clear()
 
     def take(self) -> str:
-        """What has come since the last call of this."""
+        """The new text since the last call."""
         fragment = "".join(self._fragments) + ("" if self._object is None else self._object.take())
         self._fragments.clear()
         return fragment
@@ -133,7 +133,7 @@ def _meant_by(value: str) -> str:
 
 
 class JsonCallReader(ABC):
-    """Reads one call as it arrives: its name, the id that the format itself gives it, and its arguments, by `JsonArguments`.
+    """Reads one streamed call: its name, the id that the format itself gives it, and its arguments, by `JsonArguments`.
 
     `is_refused` says that it may be well-formed and is none, so that nothing in it is taken for one either. `is_malformed` at the first
     character that makes no sense.
@@ -150,12 +150,12 @@ class JsonCallReader(ABC):
     @property
     @abstractmethod
     def can_start(self) -> bool:
-        """This is a call, and it is known which one: from now on its arguments may be given out."""
+        """Whether this is a call whose name is known, so that its arguments may be emitted."""
 
     @property
     @abstractmethod
     def is_named(self) -> bool:
-        """This is a call where the answer ends here."""
+        """Whether this is a call if the answer ends here."""
 
     @property
     @abstractmethod
@@ -181,15 +181,15 @@ class JsonCallReader(ABC):
         return self._arguments.left
 
     def take_arguments(self) -> str:
-        """The arguments that have come since the last call of this."""
+        """The new arguments since the last call."""
         return self._arguments.take()
 
     def watch(self, ends: MarkerAutomaton) -> None:
-        """These markers may end the call within a string."""
+        """Sets the markers that may end the call within a string."""
         self._arguments.ends = ends
 
     def end_at_marker(self) -> bool:
-        """No more comes: whether a marker in a string that is open ended the call, which is malformed then."""
+        """At the end of input: whether a marker in an open string ended the call, which is malformed then."""
         self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
         return self.is_malformed
 
@@ -198,13 +198,13 @@ class JsonCallReader(ABC):
         self._arguments.close()
 
     def stop(self) -> None:
-        """No more comes: arguments that were held back may be taken."""
+        """At the end of input: arguments that were held back may be taken."""
         self._arguments.stop()
 
 
 @dataclass(frozen=True, slots=True)
 class CallKeys:
-    """What the keys of the object are. Without `name`, the first key is the call's name itself, and its value the arguments.
+    """The keys of the object. Without `name`, the first key is the call's name itself, and its value the arguments.
 
     Where nothing but the object tells that it is a call (`is_bare`), its arguments have to be an object, and its first key one that a
     call may begin with.
@@ -223,9 +223,9 @@ USUAL_KEYS = CallKeys()
 
 
 class JsonCall(JsonCallReader):
-    """Reads the object and gives out its arguments as `JsonArguments` does, character by character.
+    """Reads the object and emits its arguments as `JsonArguments` does, character by character.
 
-    The keys may come in any order, and others are passed over. `is_malformed` at the first character that cannot be right: no JSON, no
+    The keys may come in any order, and others are ignored. `is_malformed` at the first character that cannot be right: no JSON, no
     object, a name that is no string, an object that ends without one, or arguments that are no object. An object with nothing but a name
     has the arguments `{}`; one that has other members in the place of arguments is no call. With `offered`, what calls anything else is
     refused.
@@ -306,7 +306,7 @@ class JsonCall(JsonCallReader):
         return True
 
     def _start_value(self) -> bool:
-        """After a colon at depth 1. A key that comes again is passed over: its first value may have been given out already."""
+        """After a colon at depth 1. A key that comes again is ignored: its first value may have been emitted already."""
         if not self._key:
             return True
         key = json.loads("".join(self._key), strict=False)

@@ -86,7 +86,7 @@ def is_field(text: str) -> bool:
 
 
 class JsonCallReading:
-    """Hands the text in `buffer` to a reader, one call after the other, and gives out what the reader makes of it.
+    """Hands the text in `buffer` to a reader, one call after the other, and emits what the reader makes of it.
 
     `block` is the text of a call that has not started, with what precedes it: it becomes text if no call starts. An added token
     that is one of `ends` ends any call, even in the middle of a string; plain text that is one does where the string has no right end.
@@ -186,7 +186,7 @@ class JsonCallReading:
         return True
 
     def announce(self, events: list[Event], *, is_cut: bool = False) -> None:
-        """Gives out what the reader knows by now; where the answer `is_cut` here, a name is enough for a call."""
+        """Emits what the reader knows by now; where the answer `is_cut` here, a name is enough for a call."""
         reader = self._reader
         if not self.is_started:
             if reader.name is None or not (reader.can_start or is_cut) or reader.is_refused:
@@ -205,7 +205,7 @@ class JsonCallReading:
         return call_id
 
     def finish(self, events: list[Event]) -> None:
-        """Generation is over: a call that is open stays one as far as it was written, from its name on."""
+        """At the end of the answer, an open call stays a call as far as it was written, from its name on."""
         if not self.is_over and (self.is_started or self._reader.is_named):
             self._reader.stop()
             self.announce(events, is_cut=True)
@@ -234,7 +234,7 @@ _BETWEEN = " \t\r\n,;"
 
 
 class JsonStream(CallStream):
-    """A call starts as soon as it is known by name and its arguments have begun; these are given out as they were written where they are
+    """A call starts as soon as it is known by name and its arguments have begun; these are emitted as they were written where they are
     JSON.
 
     White space between calls is part of the format. What is no call is `Text`, unchanged, and calls after it are read; one that goes
@@ -274,7 +274,7 @@ class JsonStream(CallStream):
         return self._step == self._read_call or is_in_malformed
 
     def finish(self) -> list[Event]:
-        """What has not named its call is text; what has stays a call, as far as it came."""
+        """An open call with a name stays a call as far as it was written; without one it is text."""
         events: list[Event] = []
         if self._step == self._read_arguments:
             self._open(self._named)
@@ -291,7 +291,7 @@ class JsonStream(CallStream):
         return [*events, *map(Text, rest)]
 
     def release(self) -> list[Event]:
-        """Gives back as text what is no call yet: one in another format has begun before it. Reading goes on after that call."""
+        """Emits as text what is no call yet, because a call in another format has begun. Reading goes on after that call."""
         held = join_pieces([*self._held, *self._reading.block, *self._buffer.finish()])
         self._held = self._reading.block = []
         if self._step != self._read_start:
@@ -490,12 +490,12 @@ class JsonStream(CallStream):
         return True
 
     def _leave_end(self, events: list[Event], pieces: list[str]) -> None:
-        """What follows a call is nothing of the format."""
+        """The text after a call is not part of the format."""
         events += map(Text, pieces)
         self._step = self._read_text if self._malformed is None else self._read_malformed
 
     def _read_surplus(self, events: list[Event]) -> bool:
-        """Brackets that close nothing belong to the format where a closing follows."""
+        """Surplus closing brackets belong to the format if a closing follows."""
         start = self._buffer.take_start("}", "]", *self._closings)
         if start is None:
             return False
@@ -524,7 +524,7 @@ class JsonStream(CallStream):
         return self._reject(events) if marker is None else self._enter(marker, self._held)
 
     def _reject(self, events: list[Event]) -> bool:
-        """No call after all."""
+        """It was no call."""
         self._give_back(events)
         self._step = self._read_text
         return True

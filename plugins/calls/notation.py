@@ -1,4 +1,4 @@
-"""Calls in Gemma's notation, `call:NAME{k:<|"|>v<|"|>,n:42}`, given out as JSON while they arrive."""
+"""Calls in Gemma's notation, `call:NAME{k:<|"|>v<|"|>,n:42}`, emitted as JSON while they arrive."""
 
 import json
 import re
@@ -92,7 +92,7 @@ class NotationCall:
         return "".join(frame.closer for frame in reversed(frames))
 
     def take_arguments(self) -> str:
-        """The arguments that have come since the last call of this."""
+        """The new arguments since the last call."""
         return self._writer.take()
 
     def add(self, text: str) -> None:
@@ -155,7 +155,7 @@ class NotationCall:
         self._writer.close()
 
     def cut(self) -> None:
-        """No more comes: what has come is given out, and nothing is closed."""
+        """At the end of input: emits what has arrived and closes nothing."""
         frame = self._frames[-1]
         if self._string is not None:
             self._writer.add_json(self._string.cut())

@@ -1,4 +1,4 @@
-"""One call written as a Python expression, `f(x=1, y='a')`, given out as JSON while it arrives."""
+"""One call written as a Python expression, `f(x=1, y='a')`, emitted as JSON while it arrives."""
 
 import json
 import math
@@ -37,7 +37,7 @@ class PythonString:
         return not self.is_over and not (self._is_triple is None and self._num_quotes == 2)
 
     def take(self) -> str:
-        """The characters that have come since the last call of this."""
+        """The new characters since the last call."""
         text = "".join(self._characters)
         self._characters.clear()
         return text
@@ -220,7 +220,7 @@ class PythonCall:
         return "".join(reversed(closers)) + ("]" if self._in_list else "")
 
     def take_arguments(self) -> str:
-        """The arguments that have come since the last call of this."""
+        """The new arguments since the last call."""
         return self._writer.take() if self.is_started else ""
 
     def feed(self, text: str, position: int) -> int:
@@ -240,7 +240,7 @@ class PythonCall:
             self._writer.close()
 
     def cut(self) -> None:
-        """No more comes: what has come is given out as far as it is certain, from the name on, and nothing is closed."""
+        """At the end of input: emits what is certain, from the name on, and closes nothing."""
         self._end_pending()
         self._has_value = self.name is not None
 

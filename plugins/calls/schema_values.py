@@ -1,4 +1,4 @@
-"""What a tool's schema says of its arguments, and the JSON that text stands for by it."""
+"""The schema of a tool's arguments, and text coerced to JSON by it."""
 
 import ast
 import json
@@ -68,7 +68,7 @@ def has_strict_tool(tools: Sequence[Mapping[str, Any]]) -> bool:
 
 
 class ArgumentsSchema:
-    """What one tool's schema says of its parameters."""
+    """The parameters in one tool's schema."""
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
@@ -257,7 +257,7 @@ def _is_whole(text: str) -> bool:
 
 
 def _unwrapped(text: str, types: Types) -> str | None:
-    """A value that was written inside a string, though no string may be there."""
+    """A value that was written inside a string, where the schema allows no string."""
     json_text = to_json(text, types)
     return None if json_text.startswith('"') else json_text
 

@@ -17,12 +17,12 @@ from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, r
 
 
 def new_call_id() -> str:
-    """A fresh id, as OpenAI writes them: `call_` and 24 hexadecimal digits."""
+    """A new id in OpenAI's form: `call_` and 24 hexadecimal digits."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def new_short_call_id() -> str:
-    """A fresh id, as Mistral's templates ask for them: nine letters and digits."""
+    """A new id in the form that Mistral's templates require: nine letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -86,7 +86,7 @@ class CallReader(ABC):
 
     @property
     def is_in_call(self) -> bool:
-        """Whether what comes next belongs to the call's arguments."""
+        """Whether the next text belongs to the call's arguments."""
         return self.name is not None
 
     @abstractmethod
@@ -103,7 +103,7 @@ class CallReader(ABC):
 
     @abstractmethod
     def take_arguments(self) -> str:
-        """The arguments that have come since the last call of this."""
+        """The new arguments since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Surroundings:
         return any(token in marker for token in self.added_tokens if token)
 
     def pieces(self, marker: str) -> list[str]:
-        """A marker that was taken for one and is none, as it came."""
+        """The original pieces of a marker that turned out to be none."""
         return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self.added_tokens))
 
 
@@ -173,14 +173,14 @@ class CallStream(ToolParser):
     @property
     @abstractmethod
     def is_in_call(self) -> bool:
-        """Whether what comes next belongs to a call's arguments."""
+        """Whether the next text belongs to a call's arguments."""
 
     @abstractmethod
     def finish(self) -> list[Event]:
-        """Generation is over: a call that has been named stays one as far as it came, anything else that is held is text."""
+        """An open call with a name stays a call as far as it was written; any other text held back is text."""
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         if self._is_off:
             return [Text(text)] if text else []
         return read_steps(self._buffer, text, lambda events: self._step(events))
@@ -191,17 +191,17 @@ class CallStream(ToolParser):
         self._held = []
 
     def give_arguments(self, events: list[Event], fragment: str) -> None:
-        """More of the call that was started last."""
+        """More arguments of the call that was started last."""
         if fragment:
             events.append(ToolCallArguments(self._num_calls - 1, fragment))
 
     def _give_back(self, events: list[Event]) -> None:
-        """What is held is text."""
+        """The text held back is no call."""
         events += map(Text, join_pieces(self._held))
         self._held = []
 
     def _as_written(self, marker: str) -> list[str]:
-        """A marker as the pieces in which it came: there may be added tokens in it."""
+        """The original pieces of a marker, which may hold added tokens."""
         return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self._added_tokens))
 
 
@@ -218,7 +218,7 @@ class SectionStream(CallStream):
         self._may_lack_section = envelope.may_lack_section and not has_strict_tool(turn.tools)
         self._step = self._read_text
         self._reader: CallReader | None = None
-        self._is_started = False  # the call that is being read has been given out
+        self._is_started = False  # the call that is being read has been emitted
         self._is_bare = False  # the call that is being read has no section
         self._is_in_section = False
         self._tail = ""  # the end of the text so far, where there are sections
@@ -335,7 +335,7 @@ class SectionStream(CallStream):
         return True
 
     def _reject(self, pieces: list[str], events: list[Event]) -> None:
-        """No call after all: what is held is text, and these pieces."""
+        """It was no call: the text held back and these pieces are text."""
         self._reader = None
         held, self._held = self._held, []
         self._say([*held, *pieces], events)
@@ -394,7 +394,7 @@ class ParsersInTurn(ToolParser):
         return self._first.is_in_call or self._second.is_in_call
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         events: list[Event] = []
         for part in split_at_calls(text):
             if self._second.is_in_call:
@@ -406,7 +406,7 @@ class ParsersInTurn(ToolParser):
         return self._numbered(events)
 
     def finish(self) -> list[Event]:
-        """What both give back."""
+        """Emits the text that both hold back."""
         return self._numbered([*self._through(self._first.finish()), *self._second.finish()])
 
     def _through(self, events: Iterable[Event]) -> list[Event]:

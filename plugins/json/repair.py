@@ -1,4 +1,4 @@
-"""Reads one JSON object as models write it and gives it out as JSON, while it arrives."""
+"""Reads one streamed JSON object as models write it, and emits valid JSON."""
 
 import re
 from enum import Enum, auto
@@ -19,7 +19,7 @@ _MAX_KEY = 256
 
 
 class _Next(Enum):
-    """What has to come next."""
+    """The token expected next."""
 
     KEY = auto()  # or the end of the object
     COLON = auto()
@@ -29,7 +29,7 @@ class _Next(Enum):
 
 
 class JsonRepair:
-    """What is JSON passes as it was written, each character once. What models write in its place is mended where its meaning is plain:
+    """Passes valid JSON on unchanged, each character once, and repairs common mistakes of models whose meaning is clear:
 
     - in a string: control characters, and a backslash that begins no escape, are escaped; so is a quotation mark that nothing follows
       which could follow a string
@@ -39,7 +39,7 @@ class JsonRepair:
 
     `is_malformed` at the first character that makes no sense after all that. `left` is what was read then and belongs to nothing.
 
-    A marker of `ends` in a string is held back, with what follows it, until it is known what it is: part of the string where a quotation
+    A marker of `ends` in a string is held back, with what follows it, until it is decided: it is part of the string where a quotation
     mark ends that as it should, and otherwise the end of the object, which is then malformed. `num_held` characters were read by then,
     from the marker on, that are not the object's.
     """
@@ -96,7 +96,7 @@ class JsonRepair:
         return True
 
     def take(self) -> str:
-        """The JSON that has come since the last call of this."""
+        """The new JSON since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text
@@ -122,7 +122,7 @@ class JsonRepair:
         self.is_complete = True
 
     def stop(self) -> None:
-        """No more comes: what is held is given out as it was written."""
+        """At the end of input: emits the text held back, unchanged."""
         self._release()
         self._flush()
         self._out.append(self._escape)

@@ -1,4 +1,4 @@
-"""Reads one JSON document (RFC 8259) as it arrives, each character once, and says at the first that cannot be right."""
+"""Reads one streamed JSON document (RFC 8259), each character once, and rejects the first that is invalid."""
 
 import enum
 import re

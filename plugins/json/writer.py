@@ -29,7 +29,7 @@ class JsonWriter:
         return len(self._closers)
 
     def take(self) -> str:
-        """What has been written since the last call of this."""
+        """The new text since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text
@@ -93,7 +93,7 @@ class JsonWriter:
 
 
 class ParameterCall:
-    """Collects the pieces of the object. A parameter that comes again is passed over: the first may have been given out already."""
+    """Collects the pieces of the object. A parameter that comes again is ignored: the first may have been emitted already."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -150,7 +150,7 @@ class ParameterCall:
             self._write(self.value.cut())
 
     def take(self) -> str:
-        """What has come since the last call of this."""
+        """The new text since the last call."""
         fragment = "".join(self._pieces)
         self._pieces.clear()
         return fragment

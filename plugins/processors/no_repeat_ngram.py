@@ -1,4 +1,4 @@
-"""The logits processor `no_repeat_ngram`: no run of `size` tokens comes twice in an answer."""
+"""The logits processor `no_repeat_ngram`: no run of `size` tokens occurs twice in an answer."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ def register_logits_processors(register: Register) -> None:
 class NoRepeatNgram:
     """Masks each token that would repeat an n-gram of the output. One instance belongs to one sequence.
 
-    `size` is n, 2 to 256. The prompt does not count: an answer may quote it. Raises `ValueError` for any other.
+    `size` is n, 2 to 256. The prompt does not count: an answer may quote it. Raises `ValueError` for any other `size`.
     """
 
     def __init__(self, size: int) -> None:
@@ -31,8 +31,8 @@ class NoRepeatNgram:
         self._followers: dict[tuple[int, ...], set[int]] = {}
 
     def __call__(self, token_ids: list[int], logits: "Tensor") -> "Tensor":
-        """`logits` is [V]; comes back as a copy where anything is masked."""
-        # The first call comes before any output: what is there by then is the prompt.
+        """`logits` is [V]; returns a copy if anything is masked."""
+        # The first call precedes any output: its tokens are the prompt.
         if self._num_prompt_tokens is None:
             self._num_prompt_tokens = self._num_read = len(token_ids)
         for end in range(self._num_read + 1, len(token_ids) + 1):

@@ -30,16 +30,16 @@ class ContentTags(ReasoningParser):
         return self._parser.phase
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         return self._through(self._parser.feed(text))
 
     def finish(self) -> list[Event]:
-        """Gives back what is held."""
+        """Emits the text held back."""
         events = self._through(self._parser.finish())
         return [*events, *self._texts(self._buffer.finish())]
 
     def release(self) -> list[Event]:
-        """Gives back what both hold: a tool call has begun before it. Reading goes on after the call."""
+        """Emits the text that both hold back, because a tool call has begun. Reading goes on after the call."""
         events = self._through(self._parser.release())
         return [*events, *self._texts(self._buffer.finish())]
 
@@ -93,7 +93,7 @@ class ContentTags(ReasoningParser):
 class NonemptyContent(ReasoningParser):
     """Moves the reasoning that another parser gives to the content, where that has nothing but white space.
 
-    Which of the two it was is known when content comes, or at the end: until then it is held back.
+    Which of the two it was is known at the first content or at the end: until then it is held back.
     """
 
     def __init__(self, parser: ReasoningParser) -> None:
@@ -108,18 +108,18 @@ class NonemptyContent(ReasoningParser):
         return self._parser.phase
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         return self._through(self._parser.feed(text))
 
     def finish(self) -> list[Event]:
-        """Gives back what is held."""
+        """Emits the text held back."""
         events = self._through(self._parser.finish())
         events += [Text(event.text) if isinstance(event, Reasoning) else event for event in self._held]
         self._held = []
         return events
 
     def release(self) -> list[Event]:
-        """Gives back what the other parser holds: a tool call has begun before it. Reading goes on after the call."""
+        """Emits the text that the other parser holds back, because a tool call has begun. Reading goes on after the call."""
         return self._through(self._parser.release())
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
@@ -135,7 +135,7 @@ class NonemptyContent(ReasoningParser):
 
 
 class AppendThink(ReasoningParser):
-    """Gives `<think>` and then the whole answer, markers too. Nothing is reasoning, so constraints hold from the first token."""
+    """Emits `<think>` and then the whole answer, markers included. Nothing is reasoning, so constraints hold from the first token."""
 
     start_marker = "<think>"
     end_marker = "</think>"
@@ -145,7 +145,7 @@ class AppendThink(ReasoningParser):
         self._prefix = "" if turn.phase("<think>", "</think>") is Phase.CONTENT else self.start_marker
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         if not text:
             return []
         if text in (self.start_marker, self.end_marker):
@@ -154,6 +154,6 @@ class AppendThink(ReasoningParser):
         return [Text(prefix), Text(text)] if prefix else [Text(text)]
 
     def finish(self) -> list[Event]:
-        """Gives the marker even where nothing came after it."""
+        """Emits the marker even if nothing followed it."""
         prefix, self._prefix = self._prefix, ""
         return [Text(prefix)] if prefix else []

@@ -50,11 +50,11 @@ class TemplateReasoning(ReasoningParser):
         return Phase.CONTENT if self._reader.has_begun else Phase.UNDECIDED
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         return self._events(self._reader.feed([text] if isinstance(text, SpecialText) else text))
 
     def finish(self) -> list[Event]:
-        """Gives back what is held."""
+        """Emits the text held back."""
         events = self._events(self._reader.finish())
         rest = self._between or []
         return events if all(piece.isspace() for piece in rest) else [*events, *map(Text, join_pieces(rest))]

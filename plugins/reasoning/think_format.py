@@ -204,7 +204,7 @@ class ThinkParser(ReasoningParser):
         return self._phase
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         return read_steps(self._buffer, text, lambda events: self._step(self, events))
 
     def finish(self) -> list[Event]:
@@ -216,7 +216,7 @@ class ThinkParser(ReasoningParser):
         return events
 
     def release(self) -> list[Event]:
-        """Gives back what is held: a tool call has begun before it. Reading goes on after the call."""
+        """Emits the text held back, because a tool call has begun. Reading goes on after the call."""
         return self.finish()
 
     def _enter(self, state: State, num_newlines: int = 0) -> None:
@@ -343,7 +343,7 @@ class ThinkParser(ReasoningParser):
         events += self._events(pieces)
 
     def _end_stretch(self, events: list[Event]) -> None:
-        """A marker ends what is being given out: the white space before it belongs to the marker or to the text."""
+        """A marker ends what is being emitted: the white space before it belongs to the marker or to the text."""
         if self._space is not None:
             events += self._events(self._space.end(drops_trailing=self._phase is Phase.REASONING))
 

@@ -391,7 +391,7 @@ class TemplateReader:
         self._watch()
 
     def _release(self, end: int, parts: list[Part]) -> None:
-        """Gives out the waiting symbols before `end`."""
+        """Emits the waiting symbols before `end`."""
         pieces = [self._waiting.popleft() for _ in range(end - self._first)]
         self._first = end
         if pieces:

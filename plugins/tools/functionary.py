@@ -34,15 +34,15 @@ class FunctionaryMessages(ToolParser):
 
     @property
     def is_in_call(self) -> bool:
-        """Whether what comes next belongs to a call's arguments."""
+        """Whether the next text belongs to a call's arguments."""
         return self._calls.is_in_call
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         return [event for part in split_at_calls(text) for event in read_steps(self._buffer, part, self._step)]
 
     def finish(self) -> list[Event]:
-        """What both hold."""
+        """Emits the text that both hold back."""
         rest = [event for piece in self._buffer.finish() for event in self._through(piece)]
         return [*rest, *self._without_implied(self._calls.finish())]
 

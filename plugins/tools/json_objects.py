@@ -50,7 +50,7 @@ BLOCKS = (
         models="Granite 4.0, 4.1",
         call="<tool_call>\n{object}\n</tool_call>",
         separator="\n",
-        quirks="The arguments may be a string that holds an object as JSON: they are given out as that object.",
+        quirks="The arguments may be a string that holds an object as JSON: they are emitted as that object.",
         signs=("<tool_call>", "<|start_of_role|>"),
     ),
     JsonFormat(

@@ -45,7 +45,7 @@ class HarmonyCalls(ToolParser):
         return self._harmony is not None and self._harmony.is_in_call
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         if self._harmony is None:
             return [Text(text)] if text else []
         return self._harmony.feed(text)

@@ -1,4 +1,4 @@
-"""Tool calls as the checkpoint's own `response_template` describes them."""
+"""Tool calls in the form that the checkpoint's own `response_template` describes."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ class TemplateCalls(ToolParser):
         self._space: list[str] | None = None  # after a call: part of the format where another one follows
 
     def feed(self, text: str) -> list[Event]:
-        """Takes text as it arrived, however it is cut."""
+        """Reads the next piece of text, however it is cut."""
         return self._events(self._reader.feed([text] if isinstance(text, SpecialText) else text))
 
     def finish(self) -> list[Event]:
