@@ -178,7 +178,8 @@ class _Places:
         has_ended = asyncio.Event()
         self._refused.append(has_ended)
         try:
-            await asyncio.wait_for(has_ended.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await has_ended.wait()
         except TimeoutError:
             self._refused.remove(has_ended)
 

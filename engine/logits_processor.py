@@ -38,7 +38,7 @@ class LogitsProcessor(ABC):
 
     is_batched = True
 
-    def begin(self, *_: Any, **arguments: Any) -> Any:
+    def begin(self, /, *_: Any, **arguments: Any) -> Any:
         """Called with the request's arguments once per sequence; returns the row's `state`. `TypeError` or `ValueError` refuses them."""
         if arguments:
             raise TypeError(f"it takes none, got {', '.join(arguments)}")
@@ -67,7 +67,7 @@ class _PerSequence(LogitsProcessor):
     def __init__(self, factory: Callable[..., Callable[[list[int], "Tensor"], "Tensor"]]) -> None:
         self._factory = factory
 
-    def begin(self, *_: Any, **arguments: Any) -> Any:
+    def begin(self, /, *_: Any, **arguments: Any) -> Any:
         _check_arguments(self._factory, arguments)
         return self._factory(**arguments)
 
@@ -82,7 +82,7 @@ class _PerRow(LogitsProcessor):
     def __init__(self, function: Callable[..., "Tensor | None"]) -> None:
         self._function = function
 
-    def begin(self, *_: Any, **arguments: Any) -> None:
+    def begin(self, /, *_: Any, **arguments: Any) -> None:
         _check_arguments(self._function, arguments, num_positional=2)
 
     def process(self, rows: Sequence[LogitsRow], logits: "Tensor") -> None:

@@ -17,7 +17,7 @@ def test_every_option_is_taken_or_is_the_servers() -> None:
     for name, option in OPTIONS_BY_ANY_NAME.items():
         assert (name in known_arguments()) != option.is_server_only
         if option.is_server_only:
-            with pytest.raises(ConfigurationError, match=f"`{name}` is the server's"):
+            with pytest.raises(ConfigurationError, match=f"`{name}` is an option of the server"):
                 engine_arguments(None, {name: option.default})
     assert set(known_arguments()) >= {"plugins", "num_threads", "enable_prefix_caching", "kv_cache_memory_bytes", "tool_call_parser"}
 
@@ -53,9 +53,9 @@ def test_arguments_mean_what_the_flags_mean() -> None:
         ({"trust_remote_code": "yes"}, "`trust_remote_code`: expected True or False"),
         ({"threads": [1, 2]}, "`threads`: expected one value"),
         ({"kv_cache_memory": "much"}, "`kv_cache_memory`: 'much' is not a size"),
-        ({"port": 8000}, "`port` is the server's"),
-        ({"shutdown_timeout": 3}, "`shutdown_timeout` is the server's"),
-        ({"uvicorn_log_level": "info"}, "`uvicorn_log_level` is the server's"),
+        ({"port": 8000}, "`port` is an option of the server"),
+        ({"shutdown_timeout": 3}, "`shutdown_timeout` is an option of the server"),
+        ({"uvicorn_log_level": "info"}, "`uvicorn_log_level` is an option of the server"),
         ({"gpu_memory_utilization": 0.9}, "`gpu_memory_utilization` is not supported: use `kv_cache_memory="),
         ({"tokenizer": "other"}, "`tokenizer` is not supported"),
         ({"pooler_config": {"pooling_type": "CLS"}}, "`pooler_config` is not supported: the model's own files"),
