@@ -128,7 +128,7 @@ class JsonFormat(CallFormat):
         return tags_of(self.block.replace("{calls}", self.call))
 
     def written_example(self) -> str:
-        written = {"id": "0", "name": "weather", "quoted_name": '"weather"', "arguments": '{"city": "Oslo"}'}
+        written = {"id": "0", "name": "weather", "escaped_name": "weather", "arguments": '{"city": "Oslo"}'}
         return SLOT.sub(lambda slot: written[slot[1]], self.block.replace("{calls}", self._spelled_call))
 
     @property
@@ -142,10 +142,10 @@ class JsonFormat(CallFormat):
 
     @property
     def _spelled_call(self) -> str:
-        """The call with its object spelled out."""
+        """The call with its object spelled out, and its name between quotes that belong to the template."""
         keys = self.keys
         members = f"{json.dumps(keys.name)}: {{quoted_name}}, {json.dumps(keys.arguments[0])}" if keys.name else "{quoted_name}"
-        return self.call.replace("{object}", f"{{{members}: {{arguments}}}}")
+        return self.call.replace("{object}", f"{{{members}: {{arguments}}}}").replace("{quoted_name}", '"{escaped_name}"')
 
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
         """What follows `opening`. There is at least one tool."""
@@ -157,7 +157,7 @@ class JsonFormat(CallFormat):
     def _call(self, tools: Tools[CallableTool], before: str, taken: str = "") -> Structure:
         """`before` and one call, without what is `taken` of its beginning."""
         call = self._spelled_call
-        start = re.search(r"\{(quoted_)?name\}", call)
+        start = re.search(r"\{(escaped_)?name\}", call)
         assert start is not None
         lead = before + call[: start.start()]
         assert lead.startswith(taken[: len(lead)])
@@ -191,4 +191,4 @@ class JsonFormat(CallFormat):
             elif piece == "{arguments}":
                 yield Value(tool.arguments)
             else:
-                yield Literal(tool.name if piece == "{name}" else json.dumps(tool.name, ensure_ascii=False))
+                yield Literal(tool.name if piece == "{name}" else json.dumps(tool.name, ensure_ascii=False)[1:-1])

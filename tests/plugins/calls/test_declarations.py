@@ -94,7 +94,7 @@ def test_its_parser_reads_what_its_grammar_allows(row: JsonFormat, two_calls: st
 
 def test_names_are_escaped_as_json() -> None:
     structure = JsonFormat(call="<x>{object}").calls([tool('a"\\\n字')], is_single=True)
-    assert Literal('"a\\"\\\\\\n字", "arguments": ') in structure.parts[0].parts[1].parts[0].parts  # type: ignore[union-attr]
+    assert Literal('a\\"\\\\\\n字", "arguments": ') in structure.parts[0].parts[1].parts[0].parts  # type: ignore[union-attr]
 
 
 def test_the_markers_and_the_example_of_markup_follow_from_its_templates() -> None:
