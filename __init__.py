@@ -4,8 +4,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine import structure
-    from penstock.engine.compile_clock import uncounted
+    from penstock.engine.contracts import structure
+    from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+    from penstock.engine.contracts.hooks import Register, hookimpl
+    from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRow, per_row, per_sequence
+    from penstock.engine.contracts.parsing import (
+        CallableTool,
+        Event,
+        Format,
+        FormatInfo,
+        Parser,
+        Phase,
+        Reasoning,
+        ReasoningParser,
+        SpecialText,
+        Text,
+        ToolCallArguments,
+        ToolCallStart,
+        ToolFormat,
+        ToolParser,
+        Turn,
+    )
     from penstock.engine.errors import (
         ConfigurationError,
         ConstraintTooLarge,
@@ -17,22 +36,14 @@ if TYPE_CHECKING:
         UnsupportedGrammar,
         UnsupportedKind,
     )
-    from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-    from penstock.engine.format_info import Format, FormatInfo
-    from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-    from penstock.engine.hooks import Register, hookimpl
-    from penstock.engine.logits_processor import LogitsProcessor, LogitsRow, per_row, per_sequence
-    from penstock.engine.parsing import Parser, Phase, ReasoningParser, ToolParser
-    from penstock.engine.pooling.params import PoolingParams
+    from penstock.engine.pooling.model import PoolingParams
     from penstock.engine.sampling.params import BeamSearchParams
-    from penstock.engine.sandbox import Limits, Sandbox
-    from penstock.engine.tool_format import CallableTool, ToolFormat
-    from penstock.engine.turn import Turn
-    from penstock.llm.async_llm import AsyncLLM
+    from penstock.engine.system.process import uncounted
+    from penstock.engine.system.sandbox import Limits, Sandbox
     from penstock.llm.executor.executor import Executor
     from penstock.llm.executor.requests import KvCacheRetentionConfig, OutputConfig, Request, SamplingConfig
     from penstock.llm.executor.responses import Response, Result
-    from penstock.llm.llm import LLM
+    from penstock.llm.llm import LLM, AsyncLLM
     from penstock.llm.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -65,17 +76,36 @@ __version__ = "0.1.0"
 
 # A new public name goes into one of these two, into the imports above, which are for type checkers, and into `__all__`.
 _PLUGIN_API = {
-    "penstock.engine.compile_clock": ("uncounted",),
+    "penstock.engine.system.process": ("uncounted",),
     "penstock.engine.errors": ("ConstraintTooLarge", "UnsupportedGrammar", "UnsupportedKind"),
-    "penstock.engine.events": ("Event", "Reasoning", "SpecialText", "Text", "ToolCallArguments", "ToolCallStart"),
-    "penstock.engine.format_info": ("Format", "FormatInfo"),
-    "penstock.engine.grammar": ("CompiledGrammar", "GrammarBackend", "GrammarKind", "GrammarMatcher", "GrammarSpec", "Vocabulary"),
-    "penstock.engine.hooks": ("Register", "hookimpl"),
-    "penstock.engine.logits_processor": ("LogitsProcessor", "LogitsRow", "per_row", "per_sequence"),
-    "penstock.engine.parsing": ("Parser", "Phase", "ReasoningParser", "ToolParser"),
-    "penstock.engine.sandbox": ("Limits", "Sandbox"),
-    "penstock.engine.tool_format": ("CallableTool", "ToolFormat"),
-    "penstock.engine.turn": ("Turn",),
+    "penstock.engine.contracts.grammar": (
+        "CompiledGrammar",
+        "GrammarBackend",
+        "GrammarKind",
+        "GrammarMatcher",
+        "GrammarSpec",
+        "Vocabulary",
+    ),
+    "penstock.engine.contracts.hooks": ("Register", "hookimpl"),
+    "penstock.engine.contracts.logits_processor": ("LogitsProcessor", "LogitsRow", "per_row", "per_sequence"),
+    "penstock.engine.contracts.parsing": (
+        "CallableTool",
+        "Event",
+        "Format",
+        "FormatInfo",
+        "Parser",
+        "Phase",
+        "Reasoning",
+        "ReasoningParser",
+        "SpecialText",
+        "Text",
+        "ToolCallArguments",
+        "ToolCallStart",
+        "ToolFormat",
+        "ToolParser",
+        "Turn",
+    ),
+    "penstock.engine.system.sandbox": ("Limits", "Sandbox"),
     "penstock.plugins.calls.expression_formats": ("NotationFormat", "PythonFormat"),
     "penstock.plugins.calls.json_call": ("CallKeys",),
     "penstock.plugins.calls.json_format": ("JsonFormat",),
@@ -95,13 +125,12 @@ _LIBRARY = {
         "PenstockError",
         "QueueFull",
     ),
-    "penstock.engine.pooling.params": ("PoolingParams",),
+    "penstock.engine.pooling.model": ("PoolingParams",),
     "penstock.engine.sampling.params": ("BeamSearchParams",),
-    "penstock.llm.async_llm": ("AsyncLLM",),
     "penstock.llm.executor.executor": ("Executor",),
     "penstock.llm.executor.requests": ("KvCacheRetentionConfig", "OutputConfig", "Request", "SamplingConfig"),
     "penstock.llm.executor.responses": ("Response", "Result"),
-    "penstock.llm.llm": ("LLM",),
+    "penstock.llm.llm": ("LLM", "AsyncLLM"),
     "penstock.llm.outputs": (
         "BeamSearchOutput",
         "BeamSearchSequence",
@@ -212,7 +241,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "structure":  # a module: its parts have names such as `Literal` and `Sequence`
-        return import_module("penstock.engine.structure")
+        return import_module("penstock.engine.contracts.structure")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)

@@ -12,34 +12,29 @@ from typing import Any
 from penstock import __version__
 from penstock.api.connections import connection_limit
 from penstock.engine.build import build_core, load
-from penstock.engine.cache_directory import redirect_compiler_caches
 from penstock.engine.config import EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
-from penstock.engine.content_tokenizer import ContentTokenizer
+from penstock.engine.contracts.hooks import ReasoningParserFactory
+from penstock.engine.contracts.parsing import ReasoningParser, Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.hooks import ReasoningParserFactory
 from penstock.engine.kv_cache import block_bytes
-from penstock.engine.loading.generation_defaults import sampling_defaults
-from penstock.engine.loading.model_config import read_config, read_generation_config
-from penstock.engine.loading.model_store import model_name, resolve_model
-from penstock.engine.loading.packaged_model import PACKAGED_MODELS
 from penstock.engine.loop import Engine
+from penstock.engine.model.config import read_config, read_generation_config, sampling_defaults
+from penstock.engine.model.quantization import quantized_layers
+from penstock.engine.model.store import PACKAGED_MODELS, model_name, resolve_model
 from penstock.engine.native.library import kernels_in_use
-from penstock.engine.parsing import ReasoningParser
 from penstock.engine.pooling.engine import PoolingEngine
 from penstock.engine.pooling.files import model_kind
 from penstock.engine.pooling.loader import build_pooling_engine
-from penstock.engine.quantization import quantized_layers
-from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.turn import Turn
+from penstock.engine.system.cache import redirect_compiler_caches
+from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence, Registry
 from penstock.serving.context import PoolingContext, ServerContext, description
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
-from penstock.serving.templates.messages import RESERVED_KWARGS
-from penstock.serving.templates.tool_prompt import ToolPrompt
+from penstock.serving.templates.messages import RESERVED_KWARGS, ToolPrompt
 from penstock.serving.workers import Workers
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from penstock import __version__
 from penstock.cli import COMMANDS
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.heap import memory_shortage_refused, release_heap
+from penstock.engine.system.process import memory_shortage_refused, release_heap
 from penstock.logs import set_up_logging
 from penstock.serving.options import Arguments
 
@@ -79,7 +79,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
 
 def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling":
     """Imports what computes models, which takes seconds, and assembles one."""
-    from penstock.engine.loading.lean_imports import triton_left_out
+    from penstock.engine.system.process import triton_left_out
 
     with triton_left_out(arguments.engine.device):
         from penstock.assembly import assemble

@@ -6,8 +6,7 @@ from aiohttp.typedefs import Handler, Middleware
 from penstock.api.bodies import leave_expectation
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
-from penstock.api.context import CONTEXT, POOLING, SHARED
-from penstock.api.metrics import METRICS, REQUEST_METRICS, show_metrics
+from penstock.api.context import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, show_metrics
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -23,8 +22,7 @@ from penstock.api.middleware import (
     translate_errors,
 )
 from penstock.api.models import list_models, show_health, show_model, show_version
-from penstock.api.pooling import classify, create_embeddings, pool
-from penstock.api.scoring import create_scores, rerank, rerank_v2
+from penstock.api.pooling import classify, create_embeddings, create_scores, pool, rerank, rerank_v2
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, what_it_is, wrong_model

@@ -8,9 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from penstock.api.answering import answer
 from penstock.api.bodies import client_of, read_admitted_body, served_model
-from penstock.api.context import CONTEXT
-from penstock.api.logprobs import TokenWriter
-from penstock.api.metrics import begin_timer
+from penstock.api.context import CONTEXT, begin_timer
 from penstock.api.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -21,20 +19,19 @@ from penstock.api.protocol import (
     ChatLogprobs,
     FunctionDelta,
     PromptLogprobs,
+    TokenWriter,
     ToolCallDelta,
     Usage,
     usage_of,
 )
+from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
-from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.request import Request
-from penstock.serving.constraints.answer_check import warning_header
-from penstock.serving.constraints.conformance import Conformance
+from penstock.engine.sequence import Request
+from penstock.serving.constraints.conformance import Conformance, warning_header
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import Message, MessageReader, MessageStep, ReasoningView, TokenCounts
 from penstock.serving.preparing import ChatOptions, answer_check, prepare_chat
-from penstock.serving.requests import ChatCompletionRequest, ReasoningField, StreamOptions
-from penstock.serving.sampling import searched
+from penstock.serving.requests import ChatCompletionRequest, ReasoningField, StreamOptions, searched
 
 
 def name_reasoning(answer: ChatDelta | AssistantMessage, field: ReasoningField) -> None:

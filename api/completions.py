@@ -11,20 +11,25 @@ from msgspec import UNSET, UnsetType
 
 from penstock.api.answering import answer, merge
 from penstock.api.bodies import client_of, read_admitted_body, served_model
-from penstock.api.context import CONTEXT
-from penstock.api.logprobs import CompletionLogprobsWriter, TokenWriter
-from penstock.api.metrics import begin_timer
-from penstock.api.protocol import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage, usage_of
+from penstock.api.context import CONTEXT, begin_timer
+from penstock.api.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionLogprobsWriter,
+    PromptLogprobs,
+    TokenWriter,
+    Usage,
+    usage_of,
+)
+from penstock.engine.contracts.parsing import Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
-from penstock.engine.events import Text
-from penstock.engine.request import Request
+from penstock.engine.sequence import Request
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.constraints.answer_check import warning_header
-from penstock.serving.constraints.conformance import Conformance
+from penstock.serving.constraints.conformance import Conformance, warning_header
 from penstock.serving.messages import TokenCounts, check_delta
 from penstock.serving.preparing import Prompt, answer_check, prepare_completion, special_token_ids
-from penstock.serving.requests import CompletionRequest, StreamOptions
-from penstock.serving.sampling import searched
+from penstock.serving.requests import CompletionRequest, StreamOptions, searched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

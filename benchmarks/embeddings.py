@@ -59,10 +59,10 @@ def embedding_with_penstock(model: str, threads: int | None) -> Iterator[Embed]:
     import asyncio
 
     from penstock.engine.config import EngineConfig
-    from penstock.engine.loading.model_store import resolve_model
+    from penstock.engine.model.store import resolve_model
     from penstock.engine.pooling.engine import pool_all
     from penstock.engine.pooling.loader import build_pooling_engine
-    from penstock.engine.pooling.params import PoolingParams
+    from penstock.engine.pooling.model import PoolingParams
     from penstock.engine.text.tokenizer import Tokenizer
 
     directory = resolve_model(model)
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.worker is not None:
         return work(given.worker, given.model, given.threads)
-    from penstock.engine.loading.model_store import resolve_model
+    from penstock.engine.model.store import resolve_model
 
     directory = str(resolve_model(given.model))
     pythons = {NAMES[0]: sys.executable} | ({NAMES[1]: given.against} if given.against else {})

@@ -18,11 +18,11 @@ from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import DeltasByRequest, EngineCore
-from penstock.engine.loading.model_loader import in_memory
-from penstock.engine.request import Request
+from penstock.engine.model.loader import in_memory
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduler import Step
+from penstock.engine.sequence import Request
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -19,10 +19,16 @@ from torch import Tensor
 
 from penstock.engine.attention.cuda import num_multiprocessors
 from penstock.engine.kernels import references
-from penstock.engine.kernels.attention import kv_write, paged_decode, varlen_prefill
-from penstock.engine.kernels.layers import rms_norm, rotate
-from penstock.engine.kernels.sampling import bitmask_apply, sample
-from penstock.engine.kernels.tuning import choose_num_splits
+from penstock.engine.kernels.launch import (
+    bitmask_apply,
+    choose_num_splits,
+    kv_write,
+    paged_decode,
+    rms_norm,
+    rotate,
+    sample,
+    varlen_prefill,
+)
 
 NUM_HEADS = 32
 NUM_KV_HEADS = 8

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.linear import PackedLinear, can_pack
-from penstock.engine.layers.quantized import GROUP_SIZE, QuantizedLinear, can_quantize, quantized
+from penstock.engine.model.linear import GROUP_SIZE, PackedLinear, QuantizedLinear, can_pack, can_quantize, quantized
 
 SHAPES = {  # in_features, out_features and how many, as the engine fuses them
     "default": {

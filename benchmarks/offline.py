@@ -111,7 +111,7 @@ class Worker:
 def prose_for(model: str | None) -> Prose:
     """In the model's own tokens."""
     from benchmarks.passages import PASSAGES
-    from penstock.engine.loading.model_store import resolve_model
+    from penstock.engine.model.store import resolve_model
     from penstock.engine.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(resolve_model(model))

@@ -99,8 +99,8 @@ def peer_model(options: argparse.Namespace) -> Any:
     """The same weights, all of them in one type: transformers multiplies nothing in few bits on the CPU."""
     import torch
 
-    from penstock.engine.loading.model_loader import load_model
-    from penstock.engine.loading.model_store import resolve_model
+    from penstock.engine.model.loader import load_model
+    from penstock.engine.model.store import resolve_model
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)

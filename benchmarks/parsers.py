@@ -20,10 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
 from benchmarks.report import surroundings
-from penstock.engine.events import Reasoning, Text
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.parsing import Parser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import FormatInfo, Parser, Reasoning, Text, Turn
 from penstock.plugins.manager import Plugins
 
 LENGTHS = (500, 2000, 8000, 30000)

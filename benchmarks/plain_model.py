@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
-from penstock.engine.loading.model_loader import load_model
-from penstock.engine.loading.model_store import resolve_model
+from penstock.engine.model.loader import load_model
+from penstock.engine.model.store import resolve_model
 
 OWN_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 

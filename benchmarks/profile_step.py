@@ -34,12 +34,12 @@ from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
-from penstock.engine.decoder.native import LinearForm, NativeDecoder, read_linear
-from penstock.engine.loading.model_store import resolve_model
+from penstock.engine.model.native import LinearForm, NativeDecoder, read_linear
+from penstock.engine.model.store import resolve_model
 from penstock.engine.native.library import native_library
-from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput, sample_rows
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sequence import Request
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

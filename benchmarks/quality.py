@@ -33,11 +33,11 @@ from transformers import AutoTokenizer
 from benchmarks.passages import PASSAGES, QUESTIONS
 from benchmarks.report import surroundings
 from penstock.engine.config import Dtype, QuantizationMode
-from penstock.engine.layers.fused import fuse_linears
-from penstock.engine.layers.linear import pack_linears
-from penstock.engine.loading.model_loader import load_model
-from penstock.engine.loading.model_store import model_name, resolve_model
-from penstock.engine.quantization import quantized_layers
+from penstock.engine.model.fused import fuse_linears
+from penstock.engine.model.linear import pack_linears
+from penstock.engine.model.loader import load_model
+from penstock.engine.model.quantization import quantized_layers
+from penstock.engine.model.store import model_name, resolve_model
 
 ANSWER_TOKENS = 48
 CLEAR_FACTOR = 2.0

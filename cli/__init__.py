@@ -35,7 +35,7 @@ def run_new_plugin(words: list[str]) -> int:
     from penstock.cli.arguments import parse_new_plugin_arguments
 
     arguments = parse_new_plugin_arguments(words)
-    from penstock.cli.new_plugin import run_new_plugin_command
+    from penstock.cli.plugins import run_new_plugin_command
 
     return run_new_plugin_command(arguments)
 

@@ -19,9 +19,9 @@ from penstock.cli.flags import (
     add_reading_choice,
     reported,
 )
+from penstock.engine.config import integer
+from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.grammar import AdditionalProperties
-from penstock.engine.options import integer
 
 KINDS = {"json": "json_schema", "regex": "regex", "lark": "lark", "gbnf": "gbnf", "choice": "choice"}  # each with its `GrammarKind`
 KINDS_BY_SUFFIX = {".json": "json", ".lark": "lark", ".gbnf": "gbnf", ".ebnf": "gbnf", ".regex": "regex"}

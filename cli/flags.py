@@ -11,9 +11,9 @@ from typing import Any, NoReturn, get_args
 
 from penstock import __version__
 from penstock.cli import COMMANDS
+from penstock.engine.config import Group, Option, flattened
+from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.grammar import AdditionalProperties
-from penstock.engine.options import Group, Option, flattened
 from penstock.serving.options import API_KEY_VARIABLE, OPTIONS, Arguments
 from penstock.serving.vllm_arguments import ALL as VLLM_ARGUMENTS
 from penstock.serving.vllm_arguments import LIKENESS, flag_of, to_our_flags

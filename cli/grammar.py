@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 
 from penstock.cli.arguments import KINDS, GrammarArguments, opened
 from penstock.cli.grammar_trial import PARAM, Failure, GrammarBench, Outcome, Result, Trial, lenient, run_trial, schema_spec
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.loading.model_config import read_answer_tokens
-from penstock.engine.loading.model_store import model_name, resolve_model
+from penstock.engine.model.config import read_answer_tokens
+from penstock.engine.model.store import model_name, resolve_model
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from penstock.engine.constraints.bitmask import BITS_PER_WORD, allocate_bitmask
 from penstock.engine.constraints.compiler import GrammarCompiler, preferred_kinds
+from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.errors import ConfigurationError, PenstockError, UnsupportedGrammar
-from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.serving.constraints.closed_schema import closed

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from penstock.engine.options import Group, Option
+from penstock.engine.config import Group, Option
 from penstock.engine.sampling.params import Parameter, SamplingParams, parameters_of
 from penstock.serving.options import OPTIONS
 from penstock.serving.requests import GenerationFields

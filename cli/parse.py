@@ -11,12 +11,11 @@ import msgspec
 
 from penstock.api.protocol import AssistantMessage
 from penstock.cli.arguments import ParseArguments, opened
+from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
+from penstock.engine.contracts.parsing import SpecialText, Turn
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import ConfigurationError, InvalidRequest, PenstockError
-from penstock.engine.events import SpecialText
-from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.text.answer import BlankText, ParserChain, visible_events
-from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.markers import join_pieces, split_symbols
 from penstock.plugins.registry import NONE, Registry

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
-from penstock.engine.device import to_device
 from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
+from penstock.engine.system.device import to_device
 
 
 def placeholder(row: int) -> int:

@@ -8,27 +8,24 @@ from pathlib import Path
 import torch
 
 from penstock.engine.attention import interface
-from penstock.engine.block_pool import BlockPool
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
-from penstock.engine.decoder.compiled_layers import CompiledLayer, LayerCompilation
-from penstock.engine.decoder.cuda_graphs import CudaRecorder, DecodeGraphs
-from penstock.engine.decoder.layers import compute_logits
-from penstock.engine.decoder.native import install_native_decoder
-from penstock.engine.device import CudaHostCopies
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache import KVCache, block_bytes, cache_dtype
-from penstock.engine.layers.fused import fuse_linears, fuse_norms, fuse_rotary
-from penstock.engine.layers.linear import pack_linears
-from penstock.engine.loading.memory import num_cache_blocks, settle_memory
-from penstock.engine.loading.model_config import answer_tokens
-from penstock.engine.loading.model_loader import LoadedModel, load_model, resolve_device
+from penstock.engine.kv_cache import BlockPool, KVCache, block_bytes, cache_dtype
+from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
+from penstock.engine.model.config import answer_tokens
+from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs
+from penstock.engine.model.fused import fuse_linears, fuse_norms, fuse_rotary
+from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.linear import pack_linears
+from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
+from penstock.engine.model.native import install_native_decoder
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.runner import ModelRunner
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler import Scheduler, WaitingQueue
 from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
+from penstock.engine.system.device import CudaHostCopies
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,173 @@
 """The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from penstock.engine.batch import Batch, build_batch
-from penstock.engine.beams.processor import BeamProcessor
-from penstock.engine.beams.search import beam_search_of, check_beam_request
+from penstock.engine.beam_search import (
+    BeamGroup,
+    BeamProcessor,
+    BeamReader,
+    BeamSearch,
+    beam_search_of,
+    check_beam_request,
+    end_token_ids,
+    must_go_on,
+    num_candidates,
+)
 from penstock.engine.constraints.masks import MaskPool
-from penstock.engine.deadlines import Deadlines
+from penstock.engine.constraints.state import ConstraintState
+from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.output import OutputProcessor
-from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sampling.state import SamplingState
 from penstock.engine.scheduler import Scheduler, Step
-from penstock.engine.sequence import Sequence, Status
-from penstock.engine.sequence_factory import SequenceFactory
+from penstock.engine.sequence import Request, Sequence, SequenceOutputs, Status
+from penstock.engine.speculation import NgramProposer
+from penstock.engine.text.answer import Answer, ThinkingBudget
+from penstock.engine.text.stops import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFactory:
+    """`speculates` says that sequences may have draft tokens."""
+
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    device: torch.device
+    speculates: bool
+
+    def make(self, request: Request, arrival: int) -> list[Sequence]:
+        """The request's n sequences; the first has the others as its forks."""
+        # Once for all n: there may be many words, and this holds up the loop.
+        words = [spelling for word in request.params.bad_words for spelling in (word, " " + word.lstrip(" "))]
+        bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words] + [*map(list, request.bad_sequences)]
+        if request.beam is not None:
+            sequences = self._make_search(request, request.beam, self._make_one(request, 0, arrival, bad_words_ids)).sequences
+        else:
+            sequences = [self._make_one(request, index, arrival, bad_words_ids) for index in range(request.params.n)]
+            sequences[0].forks = sequences[1:]
+        if request.outputs:
+            shares = SequenceOutputs.for_all(len(sequences), len(request.prompt_token_ids), with_context=request.with_context_outputs)
+            for sequence, outputs in zip(sequences, shares, strict=True):
+                sequence.outputs = outputs
+        return sequences
+
+    def _make_search(self, request: Request, beam: BeamSearchParams, first: Sequence) -> BeamSearch:
+        stops = end_token_ids(request, self.stop_token_ids)
+        group = BeamGroup(
+            width=beam.beam_width,
+            max_tokens=first.max_tokens,
+            num_candidates=num_candidates(beam.beam_width, len(stops)),
+            length_penalty=beam.length_penalty,
+            early_stopping=beam.early_stopping,
+        )
+        reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_constraint(request, answer))
+        search = first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
+        first.sampling.num_candidates = group.num_candidates
+        first.sampling.block_stop = must_go_on(first, first.answer.phase)
+        return search
+
+    def _make_one(self, request: Request, index: int, arrival: int, bad_words_ids: list[list[int]]) -> Sequence:
+        params = request.params
+        answer = request.make_answer()
+        room = self.max_model_len - len(request.prompt_token_ids)
+        token_ids = list(request.prompt_token_ids)
+        sampling = SamplingState(
+            params,
+            request.prompt_token_ids,
+            vocab_size=self.vocab_size,
+            stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
+            bad_words_ids=bad_words_ids,
+            processors=request.logits_processors,
+            seed_offset=index,
+            device=self.device,
+            request_id=request.request_id,
+            client_id=request.client_id,
+        )
+        return Sequence(
+            request=request,
+            index=index,
+            arrival=arrival,
+            token_ids=token_ids,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            answer=answer,
+            sampling=sampling,
+            constraint=self._make_constraint(request, answer),
+            thinking=self._make_thinking_budget(request, answer),
+            proposer=NgramProposer(token_ids, len(token_ids)) if self._may_speculate(request) else None,
+            stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
+            prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
+        )
+
+    def _may_speculate(self, request: Request) -> bool:
+        # A logits processor may remember the tokens that it saw, and outputs are those of each token.
+        return self.speculates and not request.logits_processors and not request.outputs and request.beam is None
+
+    def _make_constraint(self, request: Request, answer: Answer) -> ConstraintState | None:
+        if request.grammar is None:
+            return None
+        start = answer.start_marker
+        return ConstraintState(
+            request.grammar.matcher(),
+            None if start is None else self.tokenizer.token_id(start),
+            stop_token_ids=self.stop_token_ids,
+            client_stop_ids=frozenset(request.params.stop_token_ids),
+            may_force=_is_free_of_other_rules(request),
+            has_quick_masks=request.grammar.has_quick_masks,
+            is_greedy=request.params.is_greedy,
+        )
+
+    def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
+        # Also without a budget under a grammar: an answer that ends within its reasoning lacks what the grammar demands.
+        if (request.params.thinking_token_budget is None and request.grammar is None) or not answer.end_marker:
+            return None
+        return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
+
+
+def _is_free_of_other_rules(request: Request) -> bool:
+    """Whether nothing but the grammar can forbid a token, and no alternatives to a token are reported."""
+    params = request.params
+    rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
+    return params.logprobs is None and request.beam is None and not request.outputs and not any(rules)
+
+
+@dataclass(slots=True)
+class Deadlines:
+    """When which request has to end, in `time.monotonic()`."""
+
+    _by_request: dict[str, float] = field(default_factory=dict)
+
+    def add(self, request_id: str, deadline: float | None) -> None:
+        if deadline is not None:
+            self._by_request[request_id] = deadline
+
+    def discard(self, request_id: str) -> None:
+        self._by_request.pop(request_id, None)
+
+    def take_overdue(self) -> list[str]:
+        """The requests whose time is over, each once."""
+        if not self._by_request:
+            return []
+        now = time.monotonic()
+        overdue = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
+        for request_id in overdue:
+            del self._by_request[request_id]
+        return overdue
+
+    def seconds_left(self, at_most: float) -> float:
+        """Until the next of them, or `at_most`."""
+        return max(0.0, min(at_most, min(self._by_request.values(), default=float("inf")) - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from penstock.engine.events import Event
+from penstock.engine.contracts.parsing import Event
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,9 @@ from penstock.engine.constraints.masks import PATIENCE
 from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
-from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Step
+from penstock.engine.sequence import Request
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
-from penstock.engine.decoder.compiled_layers import LayerCompilation
-from penstock.engine.decoder.cuda_graphs import DecodeGraphs
-from penstock.engine.decoder.layers import compute_logits
-from penstock.engine.decoder.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.device import HostCopies, to_device
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.loading.model_loader import LoadedModel
+from penstock.engine.model.compiled_layers import LayerCompilation
+from penstock.engine.model.cuda_graphs import DecodeGraphs
+from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.loader import LoadedModel
+from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
 from penstock.engine.sequence import LOGITS, Sequence
+from penstock.engine.system.device import HostCopies, to_device
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine import deltas
+from penstock.engine.contracts.parsing import Reasoning, Text
 from penstock.engine.errors import GenerationFailed, InvalidRequest
-from penstock.engine.events import Reasoning, Text
 from penstock.engine.pooling.engine import PoolingOutput
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.model import LocalModel

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.engine import PoolingOutput as Pooled
-from penstock.engine.pooling.params import PoolingParams, PoolingTask
-from penstock.engine.pooling.scoring import ScoreLimits
+from penstock.engine.pooling.engine import ScoreLimits
+from penstock.engine.pooling.model import PoolingParams, PoolingTask
 from penstock.llm.model import LocalModel, pooling_calls
 from penstock.llm.outputs import (
     ClassificationOutput,

@@ -11,8 +11,8 @@ from typing import Any, TypedDict, TypeVar
 import msgspec
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sequence import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
@@ -20,9 +20,9 @@ from penstock.serving import preparing as serving
 from penstock.serving.constraints.sources import chosen_backend
 from penstock.serving.constraints.specs import grammar_spec
 from penstock.serving.context import ServerContext
+from penstock.serving.conversations import check_prompt_ids, check_text_length
 from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import Constraint, answer_reader, compiled, limit_of, logits_processors
-from penstock.serving.prompts import check_prompt_ids, check_text_length
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
 from penstock.serving.workers import Lane, lane_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import AdditionalProperties
 from penstock.engine.sampling.params import SamplingParams as EngineParams
 from penstock.engine.sampling.params import check_types, parameter, require
 from penstock.serving.requests import GenerationFields, LogitsProcessorChoice, StructuredOutputs

@@ -2,9 +2,17 @@
 
 from collections.abc import Callable, Sequence
 
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Phase, ReasoningParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import (
+    Event,
+    Phase,
+    Reasoning,
+    ReasoningParser,
+    SpecialText,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+    Turn,
+)
 from penstock.plugins.calls.stream import new_call_id
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps, split_symbols

@@ -15,12 +15,10 @@ from typing import Any, NoReturn
 import pluggy
 
 from penstock import __version__
-from penstock.engine import hooks
+from penstock.engine.contracts import hooks
+from penstock.engine.contracts.logits_processor import LogitsProcessor, as_processor
+from penstock.engine.contracts.parsing import Format, FormatInfo, ReasoningParser, ToolParser, Turn
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.format_info import Format, FormatInfo
-from penstock.engine.logits_processor import LogitsProcessor, as_processor
-from penstock.engine.parsing import ReasoningParser, ToolParser
-from penstock.engine.turn import Turn
 from penstock.plugins import tools
 from penstock.plugins.registry import AUTO, NONE, Evidence, Registry
 
@@ -30,7 +28,7 @@ DEFAULT_TOOL_PARSER = "hermes"
 FOLDERS = (tools,)  # each module in them is a plug-in
 BUILT_INS = (
     "penstock.plugins.reasoning.formats",
-    "penstock.plugins.processors.no_repeat_ngram",
+    "penstock.plugins.processors",
     "penstock.plugins.grammars.llguidance.backend",
     "penstock.plugins.grammars.outlines_core.backend",
 )

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
 
-from penstock.engine.events import Event, SpecialText
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, SpecialText, Turn
 
 
 class MarkerAutomaton:

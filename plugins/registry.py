@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from penstock.engine.contracts.parsing import FormatInfo
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.format_info import FormatInfo
 
 AUTO = "auto"
 NONE = "none"

@@ -5,19 +5,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.model import PoolingModel
-from penstock.engine.pooling.params import PoolingTask
+from penstock.engine.pooling.model import PoolingModel, PoolingTask
 from penstock.serving.constraints.conformance import ConformanceChecker
 from penstock.serving.options import ServerOptions
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
     from penstock.engine.constraints.compiler import GrammarCompiler
-    from penstock.engine.content_tokenizer import ContentTokenizer
-    from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
+    from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
     from penstock.engine.loop import Engine
     from penstock.engine.pooling.engine import PoolingEngine
-    from penstock.engine.text.tokenizer import Tokenizer
+    from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
     from penstock.plugins.manager import Plugins
     from penstock.serving.templates.chat_template import ChatTemplate
 

@@ -9,8 +9,8 @@ import jinja2
 from jinja2 import nodes
 from msgspec import structs
 
-from penstock.engine.content_tokenizer import ContentTokenizer
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
+from penstock.engine.text.tokenizer import ContentTokenizer
 from penstock.serving.context import SharedContext
 from penstock.serving.requests import ChatMessage
 from penstock.serving.templates.chat_template import RenderedPrompt, TemplateFields, render_conversation
@@ -87,3 +87,49 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):  # stays text
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+MAX_PROMPTS = 2048  # OpenAI's, of embeddings
+
+
+def split_prompts(given: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """The prompts of all four forms that OpenAI has: a string, strings, token ids, lists of these.
+
+    Raises `InvalidRequest` for none, for too many, and for a list of both ids and prompts.
+    """
+    if isinstance(given, str):
+        return [given]
+    ids = [item for item in given if isinstance(item, int)]
+    if ids and len(ids) == len(given):
+        return [ids]
+    if ids:
+        position = next(position for position, item in enumerate(given) if isinstance(item, int) != isinstance(given[0], int))
+        raise InvalidRequest(f"`{param}` must hold either token ids or prompts, not both", f"{param}[{position}]")
+    if not 1 <= len(given) <= MAX_PROMPTS:
+        raise InvalidRequest(f"`{param}` must hold from 1 to {MAX_PROMPTS} prompts, got {len(given)}", param)
+    return [item for item in given if not isinstance(item, int)]
+
+
+def path_of(param: str, position: int, count: int) -> str:
+    return param if count == 1 else f"{param}[{position}]"
+
+
+def check_text_length(context: SharedContext, text: str, param: str) -> None:
+    """Raises `ContextLengthExceeded` for a text that cannot fit the context, without tokenizing all of it."""
+    limit = context.max_model_len
+    beginning = context.tokenizer.beginning(text, limit)
+    if len(beginning) < len(text):
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, the first {len(beginning)} of your prompt's "
+            f"{len(text)} characters are more than that. Please shorten it.",
+            param,
+        )
+
+
+def check_prompt_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    """Raises `InvalidRequest` for a prompt without tokens, and for an id that is not in the vocabulary."""
+    if not token_ids:
+        raise InvalidRequest("the prompt holds no tokens", param)
+    for bad in (min(token_ids), max(token_ids)):
+        if not 0 <= bad < vocab_size:
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {vocab_size} tokens", param)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest
-from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 
 
 def check_delta(delta: SequenceDelta) -> None:

@@ -15,7 +15,7 @@ from penstock.engine.constraints.compiler import BOUNDS, CompileSeconds, Grammar
 from penstock.engine.core import EngineStats
 from penstock.engine.deltas import PromptInfo, SequenceDelta
 from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput, PoolingStats, pool_all
-from penstock.engine.pooling.params import PoolingParams
+from penstock.engine.pooling.model import PoolingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.engine.config import EngineConfig
-from penstock.engine.grammar import AdditionalProperties
-from penstock.engine.options import Option, integer, json_object, option, options_of, origins, seconds, size
+from penstock.engine.config import EngineConfig, Option, integer, json_object, option, options_of, origins, seconds, size
+from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.serving.requests import ReasoningField
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"

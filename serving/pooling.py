@@ -9,11 +9,10 @@ from msgspec import Meta, Struct
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.pooling.encoder import EncoderInput
-from penstock.engine.pooling.engine import EncodedText
-from penstock.engine.pooling.scoring import Score, ScoreLimits, check_counts, paired, scoring_of
+from penstock.engine.pooling.engine import EncodedText, Score, ScoreLimits, check_counts, paired, scoring_of
 from penstock.serving.context import PoolingContext, check_task
+from penstock.serving.conversations import MAX_PROMPTS, check_prompt_ids, check_text_length, split_prompts
 from penstock.serving.metrics import PoolingTimer
-from penstock.serving.prompts import MAX_PROMPTS, check_prompt_ids, check_text_length, split_prompts
 from penstock.serving.requests import Messages, RequestFields
 from penstock.serving.templates.chat_template import check_template_fields, render_conversation, rendering_lane
 from penstock.serving.templates.messages import template_kwargs

@@ -8,35 +8,34 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
+from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
+from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
+from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import CompiledGrammar, GrammarSpec
-from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-from penstock.engine.logits_processor import ChosenProcessor
-from penstock.engine.parsing import Phase, ReasoningParser
-from penstock.engine.request import Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
+from penstock.engine.sequence import Request
+from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.tool_format import ToolFormat
-from penstock.engine.turn import Turn
-from penstock.plugins.chosen_processors import chosen_processors
-from penstock.serving.constraints.answer_check import AnswerCheck
+from penstock.serving.constraints.conformance import AnswerCheck
 from penstock.serving.constraints.sources import JsonReading, chosen_backend, in_reading, json_reading
 from penstock.serving.constraints.specs import grammar_spec, grammar_spec_in, open_schema
 from penstock.serving.context import ServerContext
-from penstock.serving.conversations import encode_prompt, render_prompt
+from penstock.serving.conversations import check_prompt_ids, check_text_length, encode_prompt, path_of, render_prompt, split_prompts
 from penstock.serving.messages import ReasoningView
-from penstock.serving.prompts import check_prompt_ids, check_text_length, path_of, split_prompts
 from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
     LogitsProcessorChoice,
+    TokenLimit,
+    beam_search,
+    sampling_params,
+    searched_defaults,
+    token_limit,
 )
-from penstock.serving.sampling import TokenLimit, beam_search, sampling_params, searched_defaults, token_limit
 from penstock.serving.templates.chat_template import check_template_fields, rendering_lane
 from penstock.serving.templates.messages import template_kwargs
 from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use

@@ -5,11 +5,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import CallableTool, ToolFormat
+from penstock.engine.contracts.structure import Either, FreeText, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, FreeText, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.engine.text.call_limits import NO_LIMITS, CallLimits
-from penstock.engine.tool_format import CallableTool, ToolFormat
+from penstock.engine.text.answer import NO_LIMITS, CallLimits
 from penstock.serving.constraints.sources import AS_WRITTEN, JsonReading, schema_spec
 from penstock.serving.requests import ChatCompletionRequest, mistaken_path
 

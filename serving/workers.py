@@ -9,9 +9,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from penstock.engine.errors import EngineUnavailable
-from penstock.engine.heap import release_heap
-from penstock.engine.sandbox import Cancellation
-from penstock.engine.threads import HANDOVER
+from penstock.engine.system.process import HANDOVER, release_heap
+from penstock.engine.system.sandbox import Cancellation
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")

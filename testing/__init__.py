@@ -6,11 +6,9 @@ def test_any_cut_and_any_stop_give_the_same_answer() -> None:
     check_parser(MyParser, ["<mine>why</mine>because"], markers=["<mine>", "</mine>"])
 """
 
-from penstock.testing.answers import join_atoms, merged, read, split_atoms
-from penstock.testing.cost_check import check_cost
 from penstock.testing.grammar_walks import accepts, allowed_tokens, byte_vocabulary, random_answer
 from penstock.testing.logits_processor_check import check_logits_processor
-from penstock.testing.parser_check import check_parser
+from penstock.testing.parser_check import check_cost, check_parser, join_atoms, merged, read, split_atoms
 from penstock.testing.tool_format_check import check_tool_format
 
 __all__ = [

@@ -4,8 +4,8 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from penstock.engine.events import SpecialText
-from penstock.engine.grammar import GrammarMatcher, Vocabulary
+from penstock.engine.contracts.grammar import GrammarMatcher, Vocabulary
+from penstock.engine.contracts.parsing import SpecialText
 
 MAX_TOKENS = 4000
 _CLOSERS = b'"}])'

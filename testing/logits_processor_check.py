@@ -4,8 +4,8 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.hooks import RegisteredLogitsProcessor
-from penstock.engine.logits_processor import LogitsRow, SequenceProcessor, as_processor, choose
+from penstock.engine.contracts.hooks import RegisteredLogitsProcessor
+from penstock.engine.contracts.logits_processor import LogitsRow, SequenceProcessor, as_processor, choose
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ def check_logits_processor(
 
 
 def _run(logits_RV: "Tensor", processors: "list[SequenceProcessor]") -> "Tensor":
-    from penstock.engine.sampling.processors import ProcessorPass
+    from penstock.engine.sampling.sampler import ProcessorPass
 
     run = ProcessorPass(logits_RV.clone(), [[processor] for processor in processors])
     run.run()

@@ -2,19 +2,172 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise, product
+from types import FrameType
+from typing import Any, SupportsIndex
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser, Phase, ReasoningParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import (
+    Event,
+    Parser,
+    Phase,
+    Reasoning,
+    ReasoningParser,
+    SpecialText,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+    Turn,
+)
 from penstock.plugins.json.scanner import JsonScanner, State
-from penstock.testing.answers import join_atoms, merged, read, split_atoms
-from penstock.testing.cost_check import check_cost
+
+
+def read(parser: Parser, pieces: Iterable[str]) -> list[Event]:
+    """Everything a parser says to these pieces and to their end, in the one form that does not depend on how they were cut."""
+    events: list[Event] = []
+    for piece in pieces:
+        events.extend(parser.feed(piece))
+    events.extend(parser.finish())
+    return merged(events)
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """Neighbours of one kind joined, added tokens left apart; ids of tool calls blank, because they are fresh each time."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, ToolCallStart):
+            assert event.id, f"{event} has no id"
+            result.append(replace(event, id=""))
+        elif isinstance(event, ToolCallArguments):
+            assert event.fragment, f"{event} is empty"
+            if isinstance(last, ToolCallArguments) and last.index == event.index:
+                result[-1] = replace(last, fragment=last.fragment + str(event.fragment))
+            else:
+                result.append(replace(event, fragment=str(event.fragment)))
+        else:
+            assert event.text, f"{event} is empty"
+            joins = type(last) is type(event) and not isinstance(event.text, SpecialText)
+            if joins and isinstance(last, Text | Reasoning) and not isinstance(last.text, SpecialText):
+                result[-1] = type(event)(last.text + event.text)
+            else:
+                result.append(event)
+    return result
+
+
+def split_atoms(text: str, added_tokens: frozenset[str]) -> list[str]:
+    """The smallest pieces in which text can arrive: single characters, and each added token whole."""
+    if not added_tokens:
+        return list(text)
+    longest_first = sorted(added_tokens, key=len, reverse=True)
+    atoms: list[str] = []
+    for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
+        atoms.extend([SpecialText(part)] if part in added_tokens else part)
+    return atoms
+
+
+def join_atoms(atoms: Iterable[str]) -> list[str]:
+    """The largest pieces in which they can arrive."""
+    pieces: list[str] = []
+    for is_special, run in groupby(atoms, key=lambda atom: isinstance(atom, SpecialText)):
+        parts = list(run)
+        pieces.extend(parts if is_special else ["".join(parts)])
+    return pieces
+
+
+FILLERS = ("lorem ipsum ", "\n" * 12)
+FEW = 12  # times that a filler is put in, and then four times as often
+MAX_POSITIONS = 5
+SLACK = 4000  # steps: text that breaks a call makes what follows cheaper
+
+
+def check_cost(
+    factory: Callable[[Turn], Parser], sample: str, turn: Turn, *, fillers: Iterable[str] = FILLERS, positions: Iterable[int] | None = None
+) -> None:
+    """Raises `AssertionError` where four times as much text, put in anywhere, costs much more than four times as much to read.
+
+    The text is words, or line breaks, or `fillers`; it is put in at `positions`, where they are given. Counted are the lines of Python
+    that run and the characters that methods of `str` look at or copy, with one character to a piece.
+    """
+    if positions is None:
+        positions = sorted({len(sample) * number // (MAX_POSITIONS - 1) for number in range(MAX_POSITIONS)})
+    _cost(factory(turn), sample, turn.added_tokens)  # a first run may also fill caches
+    alone = _cost(factory(turn), sample, turn.added_tokens)
+    for position, filler in product(positions, fillers):
+        texts = [f"{sample[:position]}{filler * num}{sample[position:]}" for num in (FEW, 4 * FEW)]
+        short, long = (_cost(factory(turn), text, turn.added_tokens) - alone for text in texts)
+        assert long <= 6 * short + SLACK, (
+            f"{len(filler) * FEW} more characters after {sample[:position]!r} cost {short} steps, four times as many cost {long}: "
+            "what has been read is read again"
+        )
+
+
+def _cost(parser: Parser, text: str, added_tokens: frozenset[str]) -> int:
+    meter = [0]
+
+    def count_lines(frame: FrameType, event: str, argument: object) -> Any:
+        meter[0] += event == "line"
+        return count_lines
+
+    pieces = [atom if isinstance(atom, SpecialText) else MeteredText(atom, meter) for atom in split_atoms(text, added_tokens)]
+    before = sys.gettrace()
+    sys.settrace(count_lines)
+    try:
+        for piece in pieces:
+            for _ in parser.feed(piece):
+                pass
+        for _ in parser.finish():
+            pass
+    finally:
+        sys.settrace(before)
+    return meter[0]
+
+
+class MeteredText(str):
+    """Text that counts, in `meter[0]`, the characters that its methods look at or copy."""
+
+    __slots__ = ("meter",)
+    meter: list[int]
+
+    def __new__(cls, text: str, meter: list[int]) -> "MeteredText":
+        metered = super().__new__(cls, text)
+        metered.meter = meter
+        return metered
+
+    def _count(self, num_characters: int, result: str) -> str:
+        self.meter[0] += num_characters
+        return MeteredText(result, self.meter)
+
+    def __add__(self, other: str) -> str:
+        return self._count(len(self) + len(other), str.__add__(self, other))
+
+    def __radd__(self, other: str) -> str:
+        return self._count(len(self) + len(other), str.__add__(other, self))
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        result = str.__getitem__(self, key)
+        return self._count(len(result), result)
+
+
+def _metered(name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+
+    def count(self: MeteredText, *arguments: Any, **named: Any) -> Any:
+        self.meter[0] += len(self)
+        return method(self, *arguments, **named)
+
+    return count
+
+
+_METHODS = "__contains__ count endswith find index isspace partition rfind rindex split splitlines startswith"
+for _name in _METHODS.split():
+    setattr(MeteredText, _name, _metered(_name))
+
 
 CALLS_ALLOWED = Turn(tool_choice="auto")
 

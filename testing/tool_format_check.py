@@ -6,13 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec
-from penstock.engine.hooks import GrammarBackendFactory, ToolParserFactory
-from penstock.engine.structure import FreeText, Marker, Repeat, Structure, TextUntil
-from penstock.engine.structure import Sequence as Parts
-from penstock.engine.tool_format import CallableTool, ToolFormat
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarKind, GrammarSpec
+from penstock.engine.contracts.hooks import GrammarBackendFactory, ToolParserFactory
+from penstock.engine.contracts.parsing import CallableTool, Event, Text, ToolCallArguments, ToolCallStart, ToolFormat, Turn
+from penstock.engine.contracts.structure import FreeText, Marker, Repeat, Structure, TextUntil
+from penstock.engine.contracts.structure import Sequence as Parts
 from penstock.testing.grammar_walks import accepts, allowed_tokens, byte_vocabulary, pieces_of, random_answer, tokens_of
 
 Tools = Mapping[str, Mapping[str, Any]]

@@ -10,7 +10,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PENSTOCK_API_KEY", None)  # a key of whoever runs the tests would be asked of their clients
 
-from penstock.engine.loading.model_store import resolve_model
+from penstock.engine.model.store import resolve_model
 
 # The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
 # settings take from the profile what they leave open.

@@ -14,8 +14,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache import block_bytes
-from penstock.engine.layers.linear import pack_linears
-from penstock.engine.loading.model_loader import LoadedModel, in_memory
+from penstock.engine.model.linear import pack_linears
+from penstock.engine.model.loader import LoadedModel, in_memory
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -16,26 +16,22 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from penstock.engine.batch import Batch, OutputRows, PendingTokens
-from penstock.engine.block_pool import BlockPool, Retention
 from penstock.engine.constraints.masks import MaskPool
+from penstock.engine.contracts.hooks import ReasoningParserFactory
+from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequence
+from penstock.engine.contracts.parsing import Reasoning, Text, Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
-from penstock.engine.events import Reasoning, Text
-from penstock.engine.hooks import ReasoningParserFactory
-from penstock.engine.kv_cache import KVCache, LayerKV
-from penstock.engine.logits_processor import ChosenProcessor, per_sequence
-from penstock.engine.request import Request
+from penstock.engine.kv_cache import BlockPool, KVCache, LayerKV, Retention
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
-from penstock.engine.scheduler import Scheduler
-from penstock.engine.sequence import LOGITS
+from penstock.engine.scheduler import Scheduler, WaitingQueue
+from penstock.engine.sequence import LOGITS, Request
 from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.turn import Turn
-from penstock.engine.waiting_queue import WaitingQueue
 
 NextToken = Callable[[Sequence[int]], int | Tensor]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.grammar import CompiledGrammar, GrammarMatcher
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from tests.fakes import EOS, LETTERS, ids
 
 

@@ -12,9 +12,8 @@ import pytest
 from penstock.cli import COMMANDS
 from penstock.cli.flags import build_parser, parse_arguments
 from penstock.cli.pages import pages
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, options_of, size
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.options import options_of, size
 from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, Arguments, ServerOptions
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ import pytest
 from penstock.assembly import AssembledPooling, assemble, served_names
 from penstock.cli.flags import build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading.packaged_model import PACKAGED_MODELS
+from penstock.engine.model.store import PACKAGED_MODELS
 from penstock.plugins.manager import Plugins
 from penstock.server import bind, listen, run
 from penstock.serving.context import PoolingContext

@@ -17,8 +17,7 @@ from penstock.api.bodies import REFUSED
 from penstock.cli.arguments import PARSERS as GRAMMAR_PARSERS
 from penstock.cli.arguments import build_new_plugin_parser, build_parse_parser, build_plugins_parser
 from penstock.cli.flags import build_parser, parse_arguments
-from penstock.engine.config import EngineConfig
-from penstock.engine.options import options_of
+from penstock.engine.config import EngineConfig, options_of
 from penstock.plugins.manager import Plugins
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.workers import Workers

@@ -6,9 +6,17 @@ import torch
 from torch import Tensor
 
 from penstock import LogitsProcessor, per_sequence
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import ReasoningParser, ToolParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import (
+    Event,
+    Reasoning,
+    ReasoningParser,
+    SpecialText,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+    ToolParser,
+    Turn,
+)
 from penstock.plugins.markers import MarkerBuffer
 from penstock.testing import check_cost, check_logits_processor, check_parser, join_atoms, merged, read, split_atoms
 

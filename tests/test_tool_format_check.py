@@ -4,13 +4,10 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import Text
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.parsing import ToolParser
-from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
-from penstock.engine.tool_format import CallableTool
-from penstock.engine.turn import Turn
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import CallableTool, Text, ToolParser, Turn
+from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.testing import check_tool_format
 
 START, END = "<tool_call>", "</tool_call>"

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
-from penstock.engine.kernels.attention import kv_write, paged_decode, varlen_prefill
-from penstock.engine.kernels.tuning import choose_num_splits
+from penstock.engine.kernels.launch import choose_num_splits, kv_write, paged_decode, varlen_prefill
 
 
 def paged_attention_cuda(

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.engine.device import to_device
+from penstock.engine.system.device import to_device
 
 NUM_HEADER_FIELDS = 6
 

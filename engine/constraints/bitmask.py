@@ -27,7 +27,7 @@ def apply_bitmask(logits_BV: Tensor, bitmask_BW: Tensor, rows: Sequence[int] | N
     as they are. Tokens that the mask is too narrow to hold a bit for, as in a padded vocabulary, are masked; its bits beyond V are ignored.
     """
     if logits_BV.is_cuda:
-        from penstock.engine.kernels.sampling import bitmask_apply  # needs triton
+        from penstock.engine.kernels.launch import bitmask_apply  # needs triton
 
         places_R = torch.arange(len(bitmask_BW)) if rows is None else torch.tensor(rows)
         bitmask_apply(logits_BV, bitmask_BW, places_R.to(logits_BV.device, non_blocking=True))

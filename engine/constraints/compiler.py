@@ -12,13 +12,12 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
-from penstock.engine.compile_clock import CompileClock
 from penstock.engine.constraints.limits import check_limits, check_size, is_small
 from penstock.engine.constraints.queue import GrammarQueue, Job
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.contracts.structure import Either, Repeat, Sequence, Structure, Value
 from penstock.engine.errors import ConfigurationError, ConstraintTooLarge, EngineUnavailable, QueueFull, UnsupportedGrammar, UnsupportedKind
-from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.heap import heap_bytes
-from penstock.engine.structure import Either, Repeat, Sequence, Structure, Value
+from penstock.engine.system.process import CompileClock, heap_bytes
 
 MAX_BYTES = 2**29
 MAX_GROWTH = 2**30  # of the heap since the first grammar: what grammars add while they are used is not counted

@@ -14,9 +14,9 @@ from itertools import islice
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 
 MAX_TEXT = 2**20  # characters, of all texts of a constraint together
 MAX_GRAMMAR = 2**16

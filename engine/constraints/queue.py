@@ -10,9 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.compile_clock import CompileClock, thread_seconds
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, QueueFull
-from penstock.engine.threads import HANDOVER
+from penstock.engine.system.process import HANDOVER, CompileClock, thread_seconds
 
 MAX_PENDING = 512
 MAX_PENDING_OF_CLIENT = 256  # behind a proxy, all users are one client

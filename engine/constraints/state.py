@@ -10,11 +10,10 @@ from enum import Enum
 from torch import Tensor
 
 from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.contracts.grammar import GrammarMatcher
+from penstock.engine.contracts.parsing import Event, Phase, Reasoning, Text
 from penstock.engine.deltas import ClientFault, GrammarFault
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.events import Event, Reasoning, Text
-from penstock.engine.grammar import GrammarMatcher
-from penstock.engine.parsing import Phase
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 

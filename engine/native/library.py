@@ -11,9 +11,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from penstock.engine.cache_directory import cache_directory, check_private, make_private
 from penstock.engine.config import NativeKernels
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.system.cache import cache_directory, check_private, make_private
 
 logger = logging.getLogger(__name__)
 

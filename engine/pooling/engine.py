@@ -2,11 +2,15 @@
 
 import asyncio
 import dataclasses
+import heapq
+import itertools
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +19,99 @@ from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidR
 from penstock.engine.loop import ENGINE_FAILED, EngineLife, done
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
-from penstock.engine.pooling.model import PoolingInput, PoolingModel
-from penstock.engine.pooling.params import PoolingParams
-from penstock.engine.pooling.queue import PoolingQueue, WaitingInput
+from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
 from penstock.engine.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class WaitingInput:
+    """A text and where its answer goes. Cancelling the future takes the text out."""
+
+    input: PoolingInput
+    future: "asyncio.Future[Tensor]"
+    queued_at: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input.tokens.token_ids)
+
+
+@dataclass(slots=True)
+class PoolingQueue:
+    """`max_num_batched_tokens` is the budget of a batch, which a single text may exceed.
+
+    `max_waiting`, in texts, and `max_waiting_tokens` bound the queue: none is added once either is reached. A text that has waited for
+    `aging_seconds` goes before all that have not, whatever their priority; 0 switches that off.
+    """
+
+    max_num_batched_tokens: int
+    max_waiting: int
+    max_waiting_tokens: int | None = None
+    aging_seconds: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _heap: list[tuple[bool, int, int, WaitingInput]] = field(default_factory=list)  # not overdue, priority, arrival
+    _num_tokens: int = 0  # in the heap, those of cancelled inputs included
+    _arrivals: Iterator[int] = field(default_factory=itertools.count)
+
+    def __len__(self) -> int:
+        return sum(not entry[-1].future.done() for entry in self._heap)
+
+    def add(self, waiting: WaitingInput, priority: int) -> None:
+        """Lower priorities go first. Raises `QueueFull`."""
+        self.check_admission()
+        waiting.queued_at = self.clock()
+        heapq.heappush(self._heap, (True, priority, next(self._arrivals), waiting))
+        self._num_tokens += waiting.num_tokens
+
+    def check_admission(self) -> None:
+        """Raises `QueueFull` where a bound is reached."""
+        if self._is_full:
+            self._forget_cancelled()
+        if self._is_full:
+            raise QueueFull(f"{len(self._heap)} inputs with {self._num_tokens} tokens are waiting already; try again later")
+
+    def take_batch(self) -> list[WaitingInput]:
+        """The next texts in order, as many as the budget holds. Empty where nothing waits."""
+        self._age()
+        batch: list[WaitingInput] = []
+        budget = self.max_num_batched_tokens
+        while self._heap:
+            waiting = self._heap[0][-1]
+            if not waiting.future.done():
+                if batch and waiting.num_tokens > budget:
+                    break
+                budget -= waiting.num_tokens
+                batch.append(waiting)
+            heapq.heappop(self._heap)
+            self._num_tokens -= waiting.num_tokens
+        return batch
+
+    def take_all(self) -> list[WaitingInput]:
+        waiting = [entry[-1] for entry in self._heap]
+        self._heap.clear()
+        self._num_tokens = 0
+        return waiting
+
+    @property
+    def _is_full(self) -> bool:
+        has_tokens = self.max_waiting_tokens is not None and self._num_tokens >= self.max_waiting_tokens
+        return len(self._heap) >= self.max_waiting or has_tokens
+
+    def _age(self) -> None:
+        if not self.aging_seconds:
+            return
+        oldest = self.clock() - self.aging_seconds
+        if any(is_fresh and waiting.queued_at <= oldest for is_fresh, _, _, waiting in self._heap):
+            for place, (_, _, arrival, waiting) in enumerate(self._heap):
+                if waiting.queued_at <= oldest:
+                    self._heap[place] = (False, 0, arrival, waiting)
+            heapq.heapify(self._heap)
+
+    def _forget_cancelled(self) -> None:
+        self._heap = [entry for entry in self._heap if not entry[-1].future.done()]
+        heapq.heapify(self._heap)
+        self._num_tokens = sum(entry[-1].num_tokens for entry in self._heap)
+
 
 logger = logging.getLogger(__name__)
 
@@ -280,3 +373,89 @@ async def pool_all(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return [outputs[index] for index in range(len(inputs))]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreLimits:
+    """`max_tokens` cuts what is scored, a text or a pair, and `max_second` the second text, to so many tokens. None: nothing is cut."""
+
+    max_tokens: int | None = None
+    max_second: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of one pair. `prompt_token_ids` are those of both texts, as the model read them."""
+
+    value: float
+    prompt_token_ids: list[int]
+
+
+class Scoring(Protocol):
+    """From texts to what the model computes, and from that to scores. The first texts are one or as many as the second."""
+
+    @property
+    def params(self) -> PoolingParams: ...
+
+    def inputs(self, engine: PoolingEngine, first: Sequence[str], second: Sequence[str], limits: ScoreLimits) -> list[EncodedText]:
+        """Raises `InvalidRequest` for a lone surrogate, and for limits that leave nothing."""
+        ...
+
+    def scores(self, outputs: Sequence[PoolingOutput], num_first: int) -> list[Score]:
+        """Of the outputs for `inputs`, in the order of the second texts."""
+        ...
+
+
+class CrossScoring:
+    """One input for each pair."""
+
+    params = PoolingParams(task="score")
+
+    def inputs(self, engine: PoolingEngine, first: Sequence[str], second: Sequence[str], limits: ScoreLimits) -> list[EncodedText]:
+        return [
+            engine.encode(one, two, max_tokens=limits.max_tokens, max_pair_tokens=limits.max_second) for one, two in paired(first, second)
+        ]
+
+    def scores(self, outputs: Sequence[PoolingOutput], num_first: int) -> list[Score]:
+        return [Score(float(output.data[0]), output.prompt_token_ids) for output in outputs]
+
+
+class CosineScoring:
+    """One input for each text, those of the first before those of the second: one that is in many pairs is computed once."""
+
+    params = PoolingParams(task="embed", normalize=True)
+
+    def inputs(self, engine: PoolingEngine, first: Sequence[str], second: Sequence[str], limits: ScoreLimits) -> list[EncodedText]:
+        bounds = [bound for bound in (limits.max_tokens, limits.max_second) if bound is not None]
+        one = [engine.encode(text, max_tokens=limits.max_tokens) for text in first]
+        return one + [engine.encode(text, max_tokens=min(bounds, default=None)) for text in second]
+
+    def scores(self, outputs: Sequence[PoolingOutput], num_first: int) -> list[Score]:
+        one, two = outputs[:num_first], outputs[num_first:]
+        cosines = (torch.stack([output.data for output in one]) * torch.stack([output.data for output in two])).sum(dim=-1)
+        token_ids = (first.prompt_token_ids + second.prompt_token_ids for first, second in paired(one, two))
+        return [Score(value, ids) for value, ids in zip(cosines.tolist(), token_ids, strict=True)]
+
+
+def scoring_of(tasks: Collection[PoolingTask]) -> Scoring:
+    """How a model that has these tasks scores; it has `score` or `embed`."""
+    return CrossScoring() if "score" in tasks else CosineScoring()
+
+
+def check_counts(num_first: int, num_second: int, first_param: str, second_param: str) -> None:
+    """Raises `InvalidRequest` unless it is one text against one or many, or as many against as many."""
+    for count, param in ((num_first, first_param), (num_second, second_param)):
+        if not count:
+            raise InvalidRequest(f"`{param}` holds no texts", param)
+    if num_first not in (1, num_second):
+        raise InvalidRequest(
+            f"`{first_param}` must hold one text or as many as `{second_param}`, which has {num_second}; it has {num_first}", first_param
+        )
+
+
+def paired(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
+    """Each of the second with its own of the first, or with the only one."""
+    return list(zip(first if len(first) > 1 else [first[0]] * len(second), second, strict=True))

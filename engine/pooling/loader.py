@@ -12,19 +12,14 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 from penstock.engine.build import NUM_THREADS
 from penstock.engine.config import Dtype, EngineConfig
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.layers.linear import pack_linears
-from penstock.engine.loading.context_length import max_model_len
-from penstock.engine.loading.memory import settle_memory
-from penstock.engine.loading.model_config import listed_architectures, read_config
-from penstock.engine.loading.model_loader import resolve_device
-from penstock.engine.loading.pretrained import DTYPES, load_pretrained
+from penstock.engine.model.config import listed_architectures, max_model_len, read_config
+from penstock.engine.model.linear import pack_linears
+from penstock.engine.model.loader import DTYPES, load_pretrained, resolve_device, settle_memory
 from penstock.engine.native.library import choose_kernels
 from penstock.engine.pooling.encoder import FlatForward, Forward, PaddedForward, build_encoder_batch, choose_forward, is_close, probe_inputs
-from penstock.engine.pooling.engine import PoolingEngine
+from penstock.engine.pooling.engine import PoolingEngine, PoolingQueue
 from penstock.engine.pooling.files import PoolingMode, SentenceFiles, is_sequence_classifier, is_token_classifier, read_sentence_files
-from penstock.engine.pooling.model import Classifier, Head, PoolingModel, Stage, load_stage, make_activation, normalize, pooled
-from penstock.engine.pooling.params import PoolingTask
-from penstock.engine.pooling.queue import PoolingQueue
+from penstock.engine.pooling.model import Classifier, Head, PoolingModel, PoolingTask, Stage, load_stage, make_activation, normalize, pooled
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

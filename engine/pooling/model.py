@@ -6,8 +6,9 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +20,34 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.pooling.encoder import EncoderBatch, EncoderInput, Forward, build_encoder_batch
 from penstock.engine.pooling.files import PoolingMode, SentenceFiles, StageFiles
-from penstock.engine.pooling.params import PoolingParams, PoolingTask
+
+PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """`task` None is the model's own first one. `dimensions` cuts embeddings to their first so many numbers, `normalize` to length 1.
+
+    `normalize` None is as the model's files say. `num_instruction_tokens` are the tokens at the start that are an instruction rather than
+    the text; models whose files say `include_prompt: false` leave them out of the pooled vector.
+
+    Raises `InvalidRequest` with `param` set to the field's name. What a model makes of them is for `PoolingModel.check`.
+    """
+
+    task: PoolingTask | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    num_instruction_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, name: str, rule: str) -> None:
+            if not condition:
+                raise InvalidRequest(f"`{name}` must be {rule}, got {getattr(self, name)!r:.100}", name)
+
+        require(self.task is None or self.task in get_args(PoolingTask), "task", f"one of {', '.join(get_args(PoolingTask))}")
+        is_integer = isinstance(self.dimensions, Integral) and not isinstance(self.dimensions, bool)
+        require(self.dimensions is None or is_integer, "dimensions", "an integer")
+        require(isinstance(self.normalize, bool | None), "normalize", "True or False")
 
 
 class _GivenStates(nn.Module):

@@ -10,10 +10,10 @@ from random import Random
 import torch
 from torch import Tensor
 
-from penstock.engine.device import to_device
-from penstock.engine.kernels.sampling import sample
+from penstock.engine.kernels.launch import sample
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.state import SamplingState
+from penstock.engine.system.device import to_device
 
 BLOCK = 256
 SPANS_PER_BLOCK = 4

@@ -4,7 +4,7 @@ import codecs
 import copy
 from collections.abc import Sequence
 
-from penstock.engine.events import SpecialText
+from penstock.engine.contracts.parsing import SpecialText
 from penstock.engine.text.tokenizer import REPLACEMENT, DecoderKind, Tokenizer
 
 _CONTEXT = 6  # ids kept as context: more than the four that one character can be spread over

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from penstock.engine.events import SpecialText, Text
-from penstock.engine.parsing import Parser
+from penstock.engine.contracts.parsing import Parser, SpecialText, Text
 
 
 @dataclass(slots=True)

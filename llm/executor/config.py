@@ -5,8 +5,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
 
+from penstock.engine.contracts.logits_processor import LogitsProcessor
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.logits_processor import LogitsProcessor
 from penstock.llm.executor.requests import BATCHED, AdditionalModelOutput, BatchedCallback, batched_processor, row_processor
 
 Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]  # the reason, and the values that ask for nothing beside None

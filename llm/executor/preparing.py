@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, chosen_processors, per_row
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, per_row
-from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sequence import Request as EngineRequest
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
-from penstock.plugins.chosen_processors import chosen_processors
 from penstock.serving.context import ServerContext
 from penstock.serving.preparing import answer_reader
 from penstock.serving.workers import lane_of

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from penstock.engine.block_pool import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
+from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
+from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRow, as_processor, per_row
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
-from penstock.engine.logits_processor import LogitsProcessor, LogitsRow, as_processor, per_row
+from penstock.engine.kv_cache import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
 from penstock.serving.constraints.sources import JsonReading, check_text, in_reading, schema_spec
 from penstock.serving.constraints.structural_tag import TagReader
 

@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from penstock.engine.contracts.parsing import CallableTool, SpecialText, ToolFormat, Turn
+from penstock.engine.contracts.structure import Either, Marker, Repeat, Sequence, Structure
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.events import SpecialText
-from penstock.engine.structure import Either, Marker, Repeat, Sequence, Structure
-from penstock.engine.tool_format import CallableTool, ToolFormat
-from penstock.engine.turn import Turn
-from penstock.plugins.calls.declaration import CallFormat
 from penstock.plugins.calls.markup_format import ParameterSchema, value_structure
 from penstock.plugins.calls.markup_reader import read_attribute_tag
 from penstock.plugins.calls.schema_values import SchemaNode, TextValue, ToolSchemas, followed, quoted
-from penstock.plugins.calls.stream import CallReader, Envelope, Progress, SectionStream, Surroundings
+from penstock.plugins.calls.stream import CallFormat, CallReader, Envelope, Progress, SectionStream, Surroundings
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
 from penstock.plugins.markers import MarkerBuffer
 

@@ -6,17 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import CallableTool, ToolFormat, Turn
+from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.engine.tool_format import CallableTool, ToolFormat
-from penstock.engine.turn import Turn
-from penstock.plugins.calls.declaration import CallFormat
 from penstock.plugins.calls.notation import NotationReader
 from penstock.plugins.calls.python_call import KEY, NAME
 from penstock.plugins.calls.python_stream import PythonEnvelope, PythonStream
 from penstock.plugins.calls.schema_values import STRING, ToolSchemas, Types
-from penstock.plugins.calls.stream import Envelope, SectionStream, Surroundings
+from penstock.plugins.calls.stream import CallFormat, Envelope, SectionStream, Surroundings
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.plugins.grammars.json_schema.values import json_type
 from penstock.plugins.markers import MarkerBuffer

@@ -7,15 +7,13 @@ from collections.abc import Sequence as Tools
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
-from penstock.engine.tool_format import CallableTool, ToolFormat
-from penstock.engine.turn import Turn
-from penstock.plugins.calls.declaration import SLOT, CallFormat, tags_of
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import CallableTool, ToolFormat, Turn
+from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
 from penstock.plugins.calls.json_call import USUAL_KEYS, CallKeys, JsonCall
 from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonStream
 from penstock.plugins.calls.schema_values import ToolSchemas
-from penstock.plugins.calls.stream import new_call_id
+from penstock.plugins.calls.stream import SLOT, CallFormat, new_call_id, tags_of
 
 _BETWEEN = "between"  # a field of a head that says nothing
 

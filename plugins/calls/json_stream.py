@@ -5,9 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.engine.events import Event, SpecialText, Text
-from penstock.engine.tool_format import ToolFormat
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolFormat, Turn
 from penstock.plugins.calls.json_call import JsonCall, JsonCallReader, NamedCall
 from penstock.plugins.calls.stream import CallStream, MalformedCall, new_call_id
 from penstock.plugins.markers import MarkerBuffer, compile_markers, is_cut_marker, join_pieces, read_steps

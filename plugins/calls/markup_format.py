@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import CallableTool, ToolFormat, Turn
+from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.engine.tool_format import CallableTool, ToolFormat
-from penstock.engine.turn import Turn
-from penstock.plugins.calls.declaration import CallFormat, tags_of
 from penstock.plugins.calls.markup_reader import Heads, ParameterMarkup, ParameterReader, Tag, read_attribute_tag, read_bare_tag
 from penstock.plugins.calls.schema_values import TextValue, ToolSchemas, Types, types_of
-from penstock.plugins.calls.stream import Envelope, SectionStream, Surroundings
+from penstock.plugins.calls.stream import CallFormat, Envelope, SectionStream, Surroundings, tags_of
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
 from penstock.plugins.markers import MarkerBuffer
 

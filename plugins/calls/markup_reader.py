@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from penstock.engine.events import SpecialText
+from penstock.engine.contracts.parsing import SpecialText
 from penstock.plugins.calls.schema_values import ANY_TYPE, STRING, ArgumentsSchema, TextValue, ToolSchemas, Types
 from penstock.plugins.calls.stream import CallReader, Progress, Surroundings
 from penstock.plugins.json.repair import JsonRepair

@@ -3,9 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from penstock.engine.events import Event, SpecialText, Text
-from penstock.engine.tool_format import ToolFormat
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolFormat, Turn
 from penstock.plugins.calls.python_call import NAME, PythonCall
 from penstock.plugins.calls.stream import CallStream, MalformedCall
 from penstock.plugins.markers import is_cut_marker

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedKind
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.json_schema import values as json_text
 from penstock.plugins.grammars.json_schema.document import parse_document, resolve
 from penstock.plugins.grammars.json_schema.regular import LenientSchema, Place, Translation, described, object_members, refusal

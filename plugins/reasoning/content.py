@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 
-from penstock.engine.events import Event, Reasoning, Text
-from penstock.engine.parsing import Phase, ReasoningParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, Phase, Reasoning, ReasoningParser, Text, Turn
 from penstock.plugins.markers import MarkerBuffer
 
 

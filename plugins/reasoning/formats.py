@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.hooks import Register, hookimpl
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import Register, hookimpl
+from penstock.engine.contracts.parsing import FormatInfo, Turn
 from penstock.plugins.harmony import ANALYSIS, CHANNEL, ENDS, FINAL, MESSAGE, ROLE, Harmony
 from penstock.plugins.reasoning.content import AppendThink
 from penstock.plugins.reasoning.response_template import TEMPLATE_INFO, TemplateReasoning

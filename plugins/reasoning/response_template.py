@@ -1,9 +1,6 @@
 """Reasoning as the checkpoint's own `response_template` describes it."""
 
-from penstock.engine.events import Event, Reasoning, SpecialText, Text
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.parsing import Phase, ReasoningParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, FormatInfo, Phase, Reasoning, ReasoningParser, SpecialText, Text, Turn
 from penstock.plugins.markers import EdgeSpace, join_pieces
 from penstock.plugins.response_templates.template import (
     CALLS_FIELD,

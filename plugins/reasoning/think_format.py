@@ -5,10 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from penstock.engine.events import Event, Reasoning, SpecialText, Text
-from penstock.engine.format_info import Format, FormatInfo
-from penstock.engine.parsing import Phase, ReasoningParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, Format, FormatInfo, Phase, Reasoning, ReasoningParser, SpecialText, Text, Turn
 from penstock.plugins.calls.schema_values import ToolSchemas
 from penstock.plugins.markers import EdgeSpace, MarkerBuffer, marker_suffix, read_steps
 from penstock.plugins.reasoning.content import ContentTags, NonemptyContent

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from re import _constants, _parser  # type: ignore[attr-defined]  # the one place where Python's own syntax of patterns is read
 from typing import Any
 
+from penstock.engine.contracts.parsing import SpecialText
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.events import SpecialText
 from penstock.plugins.markers import split_symbols
 
 MAX_SIZE = 2000

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from penstock.engine.contracts.parsing import SpecialText, Turn
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.events import SpecialText
-from penstock.engine.turn import Turn
 from penstock.plugins.markers import join_pieces, split_symbols
 from penstock.plugins.response_templates.symbol_pattern import Captures, Program, Search
 

@@ -1,8 +1,7 @@
 """Tool calls that are expressions: lists of Python calls, `[f(x=1)]`, and Gemma's notation, `call:f{x:1}`."""
 
-from penstock.engine.hooks import Register, hookimpl
-from penstock.engine.parsing import ToolParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import Register, hookimpl
+from penstock.engine.contracts.parsing import ToolParser, Turn
 from penstock.plugins.calls.expression_formats import NotationFormat, PythonFormat
 from penstock.plugins.calls.json_format import JsonFormat
 from penstock.plugins.calls.schema_values import SCALARS

@@ -3,9 +3,8 @@
 import re
 from dataclasses import replace
 
-from penstock.engine.hooks import Register, hookimpl
-from penstock.engine.parsing import ToolParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import Register, hookimpl
+from penstock.engine.contracts.parsing import ToolParser, Turn
 from penstock.plugins.calls.elements import ElementFormat
 from penstock.plugins.calls.json_format import JsonFormat
 from penstock.plugins.calls.markup_format import MarkupFormat

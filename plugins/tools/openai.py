@@ -2,13 +2,9 @@
 
 from collections.abc import Sequence as Tools
 
-from penstock.engine.events import Event, Text
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.hooks import Register, hookimpl
-from penstock.engine.parsing import ToolParser
-from penstock.engine.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
-from penstock.engine.tool_format import CallableTool
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import Register, hookimpl
+from penstock.engine.contracts.parsing import CallableTool, Event, FormatInfo, Text, ToolParser, Turn
+from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
 from penstock.plugins.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, ROLE, TO, Harmony
 
 HEADERS = (

@@ -5,11 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.hooks import Register, hookimpl
-from penstock.engine.parsing import ToolParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import Register, hookimpl
+from penstock.engine.contracts.parsing import Event, FormatInfo, SpecialText, Text, ToolCallArguments, ToolCallStart, ToolParser, Turn
 from penstock.plugins.calls.json_call import is_name
 from penstock.plugins.calls.schema_values import SchemaNode, ToolSchemas, to_json
 from penstock.plugins.calls.stream import new_call_id

@@ -4,13 +4,19 @@ import asyncio
 import json
 import re
 import sys
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
 
 from msgspec import UNSET, Struct, UnsetType
 
+from penstock.engine.contracts.grammar import CompiledGrammar
+from penstock.engine.contracts.parsing import Text, ToolCallArguments, ToolCallStart
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, JobLimitExceeded, QueueFull
-from penstock.engine.sandbox import Limits, Sandbox
+from penstock.engine.system.sandbox import Limits, Sandbox
 from penstock.plugins.grammars.json_schema.values import PATTERNS
 
 
@@ -120,3 +126,81 @@ def _validator(schema_text: str) -> Any:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
+
+
+WARNING_HEADER = "x-structured-output-warning"
+MAX_HEADER = 1000
+
+
+def warning_header(grammar: CompiledGrammar | None) -> dict[str, str]:
+    """Names what of the constraint is not enforced. Keywords and paths come from the client: nothing of them can break out of a header."""
+    if grammar is None or not grammar.warnings:
+        return {}
+    text = "; ".join(grammar.warnings)[: MAX_HEADER + 1].encode("ascii", "backslashreplace").decode()
+    text = "".join(character if character.isprintable() else " " for character in text)
+    return {WARNING_HEADER: text if len(text) <= MAX_HEADER else f"{text[: MAX_HEADER - 3]}..."}
+
+
+@dataclass(slots=True)
+class _Said:
+    """What a sequence has said so far: its content, and of each tool call the name and the arguments."""
+
+    content: list[str] = field(default_factory=list)
+    calls: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
+
+
+class AnswerCheck:
+    """Checks the choices of one request against `schema`, the JSON Schema of its content, and `arguments`, those of its tools.
+
+    Without either there is nothing to check, and no cost. What was found of a choice is in `found` from before its last delta on.
+    """
+
+    def __init__(self, checker: ConformanceChecker, schema: str | None = None, arguments: Mapping[str, str] | None = None) -> None:
+        self._checker = checker
+        self._schema = schema
+        self._arguments = arguments or {}
+        self._said: dict[int, _Said] = {}
+        self.found: dict[int, Conformance] = {}
+
+    def watch(self, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
+        """The same deltas."""
+        return deltas if self._schema is None and not self._arguments else self._watched(deltas)
+
+    async def _watched(self, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                self._take(delta)
+                if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    await self._check(delta.index)
+                yield delta
+
+    def _take(self, delta: SequenceDelta) -> None:
+        said = self._said.setdefault(delta.index, _Said())
+        for event in delta.events:
+            match event:
+                case Text(text):
+                    said.content.append(text)
+                case ToolCallStart(index, name):
+                    said.calls[index] = (name, [])
+                case ToolCallArguments(index, fragment):
+                    said.calls[index][1].append(fragment)
+
+    async def _check(self, index: int) -> None:
+        """Of several parts the first mistake counts, else the first that could not be checked."""
+        outcomes: list[Conformance] = []
+        for prefix, schema, text in self._parts(self._said.pop(index)):
+            found = await self._checker.check(schema, text)
+            path = found.path if found.path is UNSET or not prefix else f"$.{prefix}{found.path.removeprefix('$')}"
+            outcomes.append(Conformance(found.valid, found.error, path))
+            if found.valid is False:
+                break
+        if outcomes:
+            self.found[index] = min(outcomes, key=lambda outcome: (False, None, True).index(outcome.valid))
+
+    def _parts(self, said: _Said) -> Iterator[tuple[str, str, str]]:
+        """Each with where it is in the message, its schema, and its text."""
+        if self._schema is not None and not said.calls:
+            yield "", self._schema, "".join(said.content)
+        for index, (name, fragments) in sorted(said.calls.items()):
+            if name in self._arguments:
+                yield f"tool_calls[{index}].function.arguments", self._arguments[name], "".join(fragments)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from msgspec import Struct
 
 from penstock.engine.constraints.limits import MAX_GRAMMAR, MAX_TEXT
+from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.plugins.grammars.regex.syntax import Dialect, RegexError, parse
 from penstock.plugins.grammars.regex.tree import (
     Chars,

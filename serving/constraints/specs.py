@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGrammar, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import AdditionalProperties, CompiledGrammar, GrammarKind, GrammarSpec
 from penstock.serving.constraints.sources import JsonReading, check_text, grammar_of, in_reading, json_reading, schema_spec, write_json
 from penstock.serving.constraints.structural_tag import TagReader
 from penstock.serving.requests import GenerationFields, ResponseFormat

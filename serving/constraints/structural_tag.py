@@ -7,9 +7,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.serving.constraints.sources import AS_WRITTEN, KINDS, JsonReading, read_json, schema_spec
 from penstock.serving.requests import GrammarDefinition, mistaken_path
 

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import jinja2
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest, JobLimitExceeded
-from penstock.engine.sandbox import Limits, Sandbox
+from penstock.engine.system.sandbox import Limits, Sandbox
 from penstock.serving.context import SharedContext
 from penstock.serving.requests import ChatMessage
 from penstock.serving.templates.bounds import ADDRESS
 from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
-from penstock.serving.templates.messages import Message, prepare_messages, template_messages
-from penstock.serving.templates.tool_prompt import ToolPrompt, with_instructions, with_results
+from penstock.serving.templates.messages import Message, ToolPrompt, prepare_messages, template_messages, with_instructions, with_results
 from penstock.serving.workers import Lane, lane_of
 
 SHIPPED = Path(__file__).parent

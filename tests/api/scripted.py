@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as Backend
 from penstock import LogitsProcessor, LogitsRow, per_row, per_sequence
 from penstock.api.app import build_app, build_runner
 from penstock.engine.constraints.compiler import CompileOutcome, CompileSeconds, GrammarStats, is_lenient
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
-from penstock.engine.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
-from penstock.engine.request import Request
+from penstock.engine.sequence import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS

@@ -11,10 +11,9 @@ from openai import AsyncAzureOpenAI, AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 
 from penstock import LogitsRow
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
-from penstock.serving.requests import ReasoningField
-from penstock.serving.sampling import DEFAULT_LIMIT
+from penstock.serving.requests import DEFAULT_LIMIT, ReasoningField
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, client_of, scripted_server
 
 THINKING = {"enable_thinking": True}

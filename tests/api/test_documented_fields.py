@@ -8,8 +8,7 @@ from msgspec import Struct, inspect
 
 from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
-from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest
-from penstock.api.scoring import RerankRequest, ScoreRequest
+from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, StreamOptions
 

@@ -9,7 +9,7 @@ from penstock.api.bodies import decode
 from penstock.api.errors import body_of
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.context import ServerContext
 from penstock.serving.preparing import prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest

@@ -10,13 +10,11 @@ import pytest
 from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
-from penstock.engine.events import Event, Text
-from penstock.engine.parsing import ToolParser
+from penstock.engine.contracts.parsing import Event, Text, ToolParser, Turn
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.scripted import scripted_server
 from tests.api.test_chat import HELLO, joined

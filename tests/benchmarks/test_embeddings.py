@@ -7,7 +7,7 @@ from benchmarks.embeddings import NAMES, QUICK, WORKLOADS, Workload, embedding_w
 from penstock.engine.config import EngineConfig
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.loader import load_pooling_model
-from penstock.engine.pooling.params import PoolingParams
+from penstock.engine.pooling.model import PoolingParams
 from penstock.engine.text.tokenizer import Tokenizer
 
 

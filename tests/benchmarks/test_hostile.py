@@ -18,8 +18,8 @@ from benchmarks.hostile_attacks import ATTACKS, is_another
 from benchmarks.hostile_constraints import INPUTS, HostileInput
 from benchmarks.neighbours import Stream, largest_gap
 from penstock.engine.constraints.compiler import GrammarCompiler
+from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.errors import InvalidRequest, QueueFull
-from penstock.engine.grammar import CompiledGrammar
 from penstock.plugins.grammars.llguidance import backend as llguidance
 from penstock.plugins.grammars.outlines_core import backend as outlines_core
 from penstock.serving.constraints.specs import grammar_spec

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import parsers
 from benchmarks.parsers import workloads
-from penstock.engine.events import Reasoning, Text, ToolCallArguments
+from penstock.engine.contracts.parsing import Reasoning, Text, ToolCallArguments
 from penstock.plugins.manager import Plugins
 from penstock.testing import read
 

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.plain_model import main
-from penstock.engine.gguf.conversion import convert_gguf
-from penstock.engine.quantization import read_quantized
+from penstock.engine.model.gguf import convert_gguf
+from penstock.engine.model.quantization import read_quantized
 from tests.engine.gguf.test_conversion import write_gguf
 
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.passages import PASSAGES, QUESTIONS
 from benchmarks.quality import Predictions, main
-from penstock.engine.gguf.conversion import convert_gguf
+from penstock.engine.model.gguf import convert_gguf
 from tests.engine.gguf.test_conversion import write_gguf
 
 

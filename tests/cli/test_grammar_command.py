@@ -30,8 +30,8 @@ from penstock.cli.grammar_trial import (
 )
 from penstock.engine.constraints import limits
 from penstock.engine.constraints.compiler import TIME_LIMIT
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, UnsupportedGrammar
-from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server import main
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.arguments import PLUGIN_KINDS, parse_new_plugin_arguments
-from penstock.cli.new_plugin import package_files
+from penstock.cli.plugins import package_files
 from penstock.plugins.manager import Plugins
 from penstock.server import main
 from tests.helpers.example_plugin import pip_install
@@ -82,7 +82,7 @@ def test_what_is_written_is_formatted_as_our_own_code(packages: Path, package: s
 @pytest.mark.parametrize(
     ("name", "kinds", "reason"),
     [
-        ("hermes", ["tool"], "there is a tool parser of that name, of plug-in 'penstock.plugins.tools.json_objects'"),
+        ("hermes", ["tool"], "there is a tool parser of that name, of plug-in 'penstock.plugins.tools.json_formats'"),
         ("deepseek-r1", ["tool", "reasoning"], "there is a reasoning parser of that name"),
         ("qwen", ["tool"], "there is a tool parser of that name, which is 'hermes'"),
         ("llguidance", ["grammar"], "there is a grammar backend of that name"),

@@ -15,15 +15,14 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.api.protocol import AssistantMessage
 from penstock.cli.parse import Flags, LineParser, WrittenAnswer, as_json
+from penstock.engine.contracts.parsing import FormatInfo, SpecialText
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.events import SpecialText
-from penstock.engine.format_info import FormatInfo
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.server import main
 from penstock.serving.messages import Message, MessageReader
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.plugins import code, parser_page, plugin_table
-from penstock.engine.format_info import FormatInfo
+from penstock.engine.contracts.parsing import FormatInfo
 from penstock.plugins.manager import Plugins
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.server import main
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.grammar_trial import GrammarBench, Trial, run_trial
-from penstock.engine.grammar import AdditionalProperties
+from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.plugins.grammars.llguidance import backend
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE

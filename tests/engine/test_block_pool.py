@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.engine.block_pool import BlockPool, chain_hashes
+from penstock.engine.kv_cache import BlockPool, chain_hashes
 
 NUM_BLOCKS = 6
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.cache_directory import cache_directory
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.system.cache import cache_directory
 
 
 def test_the_nearest_of_the_variables_counts(monkeypatch: pytest.MonkeyPatch) -> None:

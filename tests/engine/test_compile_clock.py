@@ -5,13 +5,13 @@ from time import thread_time
 
 import pytest
 
-from penstock.engine.compile_clock import CompileClock, thread_seconds, uncounted
+from penstock.engine.system.process import CompileClock, thread_seconds, uncounted
 
 
 class Time:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("penstock.engine.compile_clock.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("penstock.engine.system.process.time.monotonic", lambda: self.now)
 
     def fail(self) -> None:
         self.now += 5

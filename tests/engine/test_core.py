@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.contracts.parsing import Event, Text, ToolParser
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.events import Event, Text
-from penstock.engine.parsing import ToolParser
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.engine import deadlines
-from penstock.engine.deadlines import Deadlines
+from penstock.engine import core
+from penstock.engine.core import Deadlines
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.loop import Engine
-from penstock.engine.request import Request
+from penstock.engine.sequence import Request
 from tests.fakes import content, drive, generate, letter_after, make_core, make_request, runner_of, tokens
 
 
@@ -18,7 +18,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
-        monkeypatch.setattr(deadlines.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
+        monkeypatch.setattr(core.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.device import CudaHostCopies
+from penstock.engine.system.device import CudaHostCopies
 
 
 class FakeCuda:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.engine.core import EngineCore
-from penstock.engine.loading.model_loader import LoadedModel, load_model
+from penstock.engine.model.loader import LoadedModel, load_model
 from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run

@@ -15,9 +15,9 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from penstock.engine.loop import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
-from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Request
 from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, saying, tokens
 from tests.fakes import generate as generate_alone
 

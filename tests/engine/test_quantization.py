@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.config import QuantizationMode
-from penstock.engine.decoder.layer_compiler import build_skeleton
-from penstock.engine.decoder.layers import decoder_layers, layer_kind
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.layers.fused import fuse_linears
-from penstock.engine.layers.linear import pack_linears
-from penstock.engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, quantized, unpack
-from penstock.engine.loading.model_loader import LoadedModel, load_model
-from penstock.engine.quantization import quantize_plain, quantized_layers, read_quantized, resolve_quantization, write_quantized
+from penstock.engine.model.fused import fuse_linears
+from penstock.engine.model.layer_compiler import build_skeleton
+from penstock.engine.model.layers import decoder_layers, layer_kind
+from penstock.engine.model.linear import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, pack_linears, quantized, unpack
+from penstock.engine.model.loader import LoadedModel, load_model
+from penstock.engine.model.quantization import quantize_plain, quantized_layers, read_quantized, resolve_quantization, write_quantized
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
@@ -223,7 +222,7 @@ def test_a_gpu_refuses_few_bits_by_name_and_inflates_by_default() -> None:
 
 
 def test_without_kernels_few_bits_are_for_those_who_ask(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("penstock.engine.quantization.can_quantize", lambda: False)
+    monkeypatch.setattr("penstock.engine.model.quantization.can_quantize", lambda: False)
     assert resolve_quantization("auto", torch.device("cpu")) == "none"
     assert caplog.records == []
     assert resolve_quantization("int8", torch.device("cpu")) == "int8"

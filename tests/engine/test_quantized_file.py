@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.layers.quantized import QuantizedWeight, quantized
-from penstock.engine.quantization import FILE_NAME, quantized_names, read_quantized, write_quantized
+from penstock.engine.model.linear import QuantizedWeight, quantized
+from penstock.engine.model.quantization import FILE_NAME, quantized_names, read_quantized, write_quantized
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

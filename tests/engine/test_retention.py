@@ -2,7 +2,7 @@
 
 import time
 
-from penstock.engine.block_pool import BlockPool, Retention, RetentionRule
+from penstock.engine.kv_cache import BlockPool, Retention, RetentionRule
 from tests.fakes import generate, make_core, make_request
 
 HIGH, LOW = RetentionRule(90), RetentionRule(10)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from penstock.engine.core import EngineCore
-from penstock.engine.decoder.cuda_graphs import DecodeGraphs
-from penstock.engine.decoder.layers import compute_logits
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.loading.model_loader import LoadedModel
 from penstock.engine.loop import STEP_FAILED, Engine
-from penstock.engine.request import Request
+from penstock.engine.model.cuda_graphs import DecodeGraphs
+from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.loader import LoadedModel
 from penstock.engine.runner import ModelRunner
+from penstock.engine.sequence import Request
 from tests.engines import core_over, loaded_model
 from tests.fakes import make_request, tokens
 from tests.held_copies import HeldCopies

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import block_pool
+from penstock.engine import kv_cache
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import QueueFull
@@ -258,6 +258,6 @@ def test_a_prompt_is_hashed_when_it_comes_and_not_in_a_step_for_which_many_may_h
     for number in range(5):
         core.add(make_request(str(number), prompt=LETTERS[:9] * 3, max_tokens=1))
     with monkeypatch.context() as step:
-        step.setattr(block_pool, "hashlib", None)
+        step.setattr(kv_cache, "hashlib", None)
         step_of(core)
     drive(core)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
 from penstock.engine.constraints import state
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculation import MAX_DRAFT, NgramProposer, Speculation
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from penstock.engine.threads import SWITCH_SECONDS, LockHandover
+from penstock.engine.system.process import SWITCH_SECONDS, LockHandover
 
 
 def test_the_interval_is_short_until_the_last_has_left() -> None:

@@ -1,7 +1,6 @@
 import pytest
 
-from penstock.engine.parsing import Phase
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Phase, Turn
 
 
 @pytest.mark.parametrize(

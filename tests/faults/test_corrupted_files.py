@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading import packaged_model
-from penstock.engine.loading.model_config import read_config
-from penstock.engine.loading.packaged_model import DEFAULT_MODEL, PackagedModel, packaged_model_directory
-from penstock.engine.model_cache import MANIFEST, build_once
+from penstock.engine.model import store as packaged_model
+from penstock.engine.model.config import read_config
+from penstock.engine.model.store import DEFAULT_MODEL, PackagedModel, packaged_model_directory
+from penstock.engine.system.cache import MANIFEST, build_once
 from tests.tiny_models import tiny_config, tiny_model
 
 WEIGHTS = bytes(range(256)) * 64
@@ -103,7 +103,7 @@ def test_a_copied_model_is_hashed_once(tmp_path: Path, monkeypatch: pytest.Monke
     weights, _ = built(directory)
     os.utime(weights, ns=(1, 1))
     assert built(directory)[1].num_builds == 0
-    monkeypatch.setattr("penstock.engine.model_cache._digest", None)  # would raise if it were called
+    monkeypatch.setattr("penstock.engine.system.cache._digest", None)  # would raise if it were called
     assert built(directory)[1].num_builds == 0
     assert json.loads((directory / MANIFEST).read_text())["files"]["part/weights"]["mtime_ns"] == 1
 

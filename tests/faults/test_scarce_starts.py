@@ -13,8 +13,8 @@ import pytest
 from penstock.assembly import Assembled, assemble
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.heap import memory_shortage_refused
-from penstock.engine.loading.memory import free_memory
+from penstock.engine.model.loader import free_memory
+from penstock.engine.system.process import memory_shortage_refused
 from penstock.plugins.manager import Plugins
 from tests.llm.model_directory import write_model
 

@@ -3,10 +3,7 @@
 from collections.abc import Callable
 from functools import lru_cache
 
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.parsing import ToolParser
-from penstock.engine.tool_format import ToolFormat
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import FormatInfo, ToolFormat, ToolParser, Turn
 from penstock.plugins.manager import Plugins
 
 

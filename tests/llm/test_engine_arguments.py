@@ -7,8 +7,7 @@ import torch
 
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.llm.arguments import DEFAULTS, engine_arguments, known_arguments
-from penstock.llm.model import LocalModel
+from penstock.llm.model import DEFAULTS, LocalModel, engine_arguments, known_arguments
 from penstock.serving.options import OPTIONS_BY_ANY_NAME
 from penstock.serving.vllm_arguments import ENGINE, SERVER
 

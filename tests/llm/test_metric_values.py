@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from penstock.llm import metrics as metric_values
-from penstock.llm.metrics import metric_values as values
+from penstock.llm import outputs as metric_values
+from penstock.llm.outputs import metric_values as values
 
 
 def test_counters_gauges_and_histograms_keep_their_numbers_and_labels() -> None:

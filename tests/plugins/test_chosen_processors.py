@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from penstock import LogitsProcessor, LogitsRow, per_row, per_sequence
+from penstock.engine.contracts.logits_processor import chosen_processors
 from penstock.engine.errors import InvalidRequest
-from penstock.plugins.chosen_processors import chosen_processors
 
 
 class Batched(LogitsProcessor):

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from penstock import per_row, per_sequence
-from penstock.engine import hooks
+from penstock.engine.contracts import hooks
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.contracts.parsing import CallableTool, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
+from penstock.engine.contracts.structure import Marker, Sequence
 from penstock.engine.errors import UnsupportedKind
-from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.structure import Marker, Sequence
-from penstock.engine.tool_format import CallableTool
-from penstock.engine.turn import Turn
 from penstock.plugins.calls.json_format import JsonFormat
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.manager import Plugins

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Phase
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Registry
 from penstock.testing import check_cost, check_parser, read, split_atoms

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read
 from tests.helpers.example_plugin import EXAMPLES, THOUGHT_TAGS, XGRAMMAR, install_example_plugin

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Phase
+from penstock.engine.contracts.parsing import Event, Phase, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.text.answer import ParserChain
-from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.formats import openai_gptoss
 from penstock.plugins.tools.openai import HarmonyCalls
 from penstock.testing import check_parser, check_tool_format, merged, read

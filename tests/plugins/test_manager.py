@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock import LogitsProcessor, per_row
+from penstock.engine.contracts.parsing import Text, Turn
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.events import Text
-from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 
 WriteFile = Callable[[str, str], str]
@@ -62,7 +61,7 @@ def test_built_in_plugins_come_through_the_hooks_of_everyone() -> None:
     assert "hermes" in plugins.tool_parsers
     rows = {(row.kind, row.name): row for row in plugins.listing()}
     row = rows["tool parser", "hermes"]
-    assert (row.plugin, row.distribution, row.is_active) == ("penstock.plugins.tools.json_objects", "penstock", False)
+    assert (row.plugin, row.distribution, row.is_active) == ("penstock.plugins.tools.json_formats", "penstock", False)
     assert row.version
 
 
@@ -244,7 +243,7 @@ def test_a_wrong_registration_names_its_plugin(write: WriteFile, call: str) -> N
 def test_a_parser_is_selected_by_an_alias_and_known_by_its_name(write: WriteFile) -> None:
     info = "FormatInfo(models='Mine', markers=('<mine>',), aliases=('my-r1',))"
     text = REASONING.format(name="mine").replace('"mine", deepseek_r1', f'"mine", deepseek_r1, {info}')
-    path = write("mine.py", "    from penstock.engine.format_info import FormatInfo\n" + text)
+    path = write("mine.py", "    from penstock.engine.contracts.parsing import FormatInfo\n" + text)
     plugins = Plugins.start([path])
     plugins.load("my-r1")
     assert plugins.reasoning_parsers.active == "mine"
@@ -255,7 +254,7 @@ def test_an_alias_that_is_taken_is_refused(write: WriteFile) -> None:
     info = "FormatInfo(models='Mine', markers=(), aliases=('qwen3',))"
     text = REASONING.format(name="mine").replace('"mine", deepseek_r1', f'"mine", deepseek_r1, {info}')
     with pytest.raises(ConfigurationError, match=r"'qwen3' is registered twice.*mine\.py"):
-        Plugins.start([write("mine.py", "    from penstock.engine.format_info import FormatInfo\n" + text)])
+        Plugins.start([write("mine.py", "    from penstock.engine.contracts.parsing import FormatInfo\n" + text)])
 
 
 def test_an_installed_plugin_is_there_but_not_selected(install: Callable[[str, str, str], None]) -> None:

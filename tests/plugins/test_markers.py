@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.events import SpecialText
+from penstock.engine.contracts.parsing import SpecialText
 from penstock.plugins.markers import MarkerBuffer, join_pieces
 
 MARKERS = ("<a>", "<ab>", "b<a", "aa<", "<<")

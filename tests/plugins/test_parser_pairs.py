@@ -5,9 +5,8 @@ from functools import lru_cache
 
 import pytest
 
-from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.text.answer import ParserChain
-from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import join_atoms, read, split_atoms
 

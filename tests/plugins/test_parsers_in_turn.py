@@ -1,8 +1,6 @@
 """Two tool parsers one after the other."""
 
-from penstock.engine.events import Event, Text
-from penstock.engine.parsing import ToolParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, Text, ToolParser, Turn
 from penstock.plugins.calls.json_stream import CallEnvelope, JsonStream
 from penstock.plugins.calls.stream import ParsersInTurn
 from penstock.testing import read

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.hooks import ReasoningParserFactory, ToolParserFactory
-from penstock.engine.parsing import Phase
+from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
+from penstock.engine.contracts.parsing import Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.serving.preparing import added_token_texts, answer_reader
 from penstock.serving.templates.chat_template import ChatTemplate

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.contracts.hooks import Register, hookimpl
+from penstock.engine.contracts.parsing import FormatInfo, Turn
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.hooks import Register, hookimpl
-from penstock.engine.turn import Turn
 from penstock.plugins.manager import Origin, Plugins
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.registry import Evidence, recognize

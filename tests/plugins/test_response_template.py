@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.contracts.parsing import Event, Phase, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Phase
 from penstock.engine.text.answer import ParserChain
-from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.response_template import TemplateReasoning
 from penstock.plugins.tools.response_template import TemplateCalls
 from penstock.testing import check_parser, merged, read

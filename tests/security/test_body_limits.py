@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.api import bodies as body_limits
 from penstock.api.bodies import MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_body, decode
-from penstock.api.pooling import EmbeddingRequest
-from penstock.api.scoring import RerankRequest
+from penstock.api.pooling import EmbeddingRequest, RerankRequest
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect
 

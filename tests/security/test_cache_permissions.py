@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.cache_directory import COMPILER_CACHES, check_private, make_private, redirect_compiler_caches
-from penstock.engine.decoder.compiled_layers import LayerCompilation
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.model_cache import build_once
+from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.native import library as native
+from penstock.engine.system.cache import COMPILER_CACHES, build_once, check_private, make_private, redirect_compiler_caches
 from penstock.plugins.grammars.outlines_core.backend import to_pattern
 from penstock.plugins.grammars.regex.tree import Literal
 from tests.engines import loaded_model
@@ -79,10 +78,10 @@ def test_a_place_of_another_user_is_refused_unless_that_is_the_administrator(cac
     make_private(cache / "native")
     cache.chmod(0o755)
     owner = cache.stat().st_uid
-    monkeypatch.setattr("penstock.engine.cache_directory.ROOT_USER", owner)
+    monkeypatch.setattr("penstock.engine.system.cache.ROOT_USER", owner)
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY_ELSE)
     check_private(cache / "native")
-    monkeypatch.setattr("penstock.engine.cache_directory.ROOT_USER", owner + 1)
+    monkeypatch.setattr("penstock.engine.system.cache.ROOT_USER", owner + 1)
     with pytest.raises(ConfigurationError, match=r"belongs to another user.*PENSTOCK_CACHE"):
         check_private(cache / "native")
 
@@ -126,7 +125,7 @@ def test_torch_neither_reads_nor_writes_the_directory_that_any_user_can_make_fir
     planted = tmp_path / "tmp" / "torchinductor_somebody"
     planted.mkdir(parents=True)
     script = (
-        "from penstock.engine.cache_directory import redirect_compiler_caches as redirect; redirect();"
+        "from penstock.engine.system.cache import redirect_compiler_caches as redirect; redirect();"
         "import torch._inductor.cpu_vec_isa as isa; isa.pick_vec_isa()"
     )
     environment = {name: value for name, value in os.environ.items() if name not in COMPILER_CACHES}

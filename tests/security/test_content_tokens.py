@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.content_tokenizer import MARK, OWN, ContentTokenizer
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import MARK, OWN, ContentTokenizer, Tokenizer
 from penstock.serving.conversations import looked_for
 from penstock.serving.templates.chat_template import ChatTemplate
 from tests.api.scripted import byte_tokenizer, scripted_server

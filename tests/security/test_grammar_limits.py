@@ -11,9 +11,9 @@ import pytest
 from penstock.engine.constraints import compiler as compilation
 from penstock.engine.constraints import queue
 from penstock.engine.constraints.compiler import GrammarCompiler
+from penstock.engine.contracts.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.deltas import ClientFault, FinishReason
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, UnsupportedGrammar
-from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.serving.messages import check_delta
 from tests.fakes import generate, make_core, make_request
 from tests.matchers import Grammar, Walk

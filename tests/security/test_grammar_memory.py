@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine.constraints.compiler import MAX_GROWTH, GrammarCompiler
-from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.plugins.grammars.grammar_walks import VOCABULARY
 

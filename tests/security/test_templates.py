@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.sandbox import Limits
+from penstock.engine.system.sandbox import Limits
 from penstock.serving.context import SharedContext
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates import chat_template

@@ -14,10 +14,9 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import QueueFull
 from penstock.engine.pooling.encoder import EncoderInput
-from penstock.engine.pooling.model import PoolingInput
-from penstock.engine.pooling.params import PoolingParams
-from penstock.engine.pooling.queue import PoolingQueue, WaitingInput
-from penstock.llm.arguments import engine_arguments
+from penstock.engine.pooling.engine import PoolingQueue, WaitingInput
+from penstock.engine.pooling.model import PoolingInput, PoolingParams
+from penstock.llm.model import engine_arguments
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 from tests.fakes import LETTERS, drive, make_core, make_request

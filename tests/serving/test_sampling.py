@@ -6,8 +6,7 @@ import pytest
 from penstock.api.bodies import decode
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.sampling.params import SamplingParams
-from penstock.serving.requests import ChatCompletionRequest
-from penstock.serving.sampling import TAKEN_AS_THEY_ARE, TokenLimit, sampling_params, token_limit
+from penstock.serving.requests import TAKEN_AS_THEY_ARE, ChatCompletionRequest, TokenLimit, sampling_params, token_limit
 
 
 def params_of(defaults: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:

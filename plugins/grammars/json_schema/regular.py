@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.json_schema import values as json_text
 from penstock.plugins.grammars.json_schema.document import are_disjoint, resolve
 from penstock.plugins.grammars.json_schema.values import (

@@ -8,14 +8,14 @@ import time
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from penstock.engine.contracts.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.heap import heap_bytes
-from penstock.engine.hooks import Register, hookimpl
+from penstock.engine.system.process import heap_bytes
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, has_quick_masks
 from penstock.plugins.grammars.llguidance.leaves import SCHEMA_PREFIX, Leaf, client_grammar, explain, make_leaf
 from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW, Complaint, parser_limits, read_complaint
-from penstock.plugins.grammars.llguidance.tokenizer import can_force, make_tokenizer
+from penstock.plugins.grammars.llguidance.matcher import can_force, make_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

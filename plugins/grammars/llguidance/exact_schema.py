@@ -8,8 +8,8 @@ from functools import cached_property, partial
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.json_schema.document import (
     OPTIONS,
     ROOT,

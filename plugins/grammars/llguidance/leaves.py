@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.json_schema.document import Steps, at, parse_document, path, walk
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, left_out
 from penstock.plugins.grammars.json_schema.rewrite import Fault, as_written, find_fault

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.contracts.parsing import SpecialText
+from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.events import SpecialText
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.plugins.grammars.json_schema.document import parse_document
 from penstock.plugins.grammars.llguidance import edges as part_edges
 from penstock.plugins.grammars.llguidance.edges import Edges, Indistinct

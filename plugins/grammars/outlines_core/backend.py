@@ -3,9 +3,9 @@
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.contracts.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
-from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.hooks import Register, hookimpl
 from penstock.plugins.grammars.json_schema import regular as json_schema
 from penstock.plugins.grammars.json_schema.document import parse_document
 from penstock.plugins.grammars.json_schema.values import Whitespace

@@ -8,7 +8,7 @@ from outlines_core import Guide  # type: ignore[import-untyped]
 from torch import Tensor
 
 from penstock.engine.constraints.bitmask import allocate_bitmask, num_words
-from penstock.engine.grammar import CompiledGrammar, GrammarMatcher
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 
 MAX_ROLLBACK = 2**20
 MAX_FORCED_TOKENS = 64

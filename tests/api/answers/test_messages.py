@@ -5,11 +5,10 @@ import pytest
 from msgspec import UNSET
 
 from penstock.api.chat import ChoiceWriter, LogprobsWriter
-from penstock.api.logprobs import TokenWriter
-from penstock.api.protocol import AssistantMessage, ChatChunkChoice, usage_of
+from penstock.api.protocol import AssistantMessage, ChatChunkChoice, TokenWriter, usage_of
+from penstock.engine.contracts.parsing import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.serving.messages import Message, MessageReader, MessageStep, ReasoningView, TokenCounts
 from tests.api.scripted import byte_tokenizer
 

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.api.logprobs import CompletionLogprobsWriter, TokenWriter
+from penstock.api.protocol import CompletionLogprobsWriter, TokenWriter
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import byte_tokenizer

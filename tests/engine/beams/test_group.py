@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from penstock.engine.beams.group import BeamGroup, Candidate, Ending
+from penstock.engine.beam_search import BeamGroup, Candidate, Ending
 from penstock.engine.deltas import FinishReason
 
 VOCAB = range(4)

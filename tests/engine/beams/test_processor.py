@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.contracts.parsing import Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.output import OutputProcessor
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     END_THINK,

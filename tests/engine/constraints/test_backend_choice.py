@@ -5,9 +5,9 @@ import pytest
 from torch import Tensor
 
 from penstock.engine.constraints.compiler import MAX_REFUSAL, Compiled, GrammarChoice, Refusal, exact, is_lenient
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+from penstock.engine.contracts.structure import Either, Literal, Repeat, Sequence, Structure, Value
 from penstock.engine.errors import ConfigurationError, ConstraintTooLarge, UnsupportedGrammar, UnsupportedKind
-from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}", "guided_json")
 REGEX = GrammarSpec(GrammarKind.REGEX, "a", "guided_regex")

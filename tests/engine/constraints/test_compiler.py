@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from penstock.engine.compile_clock import uncounted
 from penstock.engine.constraints import queue
 from penstock.engine.constraints.compiler import GrammarCompiler
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+from penstock.engine.contracts.structure import Literal, Repeat, Sequence, Value
 from penstock.engine.errors import EngineUnavailable, QueueFull, UnsupportedGrammar
-from penstock.engine.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.engine.structure import Literal, Repeat, Sequence, Value
+from penstock.engine.system.process import uncounted
 
 
 class Tokens:

@@ -16,9 +16,9 @@ from penstock.engine.constraints.limits import (
     num_patterns,
     referred,
 )
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.structure import Either, Literal, Repeat, Sequence, Structure, Value
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, Literal, Repeat, Sequence, Structure, Value
 
 
 def schema(document: Any) -> GrammarSpec:

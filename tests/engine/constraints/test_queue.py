@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.constraints import queue as grammar_queue
 from penstock.engine.constraints.queue import GrammarQueue
 from penstock.engine.errors import GenerationFailed, QueueFull
-from penstock.engine.threads import SWITCH_SECONDS
+from penstock.engine.system.process import SWITCH_SECONDS
 
 
 class Work:

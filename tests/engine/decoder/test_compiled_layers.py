@@ -9,10 +9,10 @@ import torch._inductor.config
 
 from penstock.engine.build import compiled_layers
 from penstock.engine.config import EngineConfig
-from penstock.engine.decoder.compiled_layers import CompiledLayer, LayerCompilation
-from penstock.engine.decoder.layers import decoder_layers
+from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
+from penstock.engine.model.layers import decoder_layers
+from penstock.engine.model.quantization import quantize_plain
 from penstock.engine.native.library import find_compiler
-from penstock.engine.quantization import quantize_plain
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import tiny_model
 

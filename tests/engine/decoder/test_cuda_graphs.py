@@ -19,10 +19,10 @@ from penstock.engine.attention import interface
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch, slots_of
 from penstock.engine.core import EngineCore
-from penstock.engine.decoder.cuda_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
-from penstock.engine.decoder.layers import compute_logits
 from penstock.engine.kv_cache import KVCache, kv_layout
-from penstock.engine.loading.model_loader import LoadedModel
+from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
+from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.loader import LoadedModel
 from penstock.engine.runner import ModelRunner
 from tests.engines import core_over, loaded_model, run
 from tests.tape import TapeRecorder

@@ -9,12 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.build import load
 from penstock.engine.config import EngineConfig, QuantizationMode
-from penstock.engine.decoder import native
-from penstock.engine.decoder.native import NativeDecoder, install_native_decoder
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.fused import fuse_linears
-from penstock.engine.layers.quantized import quantize_linears
-from penstock.engine.loading.model_loader import LoadedModel
+from penstock.engine.model import native
+from penstock.engine.model.fused import fuse_linears
+from penstock.engine.model.linear import quantize_linears
+from penstock.engine.model.loader import LoadedModel
+from penstock.engine.model.native import NativeDecoder, install_native_decoder
 from penstock.engine.native.library import native_library
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import ARCHITECTURES, tiny_model

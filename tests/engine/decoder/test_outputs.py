@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
-from penstock.engine.decoder.compiled_layers import CompiledLayer
-from penstock.engine.decoder.layers import decoder_layers
-from penstock.engine.decoder.native import NativeDecoder
-from penstock.engine.decoder.outputs import Capture
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.loop import Engine
-from penstock.engine.request import Request
+from penstock.engine.model.compiled_layers import CompiledLayer
+from penstock.engine.model.layers import decoder_layers
+from penstock.engine.model.native import NativeDecoder
+from penstock.engine.model.outputs import Capture
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sequence import Request
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.engine.decoder.test_native_decoder import needs_kernels
 from tests.engine.test_deadlines import Clock

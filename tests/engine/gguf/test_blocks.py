@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.engine.gguf.matrices import EXACT_TYPES, dequantized, is_quantized, read_blocks
+from penstock.engine.model.quantization import EXACT_TYPES, dequantized, is_quantized, read_blocks
 
 
 def tensors(path: Path, matrices: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:

@@ -16,12 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.gguf import conversion
-from penstock.engine.gguf.conversion import convert_gguf, converted_gguf
-from penstock.engine.gguf.matrices import EXACT_TYPES, read_blocks
-from penstock.engine.loading.model_loader import load_model
-from penstock.engine.model_cache import MANIFEST, build_once
-from penstock.engine.quantization import quantized_names, read_quantized
+from penstock.engine.model import gguf as conversion
+from penstock.engine.model.gguf import convert_gguf, converted_gguf
+from penstock.engine.model.loader import load_model
+from penstock.engine.model.quantization import EXACT_TYPES, quantized_names, read_blocks, read_quantized
+from penstock.engine.system.cache import MANIFEST, build_once
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
 LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]

@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.gguf.conversion import convert_gguf
-from penstock.engine.gguf.header import MAX_ELEMENTS, MAX_MODEL_NAME, BrokenHeader, check_gguf_header, gguf_name
-from penstock.engine.loading.model_store import model_name
+from penstock.engine.model.gguf import MAX_ELEMENTS, MAX_MODEL_NAME, BrokenHeader, check_gguf_header, convert_gguf, gguf_name
+from penstock.engine.model.store import model_name
 from tests.engine.gguf.test_conversion import write_gguf
 
 HUGE = 2**62

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from penstock.engine.gguf.matrices import CHUNK_ROWS, RowIndex, fingerprints
+from penstock.engine.model.quantization import CHUNK_ROWS, RowIndex, fingerprints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.fused import fuse_norms, fuse_rotary
+from penstock.engine.model.fused import fuse_norms, fuse_rotary
 from tests.tiny_models import tiny_model
 
 # Rotates half of each head.

@@ -10,8 +10,8 @@ from torch import Tensor
 from penstock.engine.attention.cuda import paged_attention_cuda
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import Batch
-from penstock.engine.decoder.cuda_graphs import DecodeInputs
 from penstock.engine.kernels import references
+from penstock.engine.model.cuda_graphs import DecodeInputs
 
 Launch = Callable[..., Any]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.sampling import bitmask_apply
+from penstock.engine.kernels.launch import bitmask_apply
 
 Launch = Callable[..., Any]
 

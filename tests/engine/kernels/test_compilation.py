@@ -12,9 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from penstock.engine.kernels import attention_triton, layers_triton, sampling_triton
-from penstock.engine.kernels.attention import kv_write, paged_decode, varlen_prefill
-from penstock.engine.kernels.layers import rms_norm, rotate
-from penstock.engine.kernels.sampling import bitmask_apply, sample
+from penstock.engine.kernels.launch import bitmask_apply, kv_write, paged_decode, rms_norm, rotate, sample, varlen_prefill
 
 MakeCase = Callable[..., Any]
 

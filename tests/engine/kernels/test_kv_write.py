@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.attention import kv_write
+from penstock.engine.kernels.launch import kv_write
 
 Launch = Callable[..., Any]
 

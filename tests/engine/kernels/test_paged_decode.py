@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.attention import paged_decode
+from penstock.engine.kernels.launch import paged_decode
 
 Launch = Callable[..., Any]
 MakeCase = Callable[..., Any]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.layers import rms_norm
+from penstock.engine.kernels.launch import rms_norm
 from tests.engine.kernels.fused_models import with_fused_norms
 
 Launch = Callable[..., Any]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.layers import rotate
+from penstock.engine.kernels.launch import rotate
 from tests.engine.kernels.fused_models import with_fused_rotary
 
 Launch = Callable[..., Any]

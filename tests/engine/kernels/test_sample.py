@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.sampling import sample
+from penstock.engine.kernels.launch import sample
 
 Launch = Callable[..., Any]
 

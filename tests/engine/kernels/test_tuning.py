@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.kernels.tuning import MAX_SPLITS, choose_num_splits, decode_tuning, next_power_of_two, padded, prefill_tuning
+from penstock.engine.kernels.launch import MAX_SPLITS, choose_num_splits, decode_tuning, next_power_of_two, padded, prefill_tuning
 
 group_sizes = st.integers(1, 128)
 head_sizes = st.integers(8, 256)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.attention import varlen_prefill
+from penstock.engine.kernels.launch import varlen_prefill
 
 Launch = Callable[..., Any]
 MakeCase = Callable[..., Any]

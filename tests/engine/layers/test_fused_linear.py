@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers.fused import FusedPart, fuse_linears
-from penstock.engine.layers.linear import PackedLinear, pack_linears
+from penstock.engine.model.fused import FusedPart, fuse_linears
+from penstock.engine.model.linear import PackedLinear, pack_linears
 from tests.tiny_models import tiny_model
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.layers import linear
-from penstock.engine.layers.linear import PackedLinear, can_pack, pack_linears
+from penstock.engine.model import linear
+from penstock.engine.model.linear import PackedLinear, can_pack, pack_linears
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from penstock.engine.layers.linear import can_panel, panel_linear, panels
+from penstock.engine.model.linear import can_panel, panel_linear, panels
 
 pytestmark = pytest.mark.skipif(not can_panel(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="this processor does not multiply bfloat16")
 

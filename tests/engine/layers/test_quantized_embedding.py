@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from penstock.engine.layers.quantized import QuantizedEmbedding, QuantizedLinear, pack, quantized, unpack, unpacked_rows
+from penstock.engine.model.linear import QuantizedEmbedding, QuantizedLinear, pack, quantized, unpack, unpacked_rows
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.decoder.layers import decoder_layers, layer_kind
-from penstock.engine.decoder.native import read_linear
-from penstock.engine.layers.fused import FusedPart, fuse_linears
-from penstock.engine.layers.quantized import (
+from penstock.engine.model.fused import FusedPart, fuse_linears
+from penstock.engine.model.layers import decoder_layers, layer_kind
+from penstock.engine.model.linear import (
     GROUP_SIZE,
     QuantizedLinear,
     QuantizedWeight,
@@ -20,6 +19,7 @@ from penstock.engine.layers.quantized import (
     torch_linear,
     unpack,
 )
+from penstock.engine.model.native import read_linear
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, processor_features
 from tests.tiny_models import tiny_model
 
@@ -112,7 +112,7 @@ def test_a_bias_is_added_and_types_and_shapes_are_kept(bits: int, dtype: torch.d
 
 @needs_kernel
 def test_half_precision_takes_the_kernel_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("penstock.engine.layers.quantized.torch_linear")
+    monkeypatch.delattr("penstock.engine.model.linear.torch_linear")
     layer = QuantizedLinear(random_weight(50, 64, 4), None)
     x = torch.randn(7, 64).half()
     assert torch.equal(layer(x), layer(x.float()).half())

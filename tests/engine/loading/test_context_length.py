@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading.context_length import max_model_len
+from penstock.engine.model.config import max_model_len
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
 

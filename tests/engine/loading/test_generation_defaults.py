@@ -6,7 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading.generation_defaults import sampling_defaults
+from penstock.engine.model.config import sampling_defaults
 
 
 def config_of(**values: Any) -> GenerationConfig:

@@ -5,9 +5,9 @@ import pytest
 
 CODE = """
 import sys
-from penstock.engine.loading.lean_imports import triton_left_out
+from penstock.engine.system.process import triton_left_out
 with triton_left_out({device!r}):
-    import penstock.engine.loading.model_loader
+    import penstock.engine.model.loader
 print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 import importlib.util
 print(importlib.util.find_spec("triton") is not None)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading import memory
-from penstock.engine.loading.memory import CPU_CACHE, CPU_SHARE, CUDA_SHARE, free_memory, num_cache_blocks
+from penstock.engine.model import loader as memory
+from penstock.engine.model.loader import CPU_CACHE, CPU_SHARE, CUDA_SHARE, free_memory, num_cache_blocks
 
 GIB = 2**30
 CPU = torch.device("cpu")

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.loading.model_config import answer_tokens, read_answer_tokens
-from penstock.engine.loading.model_loader import load_model
+from penstock.engine.model.config import answer_tokens, read_answer_tokens
+from penstock.engine.model.loader import load_model
 from tests.fakes import EOS, TOKENIZER
 from tests.tiny_models import tiny_model
 

@@ -11,7 +11,7 @@ from penstock.engine.attention.interface import IMPLEMENTATION
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import LayerKV
-from penstock.engine.loading.model_loader import cpu_has_bfloat16, load_model, resolve_device, resolve_dtype
+from penstock.engine.model.loader import cpu_has_bfloat16, load_model, resolve_device, resolve_dtype
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")

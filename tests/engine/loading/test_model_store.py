@@ -10,10 +10,9 @@ from huggingface_hub import constants
 from transformers import GenerationConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading import model_store
-from penstock.engine.loading.generation_defaults import sampling_defaults
-from penstock.engine.loading.model_store import model_name, resolve_model
-from penstock.engine.loading.packaged_model import DEFAULT_MODEL, MAX_NEW_TOKENS, PACKAGED_MODELS
+from penstock.engine.model import store as model_store
+from penstock.engine.model.config import sampling_defaults
+from penstock.engine.model.store import DEFAULT_MODEL, MAX_NEW_TOKENS, PACKAGED_MODELS, model_name, resolve_model
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.loading.model_config import read_config
-from penstock.engine.loading.servable import check_servable
+from penstock.engine.model.config import check_servable, read_config
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
 

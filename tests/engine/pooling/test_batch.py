@@ -8,7 +8,7 @@ import torch
 from penstock.engine.errors import GenerationFailed, QueueFull
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.engine import MAX_OPEN, EncodedText, PoolingEngine, PoolingOutput, pool_all
-from penstock.engine.pooling.params import PoolingParams
+from penstock.engine.pooling.model import PoolingParams
 
 
 @dataclass

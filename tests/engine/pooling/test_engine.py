@@ -14,11 +14,9 @@ from transformers import AutoModel, PreTrainedModel
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
 from penstock.engine.pooling.encoder import EncoderBatch, EncoderInput, Forward
-from penstock.engine.pooling.engine import PoolingEngine
+from penstock.engine.pooling.engine import PoolingEngine, PoolingQueue
 from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_model
-from penstock.engine.pooling.model import PoolingModel
-from penstock.engine.pooling.params import PoolingParams
-from penstock.engine.pooling.queue import PoolingQueue
+from penstock.engine.pooling.model import PoolingModel, PoolingParams
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer
 from tests.tiny_encoders import save_encoder, tiny_encoder

@@ -12,8 +12,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.pooling.encoder import EncoderInput, FlatForward, PaddedForward
 from penstock.engine.pooling.loader import load_pooling_model
-from penstock.engine.pooling.model import PoolingModel
-from penstock.engine.pooling.params import PoolingParams, PoolingTask
+from penstock.engine.pooling.model import PoolingModel, PoolingParams, PoolingTask
 from tests.tiny_encoders import DECODERS, ENCODERS, MAX_LEN, VOCAB_SIZE, modules, save_encoder, tiny_encoder
 from tests.tiny_models import tiny_model
 

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.engine import PoolingOutput
-from penstock.engine.pooling.scoring import CosineScoring, CrossScoring, check_counts, paired, scoring_of
+from penstock.engine.pooling.engine import CosineScoring, CrossScoring, PoolingOutput, check_counts, paired, scoring_of
 
 
 def test_texts_are_paired_one_with_all_or_each_with_its_own() -> None:

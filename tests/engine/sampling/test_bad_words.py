@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.sampling.penalties import BadWords
+from penstock.engine.sampling.state import BadWords
 
 TOKEN = st.integers(0, 3)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRow, as_processor, choose, per_row, per_sequence
 from penstock.engine.deltas import FinishReason
-from penstock.engine.logits_processor import LogitsProcessor, LogitsRow, as_processor, choose, per_row, per_sequence
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.state import SamplingState
 from tests.engine.sampling.test_sampler import make_state

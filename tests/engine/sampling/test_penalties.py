@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.sampling.penalties import FIRST_CAPACITY, Penalties, TokenCounts, apply_penalties
+from penstock.engine.sampling.state import FIRST_CAPACITY, Penalties, TokenCounts, apply_penalties
 
 VOCAB = 200
 CPU = torch.device("cpu")

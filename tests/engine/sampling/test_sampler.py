@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.logits_processor import ChosenProcessor, per_sequence
+from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequence
 from penstock.engine.sampling import sampler as sampler_module
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.penalties import Penalties
-from penstock.engine.sampling.state import MAX_LOGIT_BIAS, SamplingState
+from penstock.engine.sampling.state import MAX_LOGIT_BIAS, Penalties, SamplingState
 
 VOCAB = 50
 

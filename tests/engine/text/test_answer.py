@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Phase
+from penstock.engine.contracts.parsing import Event, Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES
 
 deepseek_r1 = FORMATS["deepseek_r1"]
 mistral = FORMATS["mistral"]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.text.answer import BlankText
 
 CALL: list[Event] = [ToolCallStart(0, "f", "call_0"), ToolCallArguments(0, "{}")]

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.text.call_limits import CallLimits, LimitedCalls
+from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.text.answer import CallLimits, LimitedCalls
 
 FORCED = CallLimits(max_calls=5, max_alike=1, opening="")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.events import SpecialText
+from penstock.engine.contracts.parsing import SpecialText
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import DecoderKind, Tokenizer, TokenTable
 

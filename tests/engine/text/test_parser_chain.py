@@ -3,13 +3,11 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.events import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser
+from penstock.engine.contracts.parsing import Event, Parser, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.text.answer import ParserChain
-from penstock.engine.turn import Turn
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.tools.json_arguments import mistral as mistral_calls
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES
+from penstock.plugins.tools.json_formats import mistral as mistral_calls
 from penstock.testing import check_parser, merged, read
 
 mistral = FORMATS["mistral"]

@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.events import SpecialText, Text
+from penstock.engine.contracts.parsing import SpecialText, Text
 from penstock.engine.text.stops import StopStrings, _Node
 
 HIDDEN = SpecialText("<|x|>", is_hidden=True)

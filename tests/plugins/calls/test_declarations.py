@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Literal, Marker
-from penstock.engine.structure import Sequence as Parts
-from penstock.engine.tool_format import CallableTool
-from penstock.plugins.calls.declaration import CallFormat
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import CallableTool
+from penstock.engine.contracts.structure import Literal, Marker
+from penstock.engine.contracts.structure import Sequence as Parts
 from penstock.plugins.calls.elements import ElementFormat
 from penstock.plugins.calls.expression_formats import NotationFormat, PythonFormat
 from penstock.plugins.calls.json_call import CallKeys
 from penstock.plugins.calls.json_format import JsonFormat
 from penstock.plugins.calls.markup_format import MarkupFormat
+from penstock.plugins.calls.stream import CallFormat
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.tools import expressions, json_arguments, json_objects, markup
+from penstock.plugins.tools import expressions, json_formats, markup
 from penstock.testing import check_parser, check_tool_format
 from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
 from tests.plugins.tools.parameter_samples import AUTO, calls
@@ -34,7 +34,7 @@ def rows_in(value: Any) -> Iterator[CallFormat]:
             yield from rows_in(item)
 
 
-ROWS = [row for module in (json_objects, json_arguments, markup, expressions) for value in vars(module).values() for row in rows_in(value)]
+ROWS = [row for module in (json_formats, markup, expressions) for value in vars(module).values() for row in rows_in(value)]
 OPTIONS = [(kind, field.name) for kind in KINDS for field in fields(kind) if field.default is not MISSING]
 
 

@@ -2,8 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.calls.json_call import CallKeys, JsonCall
 from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonStream
 from penstock.testing import check_parser, read

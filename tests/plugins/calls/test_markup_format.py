@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import CallableTool, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
+from penstock.engine.contracts.structure import Marker, Sequence
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.events import SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Marker, Sequence
-from penstock.engine.tool_format import CallableTool
-from penstock.engine.turn import Turn
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.testing import check_parser, check_tool_format, read
-from penstock.testing.answers import split_atoms
 from penstock.testing.grammar_walks import byte_vocabulary
+from penstock.testing.parser_check import split_atoms
 from tests.helpers.tool_parsers import format_info, tool_format, tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, MIXED, calls, content
 

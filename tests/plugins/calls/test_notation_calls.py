@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.hooks import ToolParserFactory
+from penstock.engine.contracts.parsing import CallableTool, Event, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.hooks import ToolParserFactory
-from penstock.engine.tool_format import CallableTool
-from penstock.engine.turn import Turn
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.testing import check_parser, check_tool_format, read
-from penstock.testing.answers import split_atoms
-from penstock.testing.cost_check import check_cost
 from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
+from penstock.testing.parser_check import check_cost, split_atoms
 from penstock.testing.tool_format_check import SAMPLE_TOOLS
 from tests.helpers.tool_parsers import tool_format, tool_parser
 

@@ -6,16 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.hooks import ToolParserFactory
+from penstock.engine.contracts.parsing import CallableTool, Event, FormatInfo, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.hooks import ToolParserFactory
-from penstock.engine.tool_format import CallableTool
-from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, check_tool_format, read
-from penstock.testing.answers import split_atoms
+from penstock.testing.parser_check import split_atoms
 from tests.helpers.tool_parsers import tool_format, tool_parser
 
 lfm2 = tool_parser("lfm2")

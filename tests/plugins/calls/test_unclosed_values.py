@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.engine.events import Text, ToolCallArguments
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Text, ToolCallArguments, Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read
 from tests.plugins.tools.parameter_samples import TOOLS

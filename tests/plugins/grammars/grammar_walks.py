@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
 from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
 

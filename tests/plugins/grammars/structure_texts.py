@@ -7,9 +7,9 @@ from collections.abc import Sequence as Pieces
 import jsonschema  # type: ignore[import-untyped]
 from hypothesis import strategies as st
 
-from penstock.engine.events import SpecialText
-from penstock.engine.grammar import GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import SpecialText
+from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.plugins.markers import split_symbols
 
 ADDED = frozenset({"<t>", "<e>"})

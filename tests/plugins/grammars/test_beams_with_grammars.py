@@ -7,7 +7,7 @@ import re
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
+from penstock.engine.contracts.grammar import GrammarBackend, GrammarKind, GrammarSpec
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend

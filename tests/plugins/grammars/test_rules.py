@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedKind
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.grammars import Either, GrammarRules, Literal, Node, Reference, Repeat, Sequence, grammar_rules
 
 TREE = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.plugins.manager import Plugins
-from penstock.plugins.processors.no_repeat_ngram import NoRepeatNgram
+from penstock.plugins.processors import NoRepeatNgram
 
 
 def generate(size: int, prompt: list[int], logits: torch.Tensor, num_tokens: int) -> list[int]:

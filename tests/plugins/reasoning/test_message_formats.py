@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from penstock.engine.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Phase
+from penstock.engine.contracts.parsing import Event, Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.text.answer import ParserChain
-from penstock.engine.turn import Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read, split_atoms
 

@@ -3,10 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.engine.events import Reasoning, SpecialText, Text
-from penstock.engine.hooks import ReasoningParserFactory
-from penstock.engine.parsing import Phase
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import ReasoningParserFactory
+from penstock.engine.contracts.parsing import Phase, Reasoning, SpecialText, Text, Turn
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.testing import check_parser, join_atoms, read, split_atoms
 

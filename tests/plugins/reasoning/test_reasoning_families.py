@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.engine.events import Reasoning, SpecialText, Text
-from penstock.engine.hooks import ReasoningParserFactory
-from penstock.engine.parsing import Phase
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import ReasoningParserFactory
+from penstock.engine.contracts.parsing import Phase, Reasoning, SpecialText, Text, Turn
 from penstock.plugins.reasoning.content import AppendThink
 from penstock.plugins.reasoning.formats import FORMATS, THINK_TAGS
 from penstock.testing import check_parser, read

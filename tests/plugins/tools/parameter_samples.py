@@ -3,9 +3,8 @@
 import json
 from typing import Any
 
-from penstock.engine.events import Text, ToolCallArguments, ToolCallStart
-from penstock.engine.hooks import ToolParserFactory
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import ToolParserFactory
+from penstock.engine.contracts.parsing import Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.testing import read
 
 PARAMETERS: dict[str, Any] = {

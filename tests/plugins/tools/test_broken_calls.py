@@ -6,12 +6,10 @@ from functools import lru_cache
 
 import pytest
 
-from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, FormatInfo, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read
-from penstock.testing.answers import split_atoms
+from penstock.testing.parser_check import split_atoms
 
 WRONG = (" oops ", '"', "'", "}", "]", ",", "\n", "\\", "<")
 AFTER = " after"

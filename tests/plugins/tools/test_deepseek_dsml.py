@@ -3,9 +3,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.hooks import ToolParserFactory
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import ToolParserFactory
+from penstock.engine.contracts.parsing import SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.tools.markup import DEEPSEEK_V4 as V4
 from penstock.plugins.tools.markup import DEEPSEEK_V32 as V32
 from penstock.plugins.tools.markup import DSML_TOKEN as TOKEN

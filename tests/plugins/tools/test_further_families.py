@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import Event, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.hooks import ToolParserFactory
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.hooks import ToolParserFactory
+from penstock.engine.contracts.parsing import Event, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.testing import check_parser, check_tool_format, read
 from tests.helpers.tool_parsers import format_info, tool_parser
 

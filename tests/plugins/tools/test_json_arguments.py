@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.turn import Turn
-from penstock.plugins.tools.json_arguments import MISTRAL, MISTRAL_ARRAY
+from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
+from penstock.plugins.tools.json_formats import MISTRAL, MISTRAL_ARRAY
 from penstock.testing import check_parser, check_tool_format, read
 from tests.helpers.tool_parsers import tool_parser
 

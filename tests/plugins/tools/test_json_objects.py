@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.format_info import FormatInfo
-from penstock.engine.parsing import ToolParser
-from penstock.engine.turn import Turn
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.engine.contracts.parsing import Event, FormatInfo, SpecialText, Text, ToolCallArguments, ToolCallStart, ToolParser, Turn
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.testing import check_parser, check_tool_format, read, split_atoms
 from tests.helpers.tool_parsers import format_info, tool_parser
 

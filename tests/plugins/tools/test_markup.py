@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.parsing import Parser, ToolParser
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Parser, SpecialText, Text, ToolCallArguments, ToolCallStart, ToolParser, Turn
 from penstock.testing import check_parser, check_tool_format, read
-from penstock.testing.answers import split_atoms
-from penstock.testing.cost_check import check_cost
+from penstock.testing.parser_check import check_cost, split_atoms
 from tests.helpers.tool_parsers import format_info, tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, TOOLS, calls, content
 

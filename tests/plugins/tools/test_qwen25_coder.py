@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import Event, SpecialText, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.testing import check_parser, check_tool_format, read, split_atoms
 from tests.helpers.tool_parsers import tool_parser
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from penstock.plugins.tools.json_objects import HERMES
-from penstock.serving.constraints.answer_check import MAX_HEADER, WARNING_HEADER, warning_header
+from penstock.plugins.tools.json_formats import HERMES
+from penstock.serving.constraints.conformance import MAX_HEADER, WARNING_HEADER, warning_header
 from penstock.serving.options import ServerOptions
 from tests.api.scripted import NoGrammar, Scripted, scripted_server
 

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.serving.constraints.closed_schema import closed
 from tests.plugins.grammars.grammar_walks import VOCABULARY, accepts, random_answer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from penstock.engine.sandbox import Limits
+from penstock.engine.system.sandbox import Limits
 from penstock.serving.constraints.conformance import MAX_MESSAGE, Conformance, ConformanceChecker, conformance
 
 HANGING = {"pattern": "^(a+)+$"}

@@ -5,8 +5,8 @@ import pytest
 
 from penstock.api.bodies import decode
 from penstock.engine.constraints.limits import MAX_GRAMMAR
+from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.serving.constraints.specs import grammar_spec
 from penstock.serving.requests import ChatCompletionRequest
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from penstock.engine.grammar import AdditionalProperties, GrammarSpec
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.engine.contracts.grammar import AdditionalProperties, GrammarSpec
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
 from tests.api.scripted import scripted_server
 

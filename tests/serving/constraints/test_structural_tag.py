@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.contracts.grammar import GrammarBackend, GrammarKind, GrammarSpec
+from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.grammar import GrammarBackend, GrammarKind, GrammarSpec
-from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.constraints.sources import JsonReading

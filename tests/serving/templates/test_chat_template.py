@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.contracts.parsing import Phase, Turn
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.parsing import Phase
-from penstock.engine.turn import Turn
 from penstock.serving.templates.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
 from penstock.serving.workers import Lane, Workers
 from tests.serving.templates.test_template_environment import ENDLESS

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import ToolCallArguments, ToolCallStart
-from penstock.engine.turn import Turn
+from penstock.engine.contracts.parsing import ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
-from penstock.plugins.tools.json_arguments import mistral
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES, mistral
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template
-from penstock.serving.templates.tool_prompt import ToolPrompt, written_call
+from penstock.serving.templates.messages import ToolPrompt, written_call
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "It tells.", "parameters": {"type": "object"}}}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.constraints.limits import check_limits
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.json_schema.document import reachable
 from penstock.plugins.grammars.llguidance import exact_schema
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.json_schema.regular import MAX_LENGTH, MAX_VALUES, has_quick_masks
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend

@@ -8,8 +8,8 @@ from urllib.parse import quote
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.llguidance.exact_schema import read_schema
 from penstock.plugins.grammars.llguidance.matcher import LlguidanceGrammar

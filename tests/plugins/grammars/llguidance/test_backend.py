@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.regular import MAX_CHARACTERS, MAX_WARNINGS
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.llguidance.exact_schema import ExactSchema, read_schema
 from tests.plugins.grammars.grammar_walks import VOCABULARY

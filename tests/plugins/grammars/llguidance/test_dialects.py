@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.llguidance.gbnf import to_lark
 from penstock.plugins.grammars.llguidance.matcher import LlguidanceGrammar

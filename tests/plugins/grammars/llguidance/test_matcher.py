@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.llguidance import matcher as llguidance_matcher
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.grammars.llguidance.matcher import LlguidanceGrammar, LlguidanceMatcher, MatcherFailed
-from penstock.plugins.grammars.llguidance.tokenizer import MAX_SPELLED
+from penstock.plugins.grammars.llguidance.matcher import MAX_SPELLED, LlguidanceGrammar, LlguidanceMatcher, MatcherFailed
 from tests.plugins.grammars.grammar_walks import PERSON, SIZE, SPECIAL, STOPS, VOCABULARY, allowed
 
 STOP = min(STOPS)

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.contracts.parsing import CallableTool
+from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import CompiledGrammar, GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.engine.tool_format import CallableTool
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.markers import split_symbols
-from penstock.plugins.tools.json_objects import HERMES
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.testing.grammar_walks import accepts, byte_vocabulary, random_answer, split_pieces
 from tests.plugins.grammars.structure_texts import ADDED, OBJECT, allows, choice, regex, schema, structures, texts, texts_of
 

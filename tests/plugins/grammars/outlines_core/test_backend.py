@@ -10,8 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
 from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
 from tests.plugins.grammars.grammar_walks import (

@@ -1,0 +1,437 @@
+"""Launches the Triton kernels: shapes, grids and tuning. Triton itself is imported with the first launch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COMPILER_OPTIONS = {"enable_fp_fusion": True}  # the default of old; Triton 3.9 warns where it is left open
+MIN_DOT_SIZE = 16  # tl.dot takes no dimension smaller
+WIDEST_TILE = 64  # keys
+PIPELINE_BYTES = (
+    64 * 1024
+)  # keys and values in flight: leaves an H100 three programs per multiprocessor, and fits the 99 KiB of an Ada chip
+PROGRAMS_PER_MULTIPROCESSOR = 2
+MAX_SPLITS = 64
+MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to merge than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTuning:
+    """The tile of one program: `tile_rows` query rows by `tile_keys` keys, with the compiler's options for it."""
+
+    tile_rows: int
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """The power of two that a dimension of a dot product is padded to."""
+    return max(MIN_DOT_SIZE, next_power_of_two(size))
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is not smaller than `size` (at least 1)."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def decode_tuning(group_size: int, key_size: int, value_size: int, itemsize: int) -> AttentionTuning:
+    """Decode reads much and computes little: few rows, and as many keys in flight as shared memory holds."""
+    tile_keys = _tile_keys(key_size, value_size, itemsize)
+    tile_bytes = tile_keys * (padded(key_size) + padded(value_size)) * itemsize
+    num_buffers = max(1, min(3, PIPELINE_BYTES // tile_bytes))
+    return AttentionTuning(tile_rows=padded(group_size), tile_keys=tile_keys, num_warps=4, num_stages=_num_stages(num_buffers))
+
+
+def prefill_tuning(group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int) -> AttentionTuning:
+    """Prefill computes much: as many rows as their accumulators leave registers for, but no more than there are queries."""
+    tile_keys = _tile_keys(key_size, value_size, itemsize)
+    # Products in float32 run outside the tensor cores, where a large tile spills.
+    most_rows = min(32, tile_keys) if itemsize > 2 else 2 * tile_keys
+    tile_rows = max(min(most_rows, padded(max_query_len * group_size)), padded(group_size))
+    num_buffers = 2 if tile_keys == WIDEST_TILE else 1
+    return AttentionTuning(tile_rows, tile_keys, num_warps=8 if tile_rows >= 64 else 4, num_stages=_num_stages(num_buffers))
+
+
+def choose_num_splits(num_programs: int, max_context_len: int, num_multiprocessors: int) -> int:
+    """How many parts to cut each sequence's keys into, so that `num_programs` unsplit programs fill the device.
+
+    A power of two, so that the kernels are compiled for few values of it.
+    """
+    wanted = num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
+    useful = -(-max_context_len // MIN_KEYS_PER_SPLIT)
+    return 1 << (max(1, min(wanted, useful, MAX_SPLITS)).bit_length() - 1)
+
+
+def _tile_keys(key_size: int, value_size: int, itemsize: int) -> int:
+    row_bytes = padded(max(key_size, value_size)) * itemsize
+    return WIDEST_TILE if row_bytes <= 256 else WIDEST_TILE // 2 if row_bytes <= 512 else WIDEST_TILE // 4
+
+
+def _num_stages(num_buffers: int) -> int:
+    # Keys are read through the block table: the pipeliner spends a second stage per buffer on that indirection.
+    return 2 * num_buffers + 1
+
+
+ELEMENTS_PER_WARP = 256  # 16 bytes for each of 32 lanes, at 2 bytes an element
+
+
+def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor) -> None:
+    """Writes keys [T, KV heads, Dk] and values [T, KV heads, Dv] to the caches, converted to their type, in one launch.
+
+    Caches of 8 bits (float8_e4m3fn, on chips of capability 8.9 and later) have no scales: what exceeds their range is cut off at its end.
+
+    Slot s (int64) is token s % block_size of block s // block_size; tokens with a negative slot are padding and are skipped. No two tokens
+    may share a slot. Head dimensions are contiguous everywhere. Never waits for the device.
+    """
+    from penstock.engine.kernels.attention_triton import kv_write_kernel
+
+    assert key_THD.stride(-1) == value_THD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == slot_mapping_T.stride(0) == 1
+    num_tokens, num_kv_heads, key_size = key_THD.shape
+    value_size = value_THD.shape[-1]
+    if num_tokens == 0:
+        return
+    key_elements = next_power_of_two(num_kv_heads * key_size)
+    value_elements = next_power_of_two(num_kv_heads * value_size)
+    kv_write_kernel[(num_tokens,)](
+        key_THD,
+        value_THD,
+        key_cache,
+        value_cache,
+        slot_mapping_T,
+        *key_THD.stride()[:2],
+        *value_THD.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        BLOCK_SIZE=key_cache.shape[1],
+        KEY_ELEMENTS=key_elements,
+        VALUE_ELEMENTS=value_elements,
+        LARGEST=torch.finfo(key_cache.dtype).max if key_cache.dtype.itemsize == 1 else None,
+        num_warps=max(1, min(8, max(key_elements, value_elements) // ELEMENTS_PER_WARP)),
+        **COMPILER_OPTIONS,
+    )
+
+
+def paged_decode(
+    query_BHD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table_BN: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of each sequence's last token over all its keys, in `num_splits` parts that run side by side; returns [B, H, Dv].
+
+    The caches are [num_blocks, block_size, KV heads, Dk or Dv] with contiguous heads, of the query's type or float8_e4m3fn. The table names
+    each sequence's blocks in order; entries past its context are never read. `context_lens_B` counts the new token, whose key and value
+    are in the cache already; a sequence of length 0 gets zeros. Table and lengths are int32 or int64. `sinks` [H] join the softmax as
+    keys without values. Never waits for the device.
+    Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile.
+    """
+    from penstock.engine.kernels.attention_triton import merge_splits_kernel, paged_decode_kernel
+
+    num_sequences, num_heads, key_size = query_BHD.shape
+    _, block_size, num_kv_heads, value_size = value_cache.shape
+    assert num_heads % num_kv_heads == 0
+    assert query_BHD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_table_BN.stride(-1) == 1
+    if out is None:
+        out = query_BHD.new_empty(num_sequences, num_heads, value_size)
+    if num_sequences == 0:
+        return out
+    group_size = num_heads // num_kv_heads
+    tuning = decode_tuning(group_size, key_size, value_size, query_BHD.element_size())
+    is_split = num_splits > 1
+    partial_output = partial_log_sum = out
+    if is_split:
+        partial_output = out.new_empty(num_sequences, num_heads, num_splits, value_size, dtype=torch.float32)
+        partial_log_sum = out.new_empty(num_sequences, num_heads, num_splits, dtype=torch.float32)
+    paged_decode_kernel[(num_sequences, num_kv_heads, num_splits)](
+        out,
+        partial_output,
+        partial_log_sum,
+        query_BHD,
+        key_cache,
+        value_cache,
+        block_table_BN,
+        context_lens_B,
+        sinks,
+        scaling,
+        sliding_window,
+        softcap,
+        *out.stride()[:2],
+        *query_BHD.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table_BN.stride(0),
+        GROUP_SIZE=group_size,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        KEY_PADDED=padded(key_size),
+        VALUE_PADDED=padded(value_size),
+        BLOCK_SIZE=block_size,
+        TILE_ROWS=tuning.tile_rows,
+        TILE_KEYS=tuning.tile_keys,
+        IS_SPLIT=is_split,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **COMPILER_OPTIONS,
+    )
+    if is_split:
+        merge_splits_kernel[(num_sequences, num_heads)](
+            out,
+            partial_output,
+            partial_log_sum,
+            *out.stride()[:2],
+            num_splits,
+            VALUE_SIZE=value_size,
+            VALUE_PADDED=padded(value_size),
+            SPLITS_PADDED=next_power_of_two(num_splits),
+            num_warps=4,
+            **COMPILER_OPTIONS,
+        )
+    return out
+
+
+def varlen_prefill(
+    query_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table_BN: Tensor,
+    query_start_loc: Tensor,
+    context_lens_B: Tensor,
+    *,
+    max_query_len: int,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    first_sequence: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a flat batch; returns [T, H, Dv].
+
+    Rows query_start_loc[i]:query_start_loc[i + 1] (int32 or int64 [B + 1]) are the last tokens of sequence i, whose keys and values up to
+    context_lens_B[i] are in the cache already: chunks of a prompt and prefix-cache hits need nothing of their own. No sequence may have
+    more than `max_query_len` rows. Only the sequences from `first_sequence` on are computed; the other rows of the result are left as
+    they are in `out`, and undefined without one. The rest is as in `paged_decode`. Never waits for the device.
+    Source: FlashAttention-2 (Dao 2023), all query heads of a KV head in one tile.
+    """
+    from penstock.engine.kernels.attention_triton import varlen_prefill_kernel
+
+    num_tokens, num_heads, key_size = query_THD.shape
+    _, block_size, num_kv_heads, value_size = value_cache.shape
+    assert num_heads % num_kv_heads == 0
+    assert query_THD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_table_BN.stride(-1) == 1
+    if out is None:
+        out = query_THD.new_empty(num_tokens, num_heads, value_size)
+    num_sequences = context_lens_B.shape[0] - first_sequence
+    if num_tokens == 0 or num_sequences <= 0:
+        return out
+    group_size = num_heads // num_kv_heads
+    tuning = prefill_tuning(group_size, key_size, value_size, query_THD.element_size(), max_query_len)
+    num_tiles = -(-max_query_len // (tuning.tile_rows // group_size))
+    varlen_prefill_kernel[(num_tiles, num_kv_heads, num_sequences)](
+        out,
+        query_THD,
+        key_cache,
+        value_cache,
+        block_table_BN,
+        query_start_loc,
+        context_lens_B,
+        sinks,
+        first_sequence,
+        scaling,
+        sliding_window,
+        softcap,
+        *out.stride()[:2],
+        *query_THD.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table_BN.stride(0),
+        GROUP_SIZE=group_size,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        KEY_PADDED=padded(key_size),
+        VALUE_PADDED=padded(value_size),
+        BLOCK_SIZE=block_size,
+        TILE_ROWS=tuning.tile_rows,
+        TILE_KEYS=tuning.tile_keys,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **COMPILER_OPTIONS,
+    )
+    return out
+
+
+NORM_ELEMENTS_PER_WARP = 512
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Each row of [..., N] over the root of its mean square, times the weights [N]; contiguous, in the type of `states`.
+
+    Rows may lie apart, as the heads of a fused projection do. Never waits for the device.
+    Source: Zhang and Sennrich 2019.
+    """
+    from penstock.engine.kernels.layers_triton import rms_norm_kernel
+
+    size = states.shape[-1]
+    assert weight.shape == (size,)
+    out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    if out.numel():
+        rows = states.reshape(-1, states.shape[-2] if states.dim() > 1 else 1, size)  # a view, but for shapes that no model has
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
+            out,
+            rows,
+            weight,
+            epsilon,
+            rows.shape[1],
+            rows.stride(0),
+            rows.stride(1),
+            SIZE=size,
+            PADDED=next_power_of_two(size),
+            num_warps=max(1, min(16, next_power_of_two(size) // NORM_ELEMENTS_PER_WARP)),
+            **COMPILER_OPTIONS,
+        )
+    return out
+
+
+TILE_HEADS = 8
+
+
+def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns dimension d of each head with dimension d + D / 2. The results have the shapes of query and key, one token's heads together.
+
+    Rounds once, at the end. Never waits for the device. Source: RoFormer (Su et al. 2021), in the halves of GPT-NeoX.
+    """
+    from penstock.engine.kernels.layers_triton import rotate_kernel
+
+    _, num_heads, num_tokens, size = query_1HTD.shape
+    num_kv_heads = key_1HTD.shape[1]
+    assert len(query_1HTD) == len(key_1HTD) == 1
+    assert query_1HTD.stride(-1) == key_1HTD.stride(-1) == cosines_1TD.stride(-1) == sines_1TD.stride(-1) == 1
+    assert cosines_1TD.shape == sines_1TD.shape == (1, num_tokens, size)
+    out_query_1THD = torch.empty(1, num_tokens, num_heads, size, dtype=query_1HTD.dtype, device=query_1HTD.device)
+    out_key_1THD = torch.empty(1, num_tokens, num_kv_heads, size, dtype=key_1HTD.dtype, device=key_1HTD.device)
+    if num_tokens:
+        rotate_kernel[(num_tokens, -(-num_heads // TILE_HEADS) + -(-num_kv_heads // TILE_HEADS))](
+            out_query_1THD,
+            out_key_1THD,
+            query_1HTD,
+            key_1HTD,
+            cosines_1TD,
+            sines_1TD,
+            query_1HTD.stride(2),
+            query_1HTD.stride(1),
+            key_1HTD.stride(2),
+            key_1HTD.stride(1),
+            cosines_1TD.stride(1),
+            sines_1TD.stride(1),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            SIZE=size,
+            HALF_PADDED=next_power_of_two(size // 2),
+            TILE_HEADS=TILE_HEADS,
+            num_warps=4,
+            **COMPILER_OPTIONS,
+        )
+    return out_query_1THD.transpose(1, 2), out_key_1THD.transpose(1, 2)
+
+
+TILE_WORDS = 128  # times 32 tokens: a program writes at most 16 KiB
+
+
+def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None:
+    """Sets to -inf, in place, what row i of the bitmask forbids in row rows_R[i] of the logits.
+
+    The bitmask is int32 [R, ceil(V / 32)]: bit t % 32 of word t // 32 is set where token t may come next; tokens beyond its last word are
+    forbidden. `rows_R` (int32 or int64, no row twice) and the bitmask are on the device of the logits. Never waits for the device.
+    """
+    from penstock.engine.kernels.sampling_triton import bitmask_apply_kernel
+
+    assert logits_BV.stride(-1) == bitmask_RW.stride(-1) == 1
+    vocab_size = logits_BV.shape[1]
+    num_rows, num_words = bitmask_RW.shape
+    assert rows_R.shape == (num_rows,)
+    if num_rows == 0:
+        return
+    num_tiles = -(-vocab_size // (32 * TILE_WORDS))
+    bitmask_apply_kernel[(num_rows, num_tiles)](
+        logits_BV,
+        bitmask_RW,
+        rows_R,
+        vocab_size,
+        num_words,
+        logits_BV.stride(0),
+        bitmask_RW.stride(0),
+        TILE_WORDS=TILE_WORDS,
+        num_warps=4,
+        **COMPILER_OPTIONS,
+    )
+
+
+WIDEST_LOGITS_TILE = 8192  # logits
+
+
+def sample(
+    logits_BV: Tensor,
+    temperatures_B: Tensor,
+    top_ps_B: Tensor,
+    min_ps_B: Tensor,
+    seeds_B: Tensor,
+    *,
+    top_ks_B: Tensor | None = None,
+    max_top_k: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, int64 [B], and whether the row had any to give, bool [B]: without that its token means nothing.
+
+    At temperature 0 it is the first of the most probable tokens. Else it is drawn: `top_ks_B` (int64; at least the vocabulary's size takes
+    nothing away) keeps the k most probable and all that tie with the last of them, `top_ps_B` of these the nucleus, with ties as well, and
+    `min_ps_B` what is at least that share as probable as the most probable one. No k is above `max_top_k` but for those that take nothing
+    away. Parameters are float32, on the device of the logits. The same `seeds_B` (int64) give the same tokens.
+    Draws by rejection as `choice.draw` does: exact, one draw for most rows. Never waits for the device.
+    """
+    from penstock.engine.kernels.sampling_triton import sample_kernel
+
+    assert logits_BV.stride(-1) == 1
+    num_rows, vocab_size = logits_BV.shape
+    token_ids_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
+    is_possible_B = torch.empty(num_rows, dtype=torch.int8, device=logits_BV.device)
+    if num_rows:
+        sample_kernel[(num_rows,)](
+            token_ids_B,
+            is_possible_B,
+            logits_BV,
+            temperatures_B,
+            top_ps_B,
+            min_ps_B,
+            _floors(logits_BV, top_ks_B, max_top_k),
+            seeds_B,
+            vocab_size,
+            logits_BV.stride(0),
+            TILE=min(WIDEST_LOGITS_TILE, next_power_of_two(vocab_size)),
+            num_warps=16,
+            **COMPILER_OPTIONS,
+        )
+    return token_ids_B, is_possible_B.bool()
+
+
+def _floors(logits_BV: Tensor, top_ks_B: Tensor | None, max_top_k: int) -> Tensor:
+    """The k-th greatest logit of each row, float32 [B]; -inf where every token may come."""
+    everything_B = torch.full((len(logits_BV),), -torch.inf, device=logits_BV.device)
+    if top_ks_B is None or max_top_k == 0:
+        return everything_B
+    greatest_BK = logits_BV.topk(max_top_k).values.float()
+    kth_B = greatest_BK.gather(1, top_ks_B.clamp(max=max_top_k)[:, None] - 1)[:, 0]
+    return torch.where(top_ks_B < logits_BV.shape[1], kth_B, everything_B)

@@ -1,0 +1,407 @@
+"""Linear layers over weights packed for the CPU's matrix multiplication.
+
+bfloat16 weights are packed in panels for a native kernel, others in oneDNN's layout, which else reorders them on every call or falls
+back to slower loops (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same."""
+
+import functools
+import inspect
+import itertools
+import linecache
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.native.library import native_library
+
+PANEL = 32
+
+
+def can_panel(weight_OI: Tensor) -> bool:
+    """Whether the kernel takes a weight of this type and shape, on this processor."""
+    library = native_library()
+    is_suited = weight_OI.dtype == torch.bfloat16 and weight_OI.shape[0] % 16 == 0 and weight_OI.shape[1] % 2 == 0
+    return is_suited and library is not None and bool(library.penstock_has_bfloat16_products())
+
+
+def panels(weight_OI: Tensor) -> Tensor:
+    """The weight as [outputs / 32 rounded up, inputs / 2, 32, 2]: pairs of inputs side by side, zeros for missing outputs."""
+    padded_OI = nn.functional.pad(weight_OI, (0, 0, 0, -weight_OI.shape[0] % PANEL))
+    return padded_OI.view(-1, PANEL, weight_OI.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """bfloat16 [..., inputs] to [..., out_features], by a weight that `panels` gave. A row's result does not depend on the other rows."""
+    library = native_library()
+    assert library is not None
+    assert x.dtype == weight.dtype
+    assert x.shape[-1] == 2 * weight.shape[1]
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], out_features)
+    library.penstock_panel_linear(
+        out.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        x.shape[:-1].numel(),
+        x.shape[-1],
+        out_features,
+    )
+    return out
+
+
+# A packed weight is nothing that a compiler can look into, so the graph gets a one-element tensor holding its number here.
+# An entry goes with the layer that it was made for.
+_packed: dict[int, Tensor] = {}
+_handles = itertools.count()
+
+_library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("packed_linear(Tensor x, Tensor handle, Tensor? bias, SymInt out_features) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_library, "packed_linear", "CPU")
+def _packed_linear(x: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    weight = _packed[int(handle)]
+    if not weight.is_mkldnn:
+        return panel_linear(x, weight, bias, out_features)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+@torch.library.register_fake("penstock::packed_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _packed_linear_shape(x: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+class PackedLinear(nn.Module):
+    """Computes what the `nn.Linear` that it was made from computes: [..., in_features] to [..., out_features]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        handle = next(_handles)
+        if not linear.weight.is_meta:
+            weight_OI = linear.weight.detach()
+            is_for_panels = can_panel(weight_OI) and (linear.bias is None or linear.bias.dtype == weight_OI.dtype)
+            _packed[handle] = panels(weight_OI) if is_for_panels else torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+            weakref.finalize(self, _packed.pop, handle)
+        self.register_buffer("handle", torch.tensor([handle]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.penstock.packed_linear(x, self.handle, self.bias, self.out_features)  # type: ignore[no-any-return]
+
+
+def packed_weight(linear: PackedLinear) -> Tensor:
+    """In panels, or oneDNN's own (`is_mkldnn`)."""
+    handle = linear.handle
+    assert isinstance(handle, Tensor)
+    return _packed[int(handle)]
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build and processor have packed kernels for the type."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replaces every `nn.Linear` on the CPU, or on the meta device in its place, and returns how many.
+
+    A weight shared with an embedding keeps its plain copy. Layers of a type without packed kernels stay as they are, and so do those whose
+    weight the model's code reads beside calling them.
+    """
+    return replace_linears(model, lambda linear: PackedLinear(linear) if can_pack(linear.weight.dtype) else None)
+
+
+def replace_linears(model: nn.Module, replacement: Callable[[nn.Linear], nn.Module | None], *, skip: Collection[str] = ()) -> int:
+    """Puts what `replacement` returns in place of every `nn.Linear` on the CPU or the meta device, and returns how many.
+
+    Where it returns None the layer stays. So do those whose weight the model's code reads beside calling them, and those that a parent has
+    under one of the names in `skip`. What was replaced loses its weight.
+    """
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if type(child) is nn.Linear and child.weight.device.type in ("cpu", "meta"):
+                places.setdefault(child, []).append((parent, name))
+    num_replaced = 0
+    for linear, parents in places.items():
+        if any(name in skip or reads_weight(type(parent), name) for parent, name in parents):  # type: ignore[arg-type]
+            continue
+        replaced = replacement(linear)
+        if replaced is None:
+            continue
+        linear.weight = None  # type: ignore[assignment]
+        for parent, name in parents:
+            setattr(parent, name, replaced)
+        num_replaced += 1
+    return num_replaced
+
+
+@functools.cache
+def reads_weight(parent: type[nn.Module], name: str) -> bool:
+    """Whether the code of `parent` looks at the weight of its layer `name`, which a replacement would not have."""
+    wanted = f"self.{name}.weight"
+    # Finding a class in its file takes a parser and a tenth of a second, and most files have no such line anywhere.
+    bases = [base for base in parent.__mro__ if issubclass(base, nn.Module) and wanted in _file_of(base)]  # type: ignore[arg-type]
+    try:
+        return any(wanted in inspect.getsource(base) for base in bases)
+    except OSError:  # a class without a source file
+        return False
+
+
+@functools.cache
+def _file_of(cls: type) -> str:
+    """The text of the file that a class is from; empty without one."""
+    try:
+        return "".join(linecache.getlines(inspect.getsourcefile(cls) or ""))
+    except TypeError:
+        return ""
+
+
+GROUP_SIZE = 32
+# Rows of a weight that lie side by side, one in each lane of a vector.
+TILE = 16
+# A lane takes four products at a time.
+STEP = 4
+# A torch fallback inflates this many tiles at a time.
+TILES_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """O rows of I weights, I a multiple of 32: weight[o, i] = scales[o, i // 32] * codes[o, i] + minimums[o, i // 32].
+
+    `codes_OI` is uint8, one code below 2**bits in each byte; `bits` is 4 or 8. `scales_OG` and `minimums_OG` are float16 [O, I / 32].
+    GGUF's Q4_0, Q4_1, Q5_0 and Q8_0 are exactly of this form. Minimums of 8 bits are always -128 scales.
+    """
+
+    bits: int
+    codes_OI: Tensor
+    scales_OG: Tensor
+    minimums_OG: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Float32 [O, I]."""
+        codes_OGS: Tensor = self.codes_OI.unflatten(1, (-1, GROUP_SIZE)).float()  # type: ignore[no-untyped-call]
+        return (codes_OGS * self.scales_OG.float()[..., None] + self.minimums_OG.float()[..., None]).flatten(1)
+
+
+def quantized(weight_OI: Tensor, bits: int) -> QuantizedWeight:
+    """Rounds each group between its extremes: to 16 levels for 4 bits, and to 255 levels around zero for 8, as GGUF's Q4_1 and Q8_0 do."""
+    groups_OGS: Tensor = weight_OI.float().unflatten(1, (-1, GROUP_SIZE))  # type: ignore[no-untyped-call]
+    if bits == 4:
+        low_OG, high_OG = groups_OGS.aminmax(dim=-1)
+        scales_OG = ((high_OG - low_OG) / 15).half()
+        minimums_OG = low_OG.half()
+    else:
+        assert bits == 8
+        scales_OG = (groups_OGS.abs().amax(-1) / 127).half()
+        minimums_OG = -128 * scales_OG
+    # Codes go by the scale and minimum as they were rounded; a group of equal weights has none to speak of.
+    steps_OG = torch.where(scales_OG > 0, scales_OG.float(), 1.0)
+    codes_OGS = ((groups_OGS - minimums_OG.float()[..., None]) / steps_OG[..., None]).round().clamp(0, 2**bits - 1)
+    return QuantizedWeight(bits, codes_OGS.to(torch.uint8).flatten(1), scales_OG, minimums_OG)
+
+
+def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One below the other: the weight of a layer that computes all of theirs. They agree on bits and inputs."""
+    (bits,) = {weight.bits for weight in weights}
+    return QuantizedWeight(
+        bits,
+        torch.cat([weight.codes_OI for weight in weights]),
+        torch.cat([weight.scales_OG for weight in weights]),
+        torch.cat([weight.minimums_OG for weight in weights]),
+    )
+
+
+_library.define("quantized_linear(Tensor x, Tensor blocks, Tensor? bias, SymInt out_features) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_library, "quantized_linear", "CPU")
+def _quantized_linear(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    library = native_library()
+    if library is None:
+        return torch_linear(x, blocks_TGB, bias, out_features)
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return _quantized_linear(x.float(), blocks_TGB, None if bias is None else bias.float(), out_features).to(x.dtype)
+    assert blocks_TGB.is_contiguous()
+    assert x.shape[-1] == blocks_TGB.shape[1] * GROUP_SIZE
+    assert bias is None or bias.dtype == x.dtype
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], out_features)
+    library.penstock_quantized_linear(
+        out.data_ptr(),
+        x.data_ptr(),
+        blocks_TGB.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        x.shape[:-1].numel(),
+        x.shape[-1],
+        out_features,
+        num_bits(blocks_TGB),
+        x.dtype == torch.bfloat16,
+    )
+    return out
+
+
+@torch.library.register_fake("penstock::quantized_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _quantized_linear_shape(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+class QuantizedLinear(nn.Module):
+    """[..., in_features] of any float type to [..., out_features] of the same.
+
+    `blocks`, a buffer, is uint8 [out_features / 16 rounded up, in_features / 32, bytes], and a block holds 16 rows' codes of a group of 32
+    columns, then their 16 scales and for 4 bits 16 minimums.
+    """
+
+    blocks: Tensor
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.codes_OI.shape
+        self.bits = weight.bits
+        self.register_buffer("blocks", pack(weight), persistent=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def joined(cls, layers: Sequence["QuantizedLinear"]) -> "QuantizedLinear":
+        """One layer that computes all of theirs, for layers that `can_join`."""
+        whole = cls.__new__(cls)
+        nn.Module.__init__(whole)
+        whole.in_features, whole.bits = layers[0].in_features, layers[0].bits
+        whole.out_features = sum(layer.out_features for layer in layers)
+        whole.register_buffer("blocks", torch.cat([layer.blocks for layer in layers]), persistent=False)
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        return whole
+
+    def in_bits(self, bits: int) -> "QuantizedLinear":
+        """This layer, or one of so many bits with the same weights, rounded."""
+        if bits == self.bits:
+            return self
+        return QuantizedLinear(quantized(unpack(self.blocks, self.out_features).dequantized(), bits), self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.penstock.quantized_linear(x, self.blocks, self.bias, self.out_features)  # type: ignore[no-any-return]
+
+
+def pack(weight: QuantizedWeight) -> Tensor:
+    """The weight as the kernel reads it, from the beginning to the end: what `QuantizedLinear.blocks` is.
+
+    Codes of a block lie as [8, 16, 4]: four columns of each row, eight times. Of 4 bits, byte i holds code i and in its upper half code
+    i + 256. Missing rows of the last tile are zeros.
+    """
+    num_missing = -weight.codes_OI.shape[0] % TILE
+    codes_OI, scales_OG, minimums_OG = (
+        nn.functional.pad(part, (0, 0, 0, num_missing)) for part in (weight.codes_OI, weight.scales_OG, weight.minimums_OG)
+    )
+    num_tiles, num_groups = codes_OI.shape[0] // TILE, scales_OG.shape[1]
+    codes_TGC = codes_OI.view(num_tiles, TILE, num_groups, GROUP_SIZE // STEP, STEP).permute(0, 2, 3, 1, 4).flatten(2)
+    if weight.bits == 4:
+        low, high = codes_TGC.chunk(2, dim=-1)
+        codes_TGC = low | high << 4
+    numbers = [scales_OG, minimums_OG] if weight.bits == 4 else [scales_OG]
+    bytes_TGB = [part.view(num_tiles, TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8) for part in numbers]
+    return torch.cat([codes_TGC, *bytes_TGB], dim=-1)
+
+
+def unpack(blocks_TGB: Tensor, out_features: int) -> QuantizedWeight:
+    """The weight that `pack` made the blocks from."""
+    num_tiles, num_groups, _ = blocks_TGB.shape
+    bits = num_bits(blocks_TGB)
+    num_code_bytes = TILE * GROUP_SIZE * bits // 8
+    codes_TGC, numbers_TGN = blocks_TGB[..., :num_code_bytes], blocks_TGB[..., num_code_bytes:].contiguous().view(torch.float16)
+    if bits == 4:
+        codes_TGC = torch.cat([codes_TGC & 15, codes_TGC >> 4], dim=-1)
+    codes = codes_TGC.unflatten(-1, (GROUP_SIZE // STEP, TILE, STEP)).permute(0, 3, 1, 2, 4)  # type: ignore[no-untyped-call]
+    codes_OI = codes.reshape(num_tiles * TILE, num_groups * GROUP_SIZE)[:out_features]
+    scales_OG, *minimums_OG = (
+        part.transpose(1, 2).flatten(0, 1)[:out_features] for part in numbers_TGN.chunk(2 if bits == 4 else 1, dim=-1)
+    )
+    return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG[0] if minimums_OG else -128 * scales_OG)
+
+
+def num_bits(blocks_TGB: Tensor) -> int:
+    return 4 if blocks_TGB.shape[-1] < TILE * GROUP_SIZE else 8
+
+
+def torch_linear(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """Without the kernel: slower by far, since every call inflates the weight, a part at a time."""
+    parts = []
+    for first in range(0, blocks_TGB.shape[0], TILES_AT_ONCE):
+        blocks = blocks_TGB[first : first + TILES_AT_ONCE]
+        weight = unpack(blocks, min(out_features - first * TILE, blocks.shape[0] * TILE))
+        parts.append(x.float() @ weight.dequantized().T)
+    out = torch.cat(parts, dim=-1)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def can_join(layers: Sequence[QuantizedLinear]) -> bool:
+    """Whether these layers could be one: they end where tiles end, and agree on inputs, bits and having a bias."""
+    if any(layer.out_features % TILE for layer in layers[:-1]):
+        return False
+    return len({(layer.in_features, layer.bits, layer.bias is None) for layer in layers}) == 1
+
+
+def can_quantize() -> bool:
+    """Whether there is a kernel here. Without one, quantized layers compute the same, but slowly."""
+    return native_library() is not None
+
+
+def quantize_linears(model: nn.Module, bits: int, *, skip: Collection[str] = ()) -> int:
+    """Replaces every `nn.Linear` on the CPU, or on the meta device in its place, and returns how many.
+
+    Layers that their parent calls by one of the names in `skip` stay as they are, and so do those whose inputs are no multiple of 32 and
+    those whose weight the model's code reads beside calling them. Fuse before.
+    """
+
+    def quantize(linear: nn.Linear) -> nn.Module | None:
+        if linear.in_features % GROUP_SIZE:
+            return None
+        return QuantizedLinear(quantized(linear.weight.detach(), bits), linear.bias)
+
+    return replace_linears(model, quantize, skip=skip)
+
+
+class QuantizedEmbedding(nn.Module):
+    """Token ids of any shape [...] to rows of `dtype` [..., columns]. `blocks` are those of a `QuantizedLinear` or made by `pack`."""
+
+    blocks: Tensor
+
+    def __init__(self, blocks_TGB: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("blocks", blocks_TGB, persistent=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        ids_N = token_ids.flatten().long().contiguous()
+        library = native_library() if token_ids.device.type == "cpu" else None
+        if library is None:
+            rows_NI = unpacked_rows(self.blocks, ids_N).dequantized()
+        else:
+            num_groups = self.blocks.shape[1]
+            rows_NI = torch.empty(len(ids_N), num_groups * GROUP_SIZE)
+            library.penstock_quantized_rows(
+                rows_NI.data_ptr(), self.blocks.data_ptr(), ids_N.data_ptr(), len(ids_N), num_groups, num_bits(self.blocks)
+            )
+        return rows_NI.to(self.dtype).view(*token_ids.shape, rows_NI.shape[1])
+
+
+def unpacked_rows(blocks_TGB: Tensor, rows_N: Tensor) -> QuantizedWeight:
+    """These rows of the weight that `pack` made the blocks from; every row has its own lane in its tile."""
+    tiles_N, lanes_N = rows_N // TILE, rows_N % TILE
+    bits = num_bits(blocks_TGB)
+    num_code_bytes = TILE * GROUP_SIZE * bits // 8
+    codes_TGCLS = blocks_TGB[..., :num_code_bytes].unflatten(-1, (-1, TILE, STEP))  # type: ignore[no-untyped-call]
+    codes_NGCS = codes_TGCLS[tiles_N, :, :, lanes_N]
+    if bits == 4:
+        codes_NGCS = torch.cat([codes_NGCS & 15, codes_NGCS >> 4], dim=2)
+    numbers_TGKLB = blocks_TGB[..., num_code_bytes:].unflatten(-1, (-1, TILE, 2))  # type: ignore[no-untyped-call]
+    scales_NG, *minimums_NG = numbers_TGKLB[tiles_N, :, :, lanes_N].contiguous().view(torch.float16)[..., 0].unbind(-1)
+    return QuantizedWeight(bits, codes_NGCS.flatten(1), scales_NG, minimums_NG[0] if minimums_NG else -128 * scales_NG)

@@ -1,0 +1,293 @@
+"""A model directory turned into a model on its device, checked before its weights are read."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from penstock.engine.attention import interface
+from penstock.engine.config import Dtype, QuantizationMode
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache import LayerKV, kv_layout
+from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
+from penstock.engine.model.quantization import (
+    StoredWeightsConfig,
+    forget_config,
+    put_in_stored,
+    quantize_plain,
+    quantized_layers,
+    quantized_names,
+    resolve_quantization,
+)
+from penstock.engine.system.process import release_heap
+
+# Raised by transformers for invalid model files.
+UNREADABLE = (
+    *(OSError, ValueError, TypeError, ImportError, RuntimeError, LookupError, AttributeError, ArithmeticError),
+    *(SafetensorError, StrictDataclassError),
+)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load_pretrained(
+    factory: Any,
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool,
+    is_needed: Callable[[str], bool] = lambda name: True,
+    **options: Any,
+) -> PreTrainedModel:
+    """What one of transformers' `AutoModel` classes makes of the directory; `is_needed` says of a weight's name whether it must be there.
+
+    Raises `ConfigurationError`.
+    """
+    try:
+        with _progress_for_terminals():
+            model, report = factory.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **options,
+            )
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        ImportError,
+        RuntimeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        SafetensorError,
+    ) as error:
+        raise ConfigurationError(f"{directory} cannot be loaded: {error}") from error
+    # transformers fills what is missing with random numbers and goes on.
+    if missing := sorted(filter(is_needed, report["missing_keys"])):
+        raise ConfigurationError(f"{directory} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}, ...")
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+@contextmanager
+def _progress_for_terminals() -> Iterator[None]:
+    """No progress bars in logs: transformers draws them wherever stderr goes."""
+    if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, in eval mode and without gradients, and what the engine needs to know of it.
+
+    `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer. `dtype` is
+    of activations and of weights that are not in few bits; `quantization` is what was asked for, or `none` where `auto` came to that.
+    """
+
+    directory: Path
+    model: PreTrainedModel
+    config: PretrainedConfig
+    generation_config: GenerationConfig
+    kv_layout: list[LayerKV]
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+    quantization: QuantizationMode = "none"
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits, which may exceed the number of tokens that the tokenizer knows."""
+        return int(self.config.vocab_size)
+
+
+def load_model(
+    directory: Path,
+    dtype: Dtype = "auto",
+    device: str = "auto",
+    *,
+    max_len: int | None = None,
+    quantization: QuantizationMode = "auto",
+    trust_remote_code: bool = False,
+    attn_implementation: str = interface.IMPLEMENTATION,
+) -> LoadedModel:
+    """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
+
+    Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read; or where none of
+    them can be quantized as asked.
+    """
+    interface.register()
+    config = read_config(directory, trust_remote_code)
+    layout = check_servable(config, trust_remote_code)
+    context = max_model_len(config, max_len)
+    _check_weight_files(directory)
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
+    mode = resolve_quantization(quantization, torch_device)
+    stored = StoredWeightsConfig(quantized_names(directory))
+    options: dict[str, Any] = {"quantization_config": stored} if stored.names else {}
+    model = load_pretrained(
+        AutoModelForCausalLM,
+        directory,
+        config,
+        torch_dtype,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+        **options,
+    )
+    if stored.names:
+        forget_config(model)
+        put_in_stored(model, directory, stored.places, mode, torch_dtype)
+    quantize_plain(model, mode)
+    if mode in ("int4", "int8") and not quantized_layers(model):
+        raise ConfigurationError(f"--quantization {quantization}: this model has no layers that can be quantized here: use auto or none")
+    torch.nn.Module.to(model, torch_device)
+    return LoadedModel(
+        directory=directory,
+        model=model.train(False).requires_grad_(False),
+        config=model.config,
+        generation_config=model.generation_config,
+        kv_layout=layout,
+        eos_token_ids=eos_token_ids(config, model.generation_config),
+        max_model_len=context,
+        dtype=torch_dtype,
+        device=torch_device,
+        quantization=mode,
+    )
+
+
+def in_memory(model: PreTrainedModel, max_model_len: int) -> LoadedModel:
+    """What `load_model` makes of a directory, of a model that is on its device and in its type already. The model itself is changed."""
+    interface.register()
+    model.set_attn_implementation(interface.IMPLEMENTATION)
+    return LoadedModel(
+        directory=Path(),
+        model=model.train(False).requires_grad_(False),
+        config=model.config,
+        generation_config=model.generation_config,
+        kv_layout=kv_layout(model.config),
+        eos_token_ids=frozenset(),
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises `ConfigurationError` for a device that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"--device {device} is not a device: use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"--device {device} is not supported: use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"--device {device}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
+    return resolved
+
+
+def resolve_dtype(dtype: Dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    """`auto` is the stored type on a GPU, and on a CPU bfloat16 where it has instructions for it, else float32."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ConfigurationError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if device.type == "cuda":
+        wanted = stored or torch.bfloat16
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.float16 if wanted == torch.bfloat16 and not has_bfloat16 else wanted
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware; where it does not, bfloat16 is slower than float32."""
+    abilities = torch.cpu.get_capabilities()
+    return any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def _check_weight_files(directory: Path) -> None:
+    """Raises `ConfigurationError` naming the weight files that are not there."""
+    index = directory / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigurationError(f"{index} is not an index of weight files: {error}") from error
+    missing = sorted(name for name in names if not (directory / name).is_file())
+    if missing:
+        hint = "" if index.is_file() else "; weights in other formats than safetensors are not read"
+        raise ConfigurationError(f"{directory} lacks {', '.join(missing)}{hint}")
+
+
+CUDA_SHARE = 0.9  # of what is free once the weights are loaded; the rest is for activations
+CPU_SHARE = 0.5
+CPU_CACHE = 2**29  # on a CPU the cache is no faster for being large, and the memory is the user's
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device now; on the CPU, those that the operating system can make available."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what fusing the weights has left in torch's own cache does not count as free
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_cache_blocks(wanted: int | None, *, block_bytes: int, blocks_per_sequence: int, device: torch.device) -> int:
+    """How many blocks to reserve: `wanted` bytes' worth, or a default for the device.
+
+    Raises `ConfigurationError` where not even one sequence of the full length fits.
+    """
+    free = free_memory(device)
+    if wanted is None:
+        wanted = int(free * CUDA_SHARE)
+        if device.type == "cpu":
+            wanted = int(min(free * CPU_SHARE, max(CPU_CACHE, blocks_per_sequence * block_bytes)))
+    elif wanted > free:
+        raise ConfigurationError(f"--kv-cache-memory asks for {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+    num_blocks = wanted // block_bytes
+    if num_blocks < blocks_per_sequence:
+        needed = blocks_per_sequence * block_bytes / 2**30
+        raise ConfigurationError(
+            f"the KV cache ({wanted / 2**30:.2f} GiB) cannot hold one sequence of the full length, which takes {needed:.2f} GiB:"
+            " lower --max-model-len or raise --kv-cache-memory"
+        )
+    return num_blocks
+
+
+def settle_memory(model: nn.Module) -> None:
+    """Frees what loading leaves behind: the mapped weight file, which its smallest unpacked tensor keeps in memory, and freed heap."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    release_heap()

@@ -1,0 +1,167 @@
+"""What a model computes on its way to the logits, by name, and where in its modules each output is captured.
+
+hidden_states.N     what decoder layer N reads, N from 0; hidden_states.L, of L layers, is what the last of them gives
+hidden_states.last  the same after the final norm, which is what the head reads
+attention_input.N, attention_output.N, mlp_input.N, mlp_output.N    into and out of these parts of layer N
+logits              float32, before everything that a request has done to them
+
+Beside these, the path of any module within the decoder, such as model.layers.3.mlp.gate_proj, is the name of what comes out of it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.model.compiled_layers import CompiledLayer
+from penstock.engine.model.layers import decoder_layers
+from penstock.engine.model.native import NativeDecoder
+from penstock.engine.sequence import LOGITS
+
+ATTENTION_PARTS = ("self_attn", "attn", "attention")
+MLP_PARTS = ("mlp", "feed_forward", "block_sparse_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an output is captured: a module's input, or its output."""
+
+    module: nn.Module
+    is_input: bool
+
+
+@dataclass(slots=True)
+class Capture:
+    """The rows `rows_R` of the flat batch of everything that was asked for, [R, ...] on the device, once the model has run.
+
+    `failures` says of the other names why they have no rows.
+    """
+
+    rows_R: Tensor
+    num_tokens: int
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def take(self, name: str, states: Tensor) -> None:
+        """`states` are [1, T, ...], or [T, H] where a module flattens its input."""
+        is_flat = states.ndim == 2 and len(states) == self.num_tokens
+        if not is_flat and (states.ndim < 3 or states.shape[:2] != (1, self.num_tokens)):
+            self.failures[name] = f"{name!r} has no row for each token: its shape is {list(states.shape)} for {self.num_tokens} tokens"
+            return
+        self.rows[name] = (states if is_flat else states[0]).index_select(0, self.rows_R)  # a copy: what follows may write over it
+
+
+class ModelOutputs:
+    """The named outputs of one model. It has no hooks while none is captured."""
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        self._model = model
+        self._layers = decoder_layers(model, num_layers)
+        self._places = _places(model, self._layers)
+        self._paths = {path: Place(module, is_input=False) for path, module in _paths(model)}
+        self._without_rows: dict[str, str] = {}  # paths that turned out to have none, each with the reason
+
+    @property
+    def names(self) -> list[str]:
+        """Without the paths of modules."""
+        return [*self._places, LOGITS]
+
+    def check(self, names: tuple[str, ...]) -> None:
+        """Raises `InvalidRequest` for the first that this model does not have."""
+        for name in names:
+            if name in self._without_rows:
+                raise InvalidRequest(self._without_rows[name], "outputs")
+            if name != LOGITS and name not in self._places and name not in self._paths:
+                known = f"it has {', '.join(_summary(self.names))}, and what comes out of a module of the decoder by the module's path"
+                raise InvalidRequest(f"the model has no output {name[:100]!r}: {known}", "outputs")
+
+    @contextmanager
+    def capturing(self, names: set[str], rows_R: Tensor, num_tokens: int) -> Iterator[Capture]:
+        """Within the context, the model's own modules run rather than compiled or native code, with hooks that capture the outputs."""
+        capture = Capture(rows_R, num_tokens)
+        with ExitStack() as undo:
+            for module in (self._model, *self._layers):
+                undo.callback(vars(module).update, _without_replacement(module))
+            for name in names - {LOGITS}:
+                place = self._places.get(name) or self._paths[name]
+                if place.is_input:
+                    undo.callback(place.module.register_forward_pre_hook(_seeing_input(capture, name), with_kwargs=True).remove)
+                else:
+                    undo.callback(place.module.register_forward_hook(_seeing_output(capture, name)).remove)
+            yield capture
+        for name in names - {LOGITS} - capture.rows.keys() - capture.failures.keys():
+            capture.failures[name] = f"{name!r} has no rows: the model does not call this module"
+        self._without_rows |= capture.failures
+
+
+def owned_rows(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy that is like any other tensor: one that is made in inference mode stays forbidden to autograd and to most changes."""
+    with torch.inference_mode(False):
+        copy = torch.empty(rows.shape, dtype=dtype or rows.dtype)
+    return copy.copy_(rows)
+
+
+def _places(model: Any, layers: list[nn.Module]) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for number, layer in enumerate(layers):
+        places[f"hidden_states.{number}"] = Place(layer, is_input=True)
+    if layers:
+        places[f"hidden_states.{len(layers)}"] = Place(layers[-1], is_input=False)
+    if model.base_model is not model:  # whose head would come out with it
+        places["hidden_states.last"] = Place(model.base_model, is_input=False)
+    for kind, parts in (("attention", ATTENTION_PARTS), ("mlp", MLP_PARTS)):
+        found = [next((layer._modules[part] for part in parts if layer._modules.get(part) is not None), None) for layer in layers]
+        for side, is_input in (("input", True), ("output", False)):
+            places |= {f"{kind}_{side}.{number}": Place(part, is_input) for number, part in enumerate(found) if part is not None}
+    return places
+
+
+def _paths(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules within the decoder, by their names in the whole model. The head is not among them: it sees some tokens only."""
+    inside = set(model.base_model.modules()) - {model.base_model}
+    return ((path, module) for path, module in model.named_modules() if module in inside)
+
+
+def _without_replacement(module: nn.Module) -> dict[str, Any]:
+    """Restores the module's own `forward`, and returns what undoes that."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, NativeDecoder | CompiledLayer):
+        return {}
+    del module.forward
+    return {"forward": forward}
+
+
+def _seeing_input(capture: Capture, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        capture.take(name, args[0] if args else kwargs["hidden_states"])
+
+    return see
+
+
+def _seeing_output(capture: Capture, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    def see(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, tuple | list | ModelOutput) and output:
+            output = output[0]  # the states come first
+        if isinstance(output, Tensor):
+            capture.take(name, output)
+        else:
+            capture.failures[name] = f"{name!r} has no rows: its module gives no tensor"
+
+    return see
+
+
+def _summary(names: list[str]) -> list[str]:
+    """Names that differ in their number as one."""
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        kind, _, number = name.rpartition(".")
+        if number.isdigit():
+            numbers.setdefault(kind, []).append(int(number))
+    others = [name for name in names if not name.rpartition(".")[2].isdigit()]
+    return [*(f"{kind}.{min(found)} to {kind}.{max(found)}" for kind, found in numbers.items()), *others]

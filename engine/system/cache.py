@@ -1,0 +1,237 @@
+"""The cache directory: private to its user, with entries built once by one process and verified when they are read."""
+
+import contextlib
+import glob
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from penstock.engine.errors import ConfigurationError
+
+# Where torch and triton keep what they compile, as the environment names it. By default torch loads code from a directory in /tmp whose
+# name any user of the machine can predict, and make first.
+COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+ROOT_USER = 0
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_directory() -> Path:
+    """`$PENSTOCK_CACHE`, else `$XDG_CACHE_HOME/penstock`, else `~/.cache/penstock`. It may not exist yet.
+
+    Raises `ConfigurationError` where a home directory is needed and missing, as for a user unknown to the system.
+    """
+    try:
+        if override := os.environ.get("PENSTOCK_CACHE"):
+            return Path(override).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base).expanduser() if base else Path.home() / ".cache") / "penstock"
+    except RuntimeError as error:
+        raise ConfigurationError(f"there is no home directory to keep models in ({error}): set PENSTOCK_CACHE to a directory") from error
+
+
+def make_private(directory: Path) -> None:
+    """Makes a directory of the cache, and what is missing above it, for this user alone. One that is there is checked.
+
+    Raises `OSError` where it cannot be made, and as `check_private`.
+    """
+    check_private(directory)
+    for missing in [path for path in reversed((directory, *directory.parents)) if not path.exists()]:
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def check_private(path: Path) -> None:
+    """Raises `ConfigurationError` where `path`, or a directory that it lies in from the cache directory down, can be another user's work.
+
+    What the system's administrator owns may be used. What does not exist is accepted.
+    """
+    root = cache_directory()
+    for place in (path, *path.parents):
+        if place == root or root in place.parents:
+            _check_place(place)
+
+
+def _check_place(place: Path) -> None:
+    if sys.platform == "win32":  # which has neither owners' numbers nor these bits
+        return
+    try:
+        status = place.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if status.st_uid not in (ROOT_USER, os.geteuid()):
+        reason, remedy = "belongs to another user", "remove it"
+    elif status.st_mode & WRITABLE_BY_OTHERS:
+        reason, remedy = "can be written by other users", f"run `chmod -R go-w {place}`"
+    else:
+        return
+    raise ConfigurationError(f"{place} {reason}, and code is loaded from this cache: {remedy}, or set PENSTOCK_CACHE to another directory")
+
+
+def redirect_compiler_caches() -> None:
+    """Has torch and triton, in this process and its children, keep their compiled code in the cache directory; what the user set stays.
+
+    Raises `ConfigurationError` as `check_private`.
+    """
+    for variable, name in COMPILER_CACHES.items():
+        if variable not in os.environ:
+            directory = cache_directory() / name
+            os.environ[variable] = str(directory)
+            with contextlib.suppress(OSError):  # nothing is compiled then, or the compiler says why not
+                make_private(directory)
+
+
+MANIFEST = "manifest.json"
+
+logger = logging.getLogger(__name__)
+
+
+class _Damaged(Exception):
+    """A model directory does not hold what was written into it, as the message says."""
+
+
+def build_once(directory: Path, build: Callable[[Path], None], *, verify: bool = False) -> Path:
+    """Makes `directory` by `build(empty directory)` unless it is there and whole, and returns it.
+
+    The work is done in a temporary directory beside it that is renamed at the end. Of several processes one builds and the others wait for
+    it. With `verify` the checksum of every file is compared, otherwise of those whose size or time of modification has changed.
+    Raises `ConfigurationError` where the cache cannot be written, or other users could have written it.
+    """
+    try:
+        if _fault(directory, verify) is None:
+            return directory
+        make_private(directory.parent)
+        with _held(FileLock(directory.parent / f".{directory.name}.lock")):
+            if (fault := _fault(directory, verify)) is not None:
+                if directory.exists():
+                    logger.warning("The model in %s is damaged and made again: %s", directory, fault)
+                with _scratch(directory) as scratch:
+                    build(scratch)
+                    _write_manifest(scratch, _manifest(scratch))
+                    _write_through(scratch)
+                    if directory.exists():
+                        directory.rename(f"{scratch}.damaged")
+                    scratch.rename(directory)
+                    _sync(directory.parent)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):  # as libraries in Rust say it, each with its own exception
+            raise
+        raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from None
+    return directory
+
+
+def _fault(directory: Path, verify: bool) -> str | None:
+    """What keeps the directory from being used; None where it is whole."""
+    if not directory.exists():
+        return "it is missing"
+    check_private(directory)
+    try:
+        _check_files(directory, verify)
+    except _Damaged as damage:
+        return str(damage)
+    return None
+
+
+def _check_files(directory: Path, verify: bool) -> None:
+    """Raises `_Damaged`, and `ConfigurationError` as `check_private`."""
+    manifest = _read_manifest(directory)
+    touched = {}
+    for name, written in manifest.items():
+        path = directory / name
+        if not path.is_file():
+            raise _Damaged(f"{name} is missing")
+        check_private(path)
+        status = path.stat()
+        if status.st_size != written["size"]:
+            raise _Damaged(f"{name} has {status.st_size} bytes instead of {written['size']}")
+        is_touched = status.st_mtime_ns != written["mtime_ns"]
+        if (verify or is_touched) and _digest(path) != written["sha256"]:
+            raise _Damaged(f"{name} has another checksum than when it was written")
+        if is_touched:
+            touched[name] = written | {"mtime_ns": status.st_mtime_ns}
+    if touched:  # as in a copy of the cache, which need not be hashed at each start
+        with contextlib.suppress(OSError):
+            _write_manifest(directory, manifest | touched)
+
+
+def _read_manifest(directory: Path) -> dict[str, dict[str, Any]]:
+    try:
+        files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {str(name): {key: entry[key] for key in ("size", "mtime_ns", "sha256")} for name, entry in files.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _Damaged(f"its {MANIFEST} cannot be read: {error}") from error
+
+
+def _manifest(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size, time of modification and checksum of each file, by its path."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(directory)): {"size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns, "sha256": _digest(path)}
+        for path in paths
+    }
+
+
+def _write_manifest(directory: Path, manifest: dict[str, dict[str, Any]]) -> None:
+    """At once: another process may be reading it."""
+    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=f".{MANIFEST}.", encoding="utf-8", delete=False) as file:
+        json.dump({"files": manifest}, file, indent=2)
+    Path(file.name).replace(directory / MANIFEST)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _write_through(directory: Path) -> None:
+    """Has the disk hold it all: a power failure after a rename must not leave empty files under the final name."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.chmod(path.stat().st_mode & ~WRITABLE_BY_OTHERS)
+        _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _held(lock: FileLock) -> Iterator[None]:
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        logger.info("Waiting for another process that is making the same model's files (%s)", lock.lock_file)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """An empty directory beside it. The caller holds the lock, so any that is found there is of a process that was killed."""
+    _remove_scratch(directory)
+    try:
+        yield Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    finally:
+        _remove_scratch(directory)
+
+
+def _remove_scratch(directory: Path) -> None:
+    for path in directory.parent.glob(f".{glob.escape(directory.name)}.*/"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,171 @@
+"""This process: its heap, its threads' time and turns at the interpreter's lock, and the imports it can do without."""
+
+import contextlib
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from types import TracebackType
+
+from penstock.engine.errors import ConfigurationError
+
+# As torch, the loader of libraries, Python and the operating system report it, in exceptions of many types.
+OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment", "can't start new thread")
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def heap_bytes() -> int:
+    """What all threads of the process have allocated of the C heap and not freed; 0 where the C library does not say."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Mallinfo2
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+def release_heap() -> None:
+    """Gives memory back to the operating system that was freed and kept for later."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+        if trim is not None:
+            trim(0)
+
+
+@contextlib.contextmanager
+def memory_shortage_refused() -> Iterator[None]:
+    """Raises `ConfigurationError` where a model's loading runs out of memory."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error).lower() for words in OUT_OF_MEMORY):
+            raise
+        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            "there is not enough memory to load the model: raise the process's limit (ulimit -v, or the container's), choose a smaller "
+            f"model or --quantization int4, or lower --max-model-len or --kv-cache-memory ({detail})"
+        ) from error
+
+
+# A step of the model gives the lock up in each of its hundreds of kernels, and asks again: 200 of them, 3 ms alone, took 940 ms beside
+# Python code at the usual 5 ms, 120 at 0.5 ms and 7 at this.
+SWITCH_SECONDS = 50e-6
+
+
+class LockHandover:
+    """While it is entered, by however many at a time, all threads of the process hand the lock on sooner."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_entered = 0
+        self._usual_seconds = SWITCH_SECONDS
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_entered:
+                self._usual_seconds = sys.getswitchinterval()
+                sys.setswitchinterval(min(SWITCH_SECONDS, self._usual_seconds))
+            self._num_entered += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        with self._lock:
+            self._num_entered -= 1
+            if not self._num_entered:
+                sys.setswitchinterval(self._usual_seconds)
+
+
+HANDOVER = LockHandover()  # the one of the process, as the interval is
+
+
+_CLOCKS: ContextVar[tuple["CompileClock", ...]] = ContextVar("compile_clocks", default=())
+
+
+def thread_seconds(native_id: int) -> float | None:
+    """The CPU time of a thread of this process. None where it has ended, and where it is not known."""
+    if sys.platform != "linux":
+        return None
+    try:
+        # The id of the thread's own clock, as Linux makes it. `time.pthread_getcpuclockid` may crash where the thread has just ended.
+        return time.clock_gettime(~native_id << 3 | 6)
+    except OSError:
+        return None
+
+
+class CompileClock:
+    """Runs from when it is made. While it is entered, what the same thread does under `uncounted` does not count.
+
+    Any thread may read it.
+    """
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (time.monotonic(), None)  # when it began, as if it had never stopped; when it stopped
+        self._entered: Token[tuple[CompileClock, ...]] | None = None
+
+    @property
+    def seconds(self) -> float:
+        began_at, stopped_at = self._state
+        return (time.monotonic() if stopped_at is None else stopped_at) - began_at
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._state[1] is not None
+
+    def stop(self) -> None:
+        began_at, stopped_at = self._state
+        assert stopped_at is None
+        self._state = (began_at, time.monotonic())
+
+    def go_on(self) -> None:
+        began_at, stopped_at = self._state
+        assert stopped_at is not None
+        self._state = (began_at + time.monotonic() - stopped_at, None)
+
+    def __enter__(self) -> "CompileClock":
+        self._entered = _CLOCKS.set((*_CLOCKS.get(), self))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        assert self._entered is not None
+        _CLOCKS.reset(self._entered)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Excludes one-time work, such as starting a process, from the clocks of this thread. Not to be nested."""
+    clocks = _CLOCKS.get()
+    for clock in clocks:
+        clock.stop()
+    try:
+        yield
+    finally:
+        for clock in clocks:
+            clock.go_on()
+
+
+@contextlib.contextmanager
+def triton_left_out(device: str) -> Iterator[None]:
+    """Lets torch and transformers be imported as if triton, of no use to a model on the CPU, were not installed: 70 MB of memory.
+
+    `device` is the operator's choice. Nothing happens where the model goes to a GPU, or triton is imported already.
+    """
+    import torch
+
+    if "triton" in sys.modules or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        yield
+        return
+    sys.modules["triton"] = None  # type: ignore[assignment]  # Python's own way to say that a module cannot be imported
+    try:
+        yield
+    finally:
+        del sys.modules["triton"]
