@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from torch import Tensor
 
 MAX_FORCED_TOKENS = 64
 UNSEEN = "the grammar forbids a token that was taken while its lexer was renewed"
@@ -108,7 +107,7 @@ class LlguidanceMatcher(GrammarMatcher):
         """Whether the next mask can be had without compiling."""
         return not self._is_spoiled
 
-    def fill_bitmask(self, row: Tensor) -> None:
+    def fill_bitmask(self, row: "Tensor") -> None:
         if self._is_ended:
             row.zero_()
             return
@@ -121,7 +120,7 @@ class LlguidanceMatcher(GrammarMatcher):
             self._is_slow = time.thread_time() - began_at > MAX_STEP_SECONDS
         self._may_end = self._matcher.is_accepting()
 
-    def _fill(self, row: Tensor) -> None:
+    def _fill(self, row: "Tensor") -> None:
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._is_spoiled:
             self._catch_up()
