@@ -131,7 +131,7 @@ def device_name(device: str) -> str:
         return f"{device}: {platform.processor() or platform.machine()}"
     if not torch.cuda.is_available():
         sys.exit(
-            "This measures a CUDA GPU, and torch sees none here. Without one, tests/engine/decoder/test_cuda_graphs.py and"
+            "This measures a CUDA GPU, and torch sees none here. Without one, tests/engine/model/test_cuda_graphs.py and"
             " tests/engine/kernels check the results of the GPU path, and benchmarks/serve.py measures a server on the CPU."
         )
     return torch.cuda.get_device_name()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.gguf import MAX_ELEMENTS, MAX_MODEL_NAME, BrokenHeader, check_gguf_header, convert_gguf, gguf_name
 from penstock.engine.model.store import model_name
-from tests.engine.gguf.test_conversion import write_gguf
+from tests.engine.model.test_gguf import write_gguf
 
 HUGE = 2**62
 UINT8, UINT32, STRING, ARRAY = 0, 4, 8, 9
