@@ -1,12 +1,25 @@
 import copy
+import math
+from collections import Counter
+from itertools import islice
 from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.state import MAX_LOGIT_BIAS, Penalties, SamplingState
+from penstock.engine.sampling.state import (
+    FIRST_CAPACITY,
+    MAX_LOGIT_BIAS,
+    BadWords,
+    CounterRng,
+    Penalties,
+    SamplingState,
+    TokenCounts,
+    apply_penalties,
+)
 
 VOCAB = 50
 
@@ -112,3 +125,102 @@ def test_seeds_and_offsets_give_numbers_of_their_own_and_no_seed_gives_none() ->
     assert first_number(5) == first_number(5)
     seeds = [(5, 0), (5, 1), (-5, 0), (-(2**63), 0), (2**63 - 1, 127)]
     assert len({first_number(seed, offset) for seed, offset in seeds}) == len(seeds)
+
+
+PENALIZED_VOCAB = 200
+CPU = torch.device("cpu")
+TOKENS = st.lists(st.integers(0, PENALIZED_VOCAB - 1), max_size=150)
+PENALTIES = st.builds(Penalties, st.sampled_from([0.5, 1.0, 1.8]), st.sampled_from([-2.0, 0.0, 1.5]), st.sampled_from([-0.5, 0.0, 2.0]))
+
+
+def counted(prompt: list[int], output: list[int]) -> TokenCounts:
+    counts = TokenCounts(prompt, CPU)
+    for token_id in output:
+        counts.append(token_id)
+    return counts
+
+
+@settings(max_examples=50)
+@given(TOKENS, TOKENS)
+def test_counts_hold_every_token_once_with_its_occurrences_in_the_output(prompt: list[int], output: list[int]) -> None:
+    counts = counted(prompt, output)
+    pairs = list(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+    assert len(pairs) == len({token for token, _ in pairs})
+    assert dict(pairs) == {token: Counter(output)[token] for token in [*prompt, *output]}
+
+
+def test_counts_grow_beyond_their_first_capacity() -> None:
+    counts = counted([], list(range(3 * FIRST_CAPACITY)))
+    assert counts.ids.tolist() == list(range(3 * FIRST_CAPACITY))
+    assert counts.counts.tolist() == [1] * (3 * FIRST_CAPACITY)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(TOKENS, TOKENS, PENALTIES), min_size=1, max_size=4), st.integers(0, 1000))
+def test_penalties_equal_the_plain_formula_and_leave_other_rows_alone(
+    sequences: list[tuple[list[int], list[int], Penalties]], seed: int
+) -> None:
+    logits_BV = torch.randn(2 * len(sequences), PENALIZED_VOCAB, generator=torch.Generator().manual_seed(seed))
+    expected = logits_BV.tolist()
+    rows = [2 * index + 1 for index in range(len(sequences))]
+    for row, (prompt, output, penalties) in zip(rows, sequences, strict=True):
+        for token in {*prompt, *output}:
+            logit = expected[row][token]
+            logit = logit / penalties.repetition if logit > 0 else logit * penalties.repetition
+            expected[row][token] = logit - penalties.frequency * output.count(token) - penalties.presence * (token in output)
+    apply_penalties(logits_BV, rows, [counted(prompt, output) for prompt, output, _ in sequences], [one for _, _, one in sequences])
+    torch.testing.assert_close(logits_BV, torch.tensor(expected))
+
+
+def test_forbidden_token_stays_forbidden() -> None:
+    logits_BV = torch.full((1, PENALIZED_VOCAB), -math.inf)
+    apply_penalties(logits_BV, [0], [counted([1], [1, 2])], [Penalties(0.5, -2.0, -2.0)])
+    assert logits_BV.isneginf().all()
+
+
+def test_no_penalised_row_changes_nothing() -> None:
+    logits_BV = torch.ones(1, PENALIZED_VOCAB)
+    apply_penalties(logits_BV, [], [], [])
+    assert (logits_BV == 1).all()
+
+
+TOKEN = st.integers(0, 3)
+
+
+@given(st.lists(st.lists(TOKEN, max_size=4), max_size=5), st.lists(TOKEN, max_size=12))
+def test_a_token_completes_a_word_exactly_where_the_output_would_end_with_it(words: list[list[int]], output: list[int]) -> None:
+    bad_words = BadWords(words)
+    for token_id in output:
+        bad_words.append(token_id)
+    completing = set(bad_words.completing_ids())
+    for token_id in range(4):
+        longer = [*output, token_id]
+        assert (token_id in completing) == any(word and longer[-len(word) :] == word for word in words)
+
+
+def numbers(seed: int, place: int, count: int = 3) -> list[float]:
+    generator = CounterRng(seed, place)
+    return [generator.random() for _ in range(count)]
+
+
+@given(st.integers(-(2**63), 2**63), st.integers(0, 2**40))
+def test_numbers_depend_on_seed_place_and_order_alone(seed: int, place: int) -> None:
+    assert numbers(seed, place) == numbers(seed, place)
+    everything = [*numbers(seed, place), *numbers(seed + 1, place), *numbers(seed, place + 1)]
+    assert len(set(everything)) == 9
+    assert all(0 <= number < 1 for number in everything)
+
+
+def test_a_place_does_not_depend_on_what_was_drawn_before() -> None:
+    drawn, fresh = CounterRng(7), CounterRng(7)
+    drawn.random()
+    assert drawn.at_next_position().random() == fresh.at_next_position().random() == CounterRng(7, 1).random()
+
+
+def test_numbers_are_spread_evenly() -> None:
+    found = [CounterRng(seed, place).random() for seed in range(40) for place in range(100)]
+    shares = [sum(low / 10 <= number < (low + 1) / 10 for number in found) for low in range(10)]
+    assert all(330 < share < 470 for share in shares)
+    assert abs(sum(found) / len(found) - 0.5) < 0.02
+    pairs = sum(first < second for first, second in zip(found, islice(found, 1, None), strict=False))
+    assert abs(pairs / len(found) - 0.5) < 0.03
