@@ -248,9 +248,12 @@ def test_every_projection_of_a_fused_model_is_packed() -> None:
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 4 * model.config.num_hidden_layers + 1
 
 
-pytestmark = pytest.mark.skipif(not can_panel(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="this processor does not multiply bfloat16")
+needs_panels = pytest.mark.skipif(
+    not can_panel(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="this processor does not multiply bfloat16"
+)
 
 
+@needs_panels
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 12, 13, 24, 191, 200, 400])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 2), (32, 64), (48, 30), (576, 1536), (960, 576)])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -264,6 +267,7 @@ def test_a_layer_in_panels_computes_what_its_weight_says(num_rows: int, outputs:
     torch.testing.assert_close(result.float(), expected, rtol=1e-2, atol=1e-2 * inputs**0.5)
 
 
+@needs_panels
 def test_a_rows_result_does_not_depend_on_the_other_rows() -> None:
     torch.manual_seed(0)
     weight = panels(torch.randn(64, 96, dtype=torch.bfloat16))
@@ -273,12 +277,14 @@ def test_a_rows_result_does_not_depend_on_the_other_rows() -> None:
         assert torch.equal(panel_linear(x[first : first + count], weight, None, 64), whole[first : first + count])
 
 
+@needs_panels
 def test_other_types_and_sizes_are_told() -> None:
     assert not can_panel(torch.zeros(16, 2))
     assert not can_panel(torch.zeros(17, 2, dtype=torch.bfloat16))
     assert not can_panel(torch.zeros(16, 3, dtype=torch.bfloat16))
 
 
+@needs_panels
 @pytest.mark.parametrize("x", [torch.zeros(1, 64), torch.zeros(1, 32, dtype=torch.bfloat16)])
 def test_inputs_that_are_not_the_weights_are_not_read(x: torch.Tensor) -> None:
     with pytest.raises(AssertionError):

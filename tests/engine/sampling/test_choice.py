@@ -95,9 +95,10 @@ def test_row_of_nan_ends() -> None:
     draw(torch.full((1, BLOCK), math.nan), [0.5], [always(0.5)])
 
 
-pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
+needs_kernels = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(0, 5), (1, 1), (3, 255), (9, 256), (5, 49_152), (40, 1000)])
 def test_it_is_the_first_of_the_greatest(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -108,6 +109,7 @@ def test_it_is_the_first_of_the_greatest(num_rows: int, vocab_size: int, dtype: 
     assert greedy_tokens(logits_BV[::2], vocab_size) == expected[::2]
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @pytest.mark.parametrize("position", [0, 300, 599])
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
@@ -120,6 +122,7 @@ def test_what_is_not_finite_is_left_to_others(dtype: torch.dtype, position: int,
     assert greedy_tokens(logits_BV, 600) is None
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 def test_minus_infinity_beside_numbers_is_no_matter(dtype: torch.dtype) -> None:
     logits_BV = torch.full((1, 600), -torch.inf, dtype=dtype)
@@ -127,11 +130,13 @@ def test_minus_infinity_beside_numbers_is_no_matter(dtype: torch.dtype) -> None:
     assert greedy_tokens(logits_BV, 600) == [577]
 
 
+@needs_kernels
 def test_other_types_and_layouts_are_left_to_others() -> None:
     assert greedy_tokens(torch.zeros(2, 8, dtype=torch.float16), 8) is None
     assert greedy_tokens(torch.zeros(8, 2).T, 8) is None
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @pytest.mark.parametrize(
     ("num_rows", "vocab_size", "width"), [(1, 1, 1), (3, 255, 255), (7, 1000, 1024), (7, 1000, 700), (5, 49_152, 49_152)]
@@ -153,6 +158,7 @@ def test_it_is_the_first_of_the_greatest_that_are_allowed(
     assert greedy_tokens(logits_BV[::2], vocab_size, bitmask_BW[::2]) == expected[::2]
 
 
+@needs_kernels
 def test_what_is_not_allowed_may_be_no_number_and_what_is_allowed_may_not() -> None:
     logits_BV = torch.zeros(1, 600)
     logits_BV[0, 5], logits_BV[0, 599] = torch.nan, 2.0
