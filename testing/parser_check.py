@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise, product
+from itertools import cycle, groupby, pairwise, product
 from types import FrameType
 from typing import Any, SupportsIndex
 
@@ -81,8 +81,8 @@ def join_atoms(atoms: Iterable[str]) -> list[str]:
 
 
 FILLERS = ("lorem ipsum ", "\n" * 12)
-FEW = 12  # times that a filler is put in, and then four times as often
-MAX_POSITIONS = 5
+FEW = 8  # times that a filler is put in, and then four times as often
+NUM_POSITIONS = 5
 SLACK = 4000  # steps: text that breaks a call makes what follows cheaper
 
 
@@ -94,11 +94,13 @@ def check_cost(
     The text is words, or line breaks, or `fillers`; it is put in at `positions`, where they are given. Counted are the lines of Python
     that run and the characters that methods of `str` look at or copy, with one character to a piece.
     """
-    if positions is None:
-        positions = sorted({len(sample) * number // (MAX_POSITIONS - 1) for number in range(MAX_POSITIONS)})
+    _check_costs(factory, sample, turn, product(_positions(sample) if positions is None else positions, fillers))
+
+
+def _check_costs(factory: Callable[[Turn], Parser], sample: str, turn: Turn, places: Iterable[tuple[int, str]]) -> None:
     _cost(factory(turn), sample, turn.added_tokens)  # a first run may also fill caches
     alone = _cost(factory(turn), sample, turn.added_tokens)
-    for position, filler in product(positions, fillers):
+    for position, filler in places:
         texts = [f"{sample[:position]}{filler * num}{sample[position:]}" for num in (FEW, 4 * FEW)]
         short, long = (_cost(factory(turn), text, turn.added_tokens) - alone for text in texts)
         assert long <= 6 * short + SLACK, (
@@ -107,16 +109,20 @@ def check_cost(
         )
 
 
+def _positions(sample: str) -> list[int]:
+    return sorted({len(sample) * number // (NUM_POSITIONS - 1) for number in range(NUM_POSITIONS)})
+
+
 def _cost(parser: Parser, text: str, added_tokens: frozenset[str]) -> int:
     meter = [0]
 
-    def count_lines(frame: FrameType, event: str, argument: object) -> Any:
-        meter[0] += event == "line"
-        return count_lines
+    def count_step(frame: FrameType, event: str, argument: object) -> Any:
+        meter[0] += 1
+        return count_step
 
     pieces = [atom if isinstance(atom, SpecialText) else MeteredText(atom, meter) for atom in split_atoms(text, added_tokens)]
     before = sys.gettrace()
-    sys.settrace(count_lines)
+    sys.settrace(count_step)
     try:
         for piece in pieces:
             for _ in parser.feed(piece):
@@ -207,8 +213,9 @@ def check_parser(
             for end in range(len(atoms) + 1):
                 _check_answer(factory, this_turn, atoms[:end], markers)
         _check_generated(factory, this_turn, samples, markers, max_examples)
-    for sample in samples:
-        check_cost(factory, sample, turn)
+    for number, sample in enumerate(samples):
+        # Words and line breaks in turn: each of them at each position costs most of the time that a check takes.
+        _check_costs(factory, sample, turn, zip(_positions(sample), cycle((*FILLERS[number % 2 :], *FILLERS[: number % 2]))))
 
 
 def _check_every_split(factory: Callable[[Turn], Parser], turn: Turn, atoms: Sequence[str]) -> None:

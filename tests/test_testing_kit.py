@@ -155,6 +155,8 @@ def test_arguments_outside_of_calls_are_found() -> None:
 def test_reading_again_what_has_been_read_is_found(parser: type[RescansWithMethods]) -> None:
     with pytest.raises(AssertionError, match="what has been read is read again"):
         check_cost(parser, "why<end>because", Turn())
+    with pytest.raises(AssertionError, match="what has been read is read again"):
+        check_parser(parser, ["why because"], max_examples=5)
 
 
 def test_what_derives_from_no_parser_is_told_so() -> None:

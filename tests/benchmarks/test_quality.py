@@ -10,7 +10,7 @@ import torch
 from benchmarks.passages import PASSAGES, QUESTIONS
 from benchmarks.quality import Predictions, main
 from penstock.engine.model.gguf import convert_gguf
-from tests.engine.gguf.test_conversion import write_gguf
+from tests.engine.model.test_gguf import write_gguf
 
 
 def test_perplexity_is_that_of_the_tokens_that_came() -> None:

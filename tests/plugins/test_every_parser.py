@@ -135,7 +135,7 @@ def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
     tricky = info.example.replace("Oslo", '[\\"{}\\"] </tool_call>, \\u00e9')
     middle = len(info.example) - min(24, len(info.example) // 2)
     quoting = info.example.replace("Oslo", 'a"b')
-    samples = [info.example, f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"]
+    samples = [f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"]
     check_parser(registry[name], samples, markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=MAX_EXAMPLES)
 
 

@@ -4,17 +4,31 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
 from penstock.engine.pooling.encoder import EncoderBatch, EncoderInput, Forward
-from penstock.engine.pooling.engine import PoolingEngine, PoolingQueue
+from penstock.engine.pooling.engine import (
+    MAX_OPEN,
+    CosineScoring,
+    CrossScoring,
+    EncodedText,
+    PoolingEngine,
+    PoolingOutput,
+    PoolingQueue,
+    check_counts,
+    encode_text,
+    paired,
+    pool_all,
+    scoring_of,
+)
+from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_model
 from penstock.engine.pooling.model import PoolingModel, PoolingParams
 from penstock.engine.text.tokenizer import Tokenizer
@@ -253,3 +267,182 @@ def test_the_packaged_model_embeds_as_in_transformers(minilm_dir: Path) -> None:
         with torch.no_grad():
             mean: Tensor = reference(input_ids=torch.tensor([token_ids])).last_hidden_state[0].mean(0)
         torch.testing.assert_close(embedding, mean / mean.norm(), atol=1e-5, rtol=0)
+
+
+@dataclass
+class Places:
+    """An engine with so many places, that answers an input with its own token ids after a moment. `num_taken` are another client's."""
+
+    num_places: int = 10**6
+    num_taken: int = 0
+    failing: int | None = None
+    num_open: int = 0
+    most_open: int = 0
+    num_cancelled: int = 0
+    params: list[PoolingParams] = field(default_factory=list)
+
+    async def pool(self, prompt_token_ids: list[int], params: PoolingParams, **options: Any) -> PoolingOutput:
+        if self.num_open + self.num_taken >= self.num_places:
+            raise QueueFull("full")
+        self.params.append(params)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            for _ in range(1 + prompt_token_ids[0] % 3):
+                await asyncio.sleep(0)
+            if prompt_token_ids[0] == self.failing:
+                raise GenerationFailed("failed")
+            if self.failing is not None:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_open -= 1
+        return PoolingOutput(torch.tensor(prompt_token_ids), prompt_token_ids)
+
+
+def inputs(count: int) -> list[EncodedText]:
+    return [EncodedText(EncoderInput([number])) for number in range(count)]
+
+
+def pooled(engine: Places, texts: list[EncodedText], params: Any = None) -> list[int]:
+    outputs = asyncio.run(pool_all(cast(PoolingEngine, engine), texts, params or PoolingParams()))
+    return [output.prompt_token_ids[0] for output in outputs]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 3 * MAX_OPEN])
+def test_outputs_are_in_the_order_of_the_inputs(count: int) -> None:
+    engine = Places()
+    assert pooled(engine, inputs(count)) == list(range(count))
+    assert engine.most_open == min(count, MAX_OPEN)
+
+
+@pytest.mark.parametrize("num_places", [1, 2, 5])
+def test_a_batch_goes_through_as_few_places_as_there_are(num_places: int) -> None:
+    engine = Places(num_places)
+    assert pooled(engine, inputs(50)) == list(range(50))
+    assert engine.most_open == num_places
+
+
+def test_a_queue_that_is_full_of_others_is_refused() -> None:
+    with pytest.raises(QueueFull):
+        pooled(Places(num_places=4, num_taken=4), inputs(3))
+
+
+def test_the_first_failure_ends_the_others() -> None:
+    engine = Places(failing=5)
+    with pytest.raises(GenerationFailed):
+        pooled(engine, inputs(20))
+    assert engine.num_cancelled == 19
+    assert engine.num_open == 0
+
+
+def test_cancelling_ends_all_of_them() -> None:
+    engine = Places(failing=-1)
+
+    async def run() -> None:
+        task = asyncio.create_task(pool_all(cast(PoolingEngine, engine), inputs(9), PoolingParams()))
+        while engine.num_open < 9:  # noqa: ASYNC110 - the engine knows no events
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert engine.num_cancelled == 9
+
+
+def test_each_input_has_its_own_parameters_and_instruction() -> None:
+    engine = Places()
+    texts = [EncodedText(EncoderInput([0]), num_instruction_tokens=3), EncodedText(EncoderInput([1]))]
+    pooled(engine, texts, [PoolingParams(dimensions=1), PoolingParams(dimensions=2)])
+    assert engine.params == [PoolingParams(dimensions=1, num_instruction_tokens=3), PoolingParams(dimensions=2)]
+
+
+def test_texts_are_paired_one_with_all_or_each_with_its_own() -> None:
+    assert paired("a", "xyz") == [("a", "x"), ("a", "y"), ("a", "z")]
+    assert paired("abc", "xyz") == [("a", "x"), ("b", "y"), ("c", "z")]
+
+
+@pytest.mark.parametrize(("first", "second", "param"), [(0, 1, "one"), (1, 0, "two"), (2, 1, "one"), (2, 3, "one")])
+def test_counts_that_make_no_pairs_are_refused(first: int, second: int, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_counts(first, second, "one", "two")
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 5), (5, 5)])
+def test_counts_that_make_pairs_are_fine(first: int, second: int) -> None:
+    check_counts(first, second, "one", "two")
+
+
+def test_a_model_that_scores_pairs_is_asked_for_them() -> None:
+    assert isinstance(scoring_of({"score", "classify"}), CrossScoring)
+    assert isinstance(scoring_of({"embed", "token_embed"}), CosineScoring)
+
+
+@pytest.mark.parametrize("num_first", [1, 3])
+def test_cosines_are_those_of_torch(num_first: int) -> None:
+    vectors = torch.nn.functional.normalize(torch.randn(num_first + 3, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    outputs = [PoolingOutput(vector, [place]) for place, vector in enumerate(vectors)]
+    scores = CosineScoring().scores(outputs, num_first)
+    expected = torch.cosine_similarity(vectors[:num_first], vectors[num_first:])
+    torch.testing.assert_close(torch.tensor([score.value for score in scores]), expected)
+    assert [score.prompt_token_ids for score in scores] == [[index % num_first, num_first + index] for index in range(3)]
+
+
+LONG = "the cat sat on the mat and it was very, very pleased with itself"
+SHORT = "Paris is a city"
+PROMPTS = SentenceFiles(prompts={"query": "query: ", "document": ""}, default_prompt_name="query", include_prompt=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minilm_dir: Path) -> Tokenizer:
+    return Tokenizer.load(minilm_dir)
+
+
+@pytest.mark.parametrize("pair", [(LONG, SHORT), (SHORT, LONG), (LONG, LONG), (SHORT, "x"), (LONG, None)])
+def test_texts_and_pairs_are_encoded_and_cut_as_in_transformers(
+    pair: tuple[str, str | None], tokenizer: Tokenizer, minilm_dir: Path
+) -> None:
+    reference = AutoTokenizer.from_pretrained(minilm_dir)
+    for max_tokens in (None, 5, 6, 7, 8, 9, 11, 15, 16, 19, 30):
+        expected = reference(*pair, truncation=max_tokens is not None and "longest_first", max_length=max_tokens)
+        found = encode_text(tokenizer, SentenceFiles(), *pair, max_tokens=max_tokens).tokens
+        assert found.token_ids == expected["input_ids"]
+        assert found.token_type_ids == (None if pair[1] is None else expected["token_type_ids"])
+
+
+def test_a_limit_that_holds_special_tokens_only_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="2 tokens hold nothing of the text"):
+        encode_text(tokenizer, SentenceFiles(), LONG, max_tokens=2)
+
+
+def test_a_text_is_put_behind_the_instruction_that_is_named_or_the_default_one(tokenizer: Tokenizer) -> None:
+    plain = encode_text(tokenizer, SentenceFiles(), f"query: {SHORT}")
+    for name in (None, "query"):
+        encoded = encode_text(tokenizer, PROMPTS, SHORT, prompt_name=name)
+        assert encoded.tokens == plain.tokens
+        assert encoded.num_instruction_tokens == 3  # [CLS] query :
+    assert encode_text(tokenizer, PROMPTS, SHORT, prompt_name="document") == encode_text(tokenizer, SentenceFiles(), SHORT)
+
+
+def test_an_unknown_instruction_is_refused_with_those_that_there_are(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="no prompt named 'title'; it has document, query"):
+        encode_text(tokenizer, PROMPTS, SHORT, prompt_name="title")
+
+
+def test_pairs_have_no_instruction(tokenizer: Tokenizer) -> None:
+    assert encode_text(tokenizer, PROMPTS, SHORT, LONG) == encode_text(tokenizer, SentenceFiles(), SHORT, LONG)
+
+
+def test_text_is_put_in_lower_case_where_the_files_say_so(default_model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(default_model_dir)  # which tells the cases apart
+    lower = encode_text(tokenizer, SentenceFiles(do_lower_case=True), SHORT.upper())
+    assert lower == encode_text(tokenizer, SentenceFiles(), SHORT.lower())
+
+
+def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        encode_text(tokenizer, SentenceFiles(), "\ud800")

@@ -9,7 +9,7 @@ import pytest
 from penstock.engine.contracts.parsing import Event, FormatInfo, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read
-from penstock.testing.parser_check import split_atoms
+from penstock.testing.parser_check import join_atoms, split_atoms
 
 WRONG = (" oops ", '"', "'", "}", "]", ",", "\n", "\\", "<")
 AFTER = " after"
@@ -25,10 +25,11 @@ TOOL_PARSERS = pytest.mark.parametrize("name", sorted(set(plugins().tool_parsers
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
 
 
-def answer(name: str, text: str, tokens: frozenset[str]) -> list[Event]:
+def answer(name: str, text: str, tokens: frozenset[str], *, is_whole: bool = False) -> list[Event]:
     registry = plugins().tool_parsers
     turn = Turn(prompt_tail=registry.infos[name].prompt_tail, added_tokens=tokens, tools=[TOOL], tool_choice="auto")
-    return read(registry[name](turn), split_atoms(text, tokens))
+    atoms = split_atoms(text, tokens)
+    return read(registry[name](turn), join_atoms(atoms) if is_whole else atoms)
 
 
 def tokens_of(info: FormatInfo) -> frozenset[str]:
@@ -57,9 +58,9 @@ def test_a_call_that_has_ended_has_arguments_in_json_or_is_content(name: str) ->
     info = plugins().tool_parsers.infos[name]
     head, arguments, end = parts_of(info)
     for vocabulary in (tokens_of(info), frozenset[str]()):
-        for written in broken(arguments):
+        for number, written in enumerate(broken(arguments)):
             text = f"{head}{written}{end}{AFTER}"
-            events = answer(name, text, vocabulary)
+            events = answer(name, text, vocabulary, is_whole=number % 2 == 0)
             has_ended = "".join(event.text for event in events if isinstance(event, Text)).endswith(AFTER)
             assert has_ended or not (vocabulary and end), f"{text!r}: the end of the call is part of it in {events}"
             for index in [event.index for event in events if isinstance(event, ToolCallStart)] if has_ended else ():

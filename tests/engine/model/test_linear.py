@@ -7,7 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.model import linear
-from penstock.engine.model.linear import PackedLinear, can_pack, pack_linears
+from penstock.engine.model.fused import FusedPart, fuse_linears
+from penstock.engine.model.linear import (
+    PackedLinear,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    can_pack,
+    can_panel,
+    pack,
+    pack_linears,
+    panel_linear,
+    panels,
+    quantized,
+    unpack,
+    unpacked_rows,
+)
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
@@ -176,3 +190,133 @@ def test_keeping_no_row_skips_the_output_layer(name: str) -> None:
     with torch.inference_mode():
         logits = model(torch.arange(3, 20)[None], logits_to_keep=torch.tensor([], dtype=torch.long)).logits
     assert shapes == [logits.shape] == [(1, 0, model.config.vocab_size)]
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(8, 12, bias=bias)
+        self.k_proj = nn.Linear(8, 4, bias=bias)
+        self.v_proj = nn.Linear(8, 4, bias=bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_projections_give_what_each_gave_alone(bias: bool) -> None:
+    module = Attention(bias).requires_grad_(False)
+    first, second = torch.randn(3, 8), torch.randn(5, 8)
+    expected = [module(first), module(second)]
+    assert fuse_linears(module) == 1
+    for outputs, x in zip(expected, (first, second), strict=True):
+        for output, wanted in zip(module(x), outputs, strict=True):
+            torch.testing.assert_close(output, wanted)
+
+
+def test_parts_asked_for_in_another_order_or_with_another_input_are_still_right() -> None:
+    module = Attention().requires_grad_(False)
+    first, second = torch.randn(3, 8), torch.randn(3, 8)
+    keys, queries = module.k_proj(first), module.q_proj(second)
+    fuse_linears(module)
+    torch.testing.assert_close(module.k_proj(first), keys)
+    torch.testing.assert_close(module.q_proj(second), queries)
+
+
+def test_nothing_is_held_once_the_last_part_was_taken() -> None:
+    module = Attention().requires_grad_(False)
+    fuse_linears(module)
+    module(torch.randn(3, 8))
+    part = module.q_proj
+    assert isinstance(part, FusedPart)
+    assert part.fused._input is None
+    assert part.fused._parts == []
+
+
+def test_layers_that_disagree_on_a_bias_stay_apart() -> None:
+    module = Attention()
+    module.v_proj = nn.Linear(8, 4)
+    assert fuse_linears(module) == 0
+    assert type(module.q_proj) is nn.Linear
+
+
+def test_every_projection_of_a_fused_model_is_packed() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    assert fuse_linears(model) == 2 * model.config.num_hidden_layers
+    pack_linears(model)
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 4 * model.config.num_hidden_layers + 1
+
+
+needs_panels = pytest.mark.skipif(
+    not can_panel(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="this processor does not multiply bfloat16"
+)
+
+
+@needs_panels
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 12, 13, 24, 191, 200, 400])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 2), (32, 64), (48, 30), (576, 1536), (960, 576)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layer_in_panels_computes_what_its_weight_says(num_rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight_OI = torch.randn(outputs, inputs, dtype=torch.bfloat16)
+    bias = torch.randn(outputs, dtype=torch.bfloat16) if has_bias else None
+    x = torch.randn(2, num_rows, inputs, dtype=torch.bfloat16)
+    result = panel_linear(x[1], panels(weight_OI), bias, outputs)
+    expected = torch.nn.functional.linear(x[1].float(), weight_OI.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(result.float(), expected, rtol=1e-2, atol=1e-2 * inputs**0.5)
+
+
+@needs_panels
+def test_a_rows_result_does_not_depend_on_the_other_rows() -> None:
+    torch.manual_seed(0)
+    weight = panels(torch.randn(64, 96, dtype=torch.bfloat16))
+    x = torch.randn(40, 96, dtype=torch.bfloat16)
+    whole = panel_linear(x, weight, None, 64)
+    for first, count in [(0, 1), (3, 5), (11, 12), (20, 20)]:
+        assert torch.equal(panel_linear(x[first : first + count], weight, None, 64), whole[first : first + count])
+
+
+@needs_panels
+def test_other_types_and_sizes_are_told() -> None:
+    assert not can_panel(torch.zeros(16, 2))
+    assert not can_panel(torch.zeros(17, 2, dtype=torch.bfloat16))
+    assert not can_panel(torch.zeros(16, 3, dtype=torch.bfloat16))
+
+
+@needs_panels
+@pytest.mark.parametrize("x", [torch.zeros(1, 64), torch.zeros(1, 32, dtype=torch.bfloat16)])
+def test_inputs_that_are_not_the_weights_are_not_read(x: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        panel_linear(x, panels(torch.zeros(16, 64, dtype=torch.bfloat16)), None, 16)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_rows", [16, 33])
+def test_rows_are_those_of_the_weight(bits: int, num_rows: int) -> None:
+    torch.manual_seed(0)
+    weight = quantized(torch.randn(num_rows, 96), bits)
+    rows = torch.tensor([0, 15, num_rows - 1, 7, 7])
+    found = unpacked_rows(pack(weight), rows)
+    assert found.bits == unpack(pack(weight), num_rows).bits == bits
+    assert torch.equal(found.codes_OI, weight.codes_OI[rows])
+    assert torch.equal(found.dequantized(), weight.dequantized()[rows])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_token_ids_of_any_shape_become_rows_of_the_type_asked_for(bits: int) -> None:
+    weight = quantized(torch.randn(20, 96) * torch.logspace(-7, 4, 20)[:, None], bits)
+    linear = QuantizedLinear(weight, None)
+    embedding = QuantizedEmbedding(linear.blocks, torch.bfloat16)
+    assert embedding.blocks is linear.blocks
+    for shape in ((), (3,), (1, 0), (2, 5)):
+        token_ids = torch.randint(20, shape)
+        assert torch.equal(embedding(token_ids), weight.dequantized().bfloat16()[token_ids])
+    assert embedding.to("meta")(torch.zeros(1, 4, dtype=torch.long, device="meta")).shape == (1, 4, 96)
+
+
+def test_token_ids_may_be_of_any_integer_type_and_lie_apart() -> None:
+    embedding = QuantizedEmbedding(pack(quantized(torch.randn(20, 32), 8)), torch.float32)
+    token_ids = torch.arange(20)
+    assert torch.equal(embedding(token_ids[::2]), embedding(token_ids)[::2])
+    assert torch.equal(embedding(token_ids.int()), embedding(token_ids))

@@ -1,11 +1,32 @@
 import contextvars
+import subprocess
 import sys
 import threading
 from time import thread_time
 
 import pytest
 
-from penstock.engine.system.process import CompileClock, thread_seconds, uncounted
+from penstock.engine.system.process import SWITCH_SECONDS, CompileClock, LockHandover, thread_seconds, uncounted
+
+
+def test_the_interval_is_short_until_the_last_has_left() -> None:
+    before = sys.getswitchinterval()
+    handover = LockHandover()
+    with handover:
+        with handover, pytest.raises(ZeroDivisionError), handover:
+            raise ZeroDivisionError
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    assert sys.getswitchinterval() == before
+
+
+def test_an_interval_that_is_shorter_already_stays() -> None:
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(SWITCH_SECONDS / 10)
+        with LockHandover():
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS / 10)
+    finally:
+        sys.setswitchinterval(before)
 
 
 class Time:
@@ -78,3 +99,22 @@ def test_the_cpu_time_of_another_thread_is_known_until_it_ends() -> None:
     may_end.set()
     thread.join()
     assert thread_seconds(2**22 + 1) is None  # more than Linux gives out
+
+
+CODE = """
+import sys
+from penstock.engine.system.process import triton_left_out
+with triton_left_out({device!r}):
+    import penstock.engine.model.loader
+print("torch._dynamo" in sys.modules, "triton" in sys.modules)
+import importlib.util
+print(importlib.util.find_spec("triton") is not None)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
+def test_a_server_on_the_cpu_does_not_import_triton_and_still_could() -> None:
+    pytest.importorskip("triton")
+    run = subprocess.run([sys.executable, "-c", CODE.format(device="cpu")], capture_output=True, text=True, check=True)
+    # Torch's compiler, which would import it, is imported by transformers.
+    assert run.stdout.split() == ["True", "False", "True"]

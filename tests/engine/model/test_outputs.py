@@ -22,7 +22,7 @@ from penstock.engine.model.outputs import Capture
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sequence import Request
 from penstock.plugins.reasoning.formats import FORMATS
-from tests.engine.decoder.test_native_decoder import needs_kernels
+from tests.engine.model.test_native import needs_kernels
 from tests.engine.test_deadlines import Clock
 from tests.engines import core_over, loaded_model
 from tests.fakes import drive, ids, make_request, tokens

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.engine.model.quantization import EXACT_TYPES, dequantized, is_quantized, read_blocks
+from penstock.engine.model.quantization import CHUNK_ROWS, EXACT_TYPES, RowIndex, dequantized, fingerprints, is_quantized, read_blocks
 
 
 def tensors(path: Path, matrices: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:
@@ -96,3 +96,42 @@ def test_plain_matrices_and_what_is_no_matrix_are_not_quantized(tmp_path: Path) 
     Q8_0, Q5_1, F32 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_1, GGMLQuantizationType.F32
     found = tensors(tmp_path / "x.gguf", {"row": (matrix(32), Q8_0), "five": (matrix(2, 32), Q5_1), "plain": (matrix(2, 32), F32)})
     assert [is_quantized(tensor) for tensor in found.values()] == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_matrix_is_found_in_any_order_of_its_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrices = {str(index): torch.randn(40, 32).to(dtype) for index in range(5)}
+    index = RowIndex(matrices.items())
+    for name, matrix in matrices.items():
+        for order in (torch.arange(40), torch.randperm(40)):
+            found = index.find(matrix[order])
+            assert found is not None
+            assert found[0] == name
+            assert torch.equal(found[1], order)
+
+
+def test_rows_that_are_equal_may_stand_for_each_other() -> None:
+    matrix = torch.randn(3, 32)[[0, 1, 0, 2, 0]]
+    shuffled = matrix[[4, 1, 3, 0, 2]]
+    found = RowIndex([("one", matrix)]).find(shuffled)
+    assert found is not None
+    assert torch.equal(matrix[found[1]], shuffled)
+
+
+def test_other_rows_other_shapes_and_other_values_are_not_found() -> None:
+    matrix = torch.randn(4, 32)
+    index = RowIndex([("one", matrix)])
+    changed = matrix.clone()
+    changed[3, 31] *= 1.0001
+    assert [index.find(other) for other in (changed, matrix[:3], matrix.T.contiguous(), matrix[[0, 1, 2, 2]])] == [None] * 4
+
+
+def test_a_negative_zero_is_a_zero() -> None:
+    zeros = torch.zeros(1, 32)
+    assert torch.equal(fingerprints(zeros), fingerprints(-zeros))
+
+
+def test_rows_beyond_a_chunk_are_looked_at() -> None:
+    rows = torch.arange(CHUNK_ROWS + 2).float()[:, None].expand(-1, 32)
+    assert len(fingerprints(rows).unique()) == CHUNK_ROWS + 2  # type: ignore[no-untyped-call]

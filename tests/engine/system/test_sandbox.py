@@ -21,7 +21,7 @@ from penstock.engine.system.process import CompileClock
 from penstock.engine.system.sandbox import Limits, Sandbox
 from tests import sandbox_jobs as jobs
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
