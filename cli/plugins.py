@@ -19,9 +19,9 @@ INTRODUCTION = """\
 
 `penstock plugins --markdown` prints this page from the declarations of the built-in parsers. A parser is selected by `--plugin`, or by
 `--reasoning-parser` and `--tool-parser`, under its name or one of its aliases. If none is named, the server
-[chooses](plugins.md#load-and-select) the parser whose signs all occur in the model's own chat template or among its added tokens. A parser may
-have several sets of signs, any of which suffices; one without signs has to be named. If no tool parser fits, it is `hermes`, and the server
-[tells the model](requests.md#tools) how calls are written.
+[chooses](plugins.md#load-and-select) the parser whose signs all occur in the model's own chat template or among its added tokens. A parser
+may have several sets of signs, any of which suffices; one without signs has to be named. If no tool parser fits, it is `hermes`, and the
+server [tells the model](requests.md#tools) how calls are written.
 
 `penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows what parsers make of a text. It assumes that the prompt ended
 as the column *prompt ends with* shows, unless `--prompt-tail` is given; the server reads the real prompt.
