@@ -1,4 +1,4 @@
-"""From arguments to everything a handler needs. What can be refused is refused before the model is loaded."""
+"""Assembles everything that a handler needs from the arguments. Anything that can be refused is refused before the model is loaded."""
 
 import hashlib
 import ipaddress

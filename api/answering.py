@@ -1,4 +1,4 @@
-"""Sends an answer, as one body or as server-sent events. Whatever happens on the way, the engine's request is closed."""
+"""Sends answers as one body or as server-sent events, over the merged deltas of their sequences. The engine's request is always closed."""
 
 import asyncio
 from collections import deque

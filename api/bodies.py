@@ -1,4 +1,4 @@
-"""From an HTTP request to its decoded body: bounded, typed, and every mistake with its JSON path."""
+"""From an HTTP request to its decoded body: within bounds, typed, with the JSON path of every mistake, and refused fields by name."""
 
 import asyncio
 import difflib

@@ -1,4 +1,4 @@
-"""What handlers find in the aiohttp application: the server's objects, and the timer of each request."""
+"""What handlers find in the aiohttp application: the server's objects and the timer of each request; and GET /metrics."""
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify."""
+"""POST /v1/embeddings, /pooling, /classify, /v1/score, /v1/rerank and /v2/rerank."""
 
 import base64
 import time

@@ -1,4 +1,4 @@
-"""Requests and responses on the wire."""
+"""Responses on the wire: bodies and chunks of chat and completions, with usage and log probabilities."""
 
 import codecs
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What `penstock` does besides serving, by its first word. Each reads its own words first: help and wrong flags cost nothing."""
+"""The subcommands of `penstock`, by name. Each parses its own arguments before heavy imports: help and wrong flags cost nothing."""
 
 from collections.abc import Callable, Mapping
 

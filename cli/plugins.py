@@ -17,18 +17,17 @@ from penstock.plugins.registry import Registry
 INTRODUCTION = """\
 # Parsers
 
-What the built-in parsers say of themselves: `penstock plugins --markdown` prints this page. A parser is named by `--plugin`, or by
-`--reasoning-parser` and `--tool-parser`, under its name or one of its aliases. Without a name, the server takes the parser whose signs are
-all in the model's own chat template or among its added tokens: where several fit, the one with the most signs. Where a parser has several
-sets of signs, any of them will do. One without signs has to be named. Where no tool parser fits, it is `hermes`, and the server
-[tells the model](requests.md#tools) how calls are written.
+`penstock plugins --markdown` prints this page from the declarations of the built-in parsers. A parser is selected by `--plugin`, or by
+`--reasoning-parser` and `--tool-parser`, under its name or one of its aliases. If none is named, the server
+[chooses](plugins.md#load-and-select) the parser whose signs all occur in the model's own chat template or among its added tokens. A parser
+may have several sets of signs, any of which suffices; one without signs has to be named. If no tool parser fits, it is `hermes`, and the
+server [tells the model](requests.md#tools) how calls are written.
 
 `penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows what parsers make of a text. It assumes that the prompt ended
-as the column *prompt ends with* says, unless `--prompt-tail` says otherwise; the server reads the real prompt.
+as the column *prompt ends with* shows, unless `--prompt-tail` is given; the server reads the real prompt.
 
-Where servers disagree about a format, the choice made here is in its notes below; what concerns all formats is in
-[Reasoning parsers](reasoning-parsers.md#where-other-servers-differ) and
-[Tool parsers](tool-parsers.md#where-other-servers-differ).
+Where servers disagree about a format, the choice made here is in its notes below; differences that concern all formats are in
+[Where other servers differ](parser-plugins.md#where-other-servers-differ).
 """
 UNREAD = """\
 ## What is not read

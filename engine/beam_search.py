@@ -1,4 +1,4 @@
-"""Beam search: the beams of one answer, their step, and what they become in the end."""
+"""Beam search: the beams of one answer, the choice of their continuations in each step, and the finished hypotheses."""
 
 import heapq
 import logging

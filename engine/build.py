@@ -1,4 +1,4 @@
-"""Builds the engine from its configuration."""
+"""Builds the engine from its configuration: loads the model, prepares its layers, captures CUDA graphs and sizes the KV cache."""
 
 import functools
 import logging

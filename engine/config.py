@@ -1,4 +1,4 @@
-"""The engine's settings, each declared once as an option: its flag, its range, its default and its help."""
+"""How options are declared, and the engine's own: for each its flag, range, default and help."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The paged KV cache: its tensors, and the pool that allocates blocks, shares them by prefix and evicts the least recently used."""
+"""The paged KV cache: its tensors, and the block pool with prefix caching, copy-on-write and eviction by retention priority and age."""
 
 import copy
 import hashlib

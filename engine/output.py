@@ -1,4 +1,4 @@
-"""Processes a step's results: appends tokens, reads them as text and events, and ends answers."""
+"""Processes a step's results: accepts or rejects draft tokens, appends tokens, reads them as text and events, and ends answers."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Which sequences compute how many tokens in a step. There is no prefill or decode phase: computed tokens catch up with known ones."""
+"""Continuous batching: which sequences compute how many tokens in a step, with admission, chunked prefill and preemption.
+
+No step is a prefill or a decode step: the computed tokens of each sequence catch up with its known ones.
+"""
 
 import bisect
 import time

@@ -1,4 +1,4 @@
-"""Speculative decoding by n-grams: draft tokens for each sequence, and how many of them pay for their rows."""
+"""Speculative decoding by n-grams: the proposer of draft tokens for each sequence, and how many of them pay for their rows."""
 
 import heapq
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""The engine as a library: the server's own parts, without a server."""
+"""The engine as a library: the parts of the server without HTTP."""

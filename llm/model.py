@@ -1,4 +1,4 @@
-"""A model in this process: loaded and assembled as for the server, run by an event loop in a thread of its own, put to sleep and woken."""
+"""A model in this process: loaded as for the server, run by an event loop in a thread of its own, put to sleep and woken."""
 
 import asyncio
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""What the library's calls return."""
+"""The objects that the library's calls return, metrics included."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The names of one kind that plug-ins have registered, and which is in use: the operator's choice, or what a model's files show."""
+"""The registry of one kind of plug-in: names, aliases, and the one in use, chosen by the operator or from a model's files."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

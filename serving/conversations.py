@@ -1,4 +1,4 @@
-"""From a body's conversation to the prompt's text and token ids, with the special tokens in messages read or kept as text."""
+"""Prompts: from a conversation or texts to token ids, with the special tokens in messages parsed or kept as text."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Messages from the engine's deltas, step by step and whole. Endpoints and the library share it."""
+"""Messages from the engine's deltas, step by step and whole, for the endpoints and the library."""
 
 import json
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice`: which tools the prompt describes, what the model may or must call, and the grammar that holds it to that."""
+"""`tools` and `tool_choice`: which tools the prompt describes, which calls are allowed or required, and the grammar that enforces it."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar

@@ -1,4 +1,4 @@
-"""What plug-ins must pass, and walks through grammars, for the tests of plug-ins. Needs `hypothesis`; any test runner will do.
+"""The checks that plug-ins must pass, and walks through grammars. Needs `hypothesis`, and works in any test runner.
 
 from penstock.testing import check_parser
 

@@ -1,4 +1,4 @@
-"""What every logits processor must keep to, tried on random logits."""
+"""The check that every logits processor must pass, on random logits."""
 
 import random
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Whether a tool parser and its `tool_format` are about the same calls: what `penstock.testing.check_tool_format` runs."""
+"""The check that a tool parser reads what its `tool_format` writes: `penstock.testing.check_tool_format`."""
 
 import json
 import random

@@ -47,7 +47,7 @@ def test_what_is_shown_to_others_imports_public_names_only(name: str) -> None:
     assert imported(SOURCES[name]) <= PUBLIC
 
 
-@pytest.mark.parametrize("name", ["README.md", "reasoning-parsers.md", "examples/bracket_thoughts.py", "cli/templates/tool.py.txt"])
+@pytest.mark.parametrize("name", ["README.md", "parser-plugins.md", "examples/bracket_thoughts.py", "cli/templates/tool.py.txt"])
 def test_the_walk_finds_documents_examples_and_templates(name: str) -> None:
     assert any(imported(source) for found, source in SOURCES.items() if found.startswith(name))
 

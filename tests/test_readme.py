@@ -113,6 +113,19 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_links_to_a_section_name_a_heading(page: str) -> None:
+    for link, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", PAGES[page]):
+        target = ROOT / page if not link else (ROOT / page).parent / link
+        assert section in anchors(target.read_text(encoding="utf-8")), f"{link}#{section}"
+
+
+def anchors(page: str) -> set[str]:
+    """The headings of a page as links name them."""
+    prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in re.findall(r"^#+ (.+)$", prose, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_mentioned_exist(page: str) -> None:
     for path in re.findall(r"`((?:\w+/)+[\w-]+\.\w+)`", PAGES[page]):
         assert (ROOT / path).exists(), path

@@ -102,6 +102,21 @@ def test_ordinary_words_are_not_found(text: str) -> None:
     assert hits(text) == []
 
 
+GLOSSARY = re.findall(
+    r"^\| ([^|]+?) \|", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Words\n")[1], re.MULTILINE
+)[2:]
+
+
+def test_every_word_of_the_glossary_is_used() -> None:
+    def spaced(text: str) -> str:  # as in num_draft_tokens, DraftTokens and draft-tokens
+        return re.sub(r"[\s_#*-]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", text)).lower()
+
+    used = spaced(" ".join((ROOT / path).read_text(encoding="utf-8") for path in searched_files() if not path.endswith(".md")))
+    words = [word for words in GLOSSARY for word in words.split(", ")]
+    assert len(words) > 60
+    assert [word for word in words if spaced(word) not in used] == []
+
+
 def test_what_is_excepted_exists() -> None:
     assert [path for path in (*PROSE, *ALLOWED) if not (ROOT / path).exists()] == []
     assert all(words in (ROOT / path).read_text(encoding="utf-8") for path, allowed in ALLOWED.items() for words in allowed)

@@ -1,4 +1,4 @@
-"""What attention needs to know of a flat batch, in one tensor, and what differs from layer to layer."""
+"""The metadata of attention: a flat batch in one tensor, and the options that differ from layer to layer."""
 
 from dataclasses import dataclass
 from itertools import pairwise

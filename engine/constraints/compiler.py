@@ -1,4 +1,4 @@
-"""Compiles constraints off the event loop, each once, by the first backend that takes it, and keeps and counts them."""
+"""Compiles constraints off the event loop, each once, by the first backend that accepts it; caches and counts them."""
 
 import asyncio
 import functools

@@ -1,7 +1,7 @@
-"""How large a constraint may be, checked before any backend sees it.
+"""The limits on a constraint's size, checked before any backend sees it.
 
-Backends have limits of their own for what small texts can blow up to. These here bound the work of reading a constraint at all, and say
-in the client's own terms what is too much. Nothing that reads a document recurses: it may be nested as deeply as its author likes.
+Backends have limits of their own for short texts that expand to large grammars. These bound the work of reading a constraint, in terms that
+the client knows. Nothing that reads a document recurses: it may be nested as deeply as its author likes.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The four hooks through which formats reach the engine. Hooks run at start; nothing in the token loop goes through pluggy."""
+"""The four hooks of plug-ins. They run at startup; nothing in the token loop goes through pluggy."""
 
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""What a parser of reasoning or tool calls is given, what it gives, and what it may say of its format."""
+"""The contract of parsers: the `Turn` that they get, the events that they return, and the description of their format."""
 
 import enum
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""What a constraint says: a schema, regex or grammar as the client wrote it, or a structure of markers, text and constrained values."""
+"""Constraints as data: a schema, regex or grammar as the client wrote it, or a structure of markers, text and constrained values."""
 
 import typing
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
 # Triton has no types. This module needs Triton to be installed: the functions that launch its code import it when they are called.
-"""Device code of the attention kernels, which `attention.py` launches. It needs Triton, so its launchers import it when they are called."""
+"""Device code of the attention kernels, which `launch.py` launches."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
-"""Device code of the layer kernels, which `layers.py` launches. It needs Triton, so its launchers import it when they are called."""
+"""Device code of the layer kernels, which `launch.py` launches."""
 
 import triton
 import triton.language as tl

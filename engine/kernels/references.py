@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain torch: one sequence at a time, on any device. For tests and as documentation."""
+"""Reference implementations of the kernels in plain torch: one sequence at a time, on any device. For tests and as documentation."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Runs decoder layers as compiled code once it is there. Until then, and wherever it is not to be had, they run as they are.
+"""Runs decoder layers as compiled code once it is ready. Until then, and wherever they cannot be compiled, they run as they are.
 
 Compiled ahead of time rather than by `torch.compile`: what that saves in a small model's layer it spends again on guards (measured: 19 ms a
 step either way, 16 without them), and compiling in this process would hold up every stream for seconds.

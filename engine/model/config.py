@@ -1,4 +1,4 @@
-"""A model's config files: what is read of them, what is refused, the context length and the sampling defaults."""
+"""A model's config files: which models are refused, the context length, the tokens that end an answer, and sampling defaults."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""GGUF files: their header, read with suspicion, and their conversion into a directory that transformers loads."""
+"""GGUF files: their header, checked as untrusted input, and their conversion into a directory that transformers loads."""
 
 import hashlib
 import logging

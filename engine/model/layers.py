@@ -1,4 +1,4 @@
-"""A model's decoder layers as plain functions of tensors, which is what a compiler and its compiled code deal in."""
+"""A model's decoder layers as plain functions of tensors, for the compiler and its compiled code."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Linear layers over weights packed for the CPU's matrix multiplication.
+"""Linear layers and embeddings on the CPU, over packed weights: bfloat16 in panels, or quantized in 4 or 8 bits.
 
 bfloat16 weights are packed in panels for a native kernel, others in oneDNN's layout, which else reorders them on every call or falls
 back to slower loops (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same."""

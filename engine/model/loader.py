@@ -1,4 +1,4 @@
-"""A model directory turned into a model on its device, checked before its weights are read."""
+"""A model directory turned into a model on its device, checked before its weights are read; and the memory left for the KV cache."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What a model computes on its way to the logits, by name, and where in its modules each output is captured.
+"""Named outputs of a model on its way to the logits, and where in its modules each of them is captured.
 
 hidden_states.N     what decoder layer N reads, N from 0; hidden_states.L, of L layers, is what the last of them gives
 hidden_states.last  the same after the final norm, which is what the head reads

@@ -1,4 +1,4 @@
-"""In how many bits a model's weights are served: the file of quantized matrices, loading without them, and rounding the rest.
+"""Quantized weights: a GGUF file's blocks, the file that keeps their codes, loading without the originals, and rounding the rest.
 
 A GGUF file's matrices of few bits are best served in their own precision: nothing is rounded twice. Others are rounded on request. There is
 one copy of a weight, for any number of rows: codes of 4 bits are 2.2 times as fast as bfloat16 at 1 row, and still 1.4 times as fast at 512

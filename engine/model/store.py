@@ -1,4 +1,4 @@
-"""Finds a model: a directory, a GGUF file, a package from the registry that has weights in it, or a name on the Hub."""
+"""Finds a model: a directory, a GGUF file, a Python package that contains weights, or a name on the Hub."""
 
 import difflib
 import errno

@@ -1,4 +1,4 @@
-"""Builds the C++ kernels once with the machine's own compiler and loads them. Where there is no compiler, callers take their torch path."""
+"""Builds the C++ kernels once with the machine's own compiler and loads them. Without a compiler, callers use torch."""
 
 import ctypes
 import functools

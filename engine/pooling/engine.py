@@ -1,4 +1,4 @@
-"""The engine of models that turn text into numbers: texts in, tensors out, computed in batches."""
+"""The engine of pooling models: texts in, tensors out, computed in batches; and scores of pairs of texts."""
 
 import asyncio
 import dataclasses

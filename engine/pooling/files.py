@@ -1,4 +1,4 @@
-"""What the files that sentence-transformers adds to a model directory say: how token vectors become the vector of a text.
+"""The files that sentence-transformers adds to a model directory: a model's kind, and how token vectors become the vector of a text.
 
 Formats as that library writes them: modules.json lists the stages, each with a directory and a config.json of its own.
 """

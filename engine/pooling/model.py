@@ -1,4 +1,4 @@
-"""A model that turns texts into numbers: embeddings, vectors of their tokens, class probabilities, relevance scores."""
+"""Pooling models: from texts to embeddings, vectors of their tokens, class probabilities or relevance scores."""
 
 import dataclasses
 import functools

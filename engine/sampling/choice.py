@@ -1,4 +1,4 @@
-"""Choosing one token per row: the most probable one, or one at random, without ever sorting a vocabulary.
+"""Choosing one token per row, the most probable or a random one, without ever sorting a vocabulary.
 
 Rows are seen as blocks of `BLOCK` columns. A token is found by its block first, so that one pass over the row, which vectorizes, is
 followed by work on a few hundred numbers. All sums are per row and per block: what a row gives does not depend on its neighbours.

@@ -1,4 +1,4 @@
-"""The sampler's state of one sequence."""
+"""The sampler's state of one sequence: token counts for penalties, bad words, and counter-based random numbers."""
 
 import copy
 from collections import deque

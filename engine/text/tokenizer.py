@@ -1,4 +1,4 @@
-"""Text to token ids and back, over one model directory's tokenizer, and the bytes that each token adds to a text.
+"""Text to token ids and back, over one model directory's tokenizer; the bytes that each token adds; and content without special tokens.
 
 Nearly every decoder in use is local: what a token adds depends on that token alone, and on whether it is the first. Such a decoder is asked
 once per token and never again. One that looks further (a suffix at a word's end, neighbours that are merged) is called opaque."""

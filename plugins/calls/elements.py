@@ -1,4 +1,4 @@
-"""Calls whose arguments are elements, nested where objects and arrays are, each tag behind a mark of its own."""
+"""Calls whose arguments are elements, nested like objects and arrays, with a mark before each tag."""
 
 import json
 import re

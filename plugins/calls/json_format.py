@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON: an object with a name and arguments, or the arguments after a name that markers tell."""
+"""Formats whose calls are JSON: an object with a name and arguments, or the arguments after a name between markers."""
 
 import json
 import re

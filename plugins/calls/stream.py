@@ -1,4 +1,4 @@
-"""Streams of tool calls: the base of all of them, calls in sections, and the contract of what reads one call."""
+"""Streams of tool calls: their base classes, the contract of call readers, and `CallFormat`, the base of declared formats."""
 
 import re
 import secrets

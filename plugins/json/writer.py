@@ -1,4 +1,4 @@
-"""Writes one JSON document piece by piece, for formats whose values are not JSON."""
+"""Writes one JSON document piece by piece, for formats whose values are not JSON, and the arguments of calls made of parameters."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The closed reading of a JSON Schema: where it names properties of an object and says nothing of others, there are no others.
+"""The closed reading of a JSON Schema: an object whose properties it names has no others.
 
 A pydantic model says nothing of further properties, so as written its schema allows any, and small models go on and on with them. Whatever
 the closed schema allows, the schema as written allows too, and every property that it names can still come up.

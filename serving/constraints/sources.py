@@ -1,4 +1,4 @@
-"""The schemas and grammars of a request: how long they may be, how they are read, and the backend that they name."""
+"""The schemas and grammars of a request: their size, how they are read, and the backend that the request names."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every spelling of a constraint as one `GrammarSpec`. docs/requests.md has the table of them."""
+"""Every spelling of a constraint as one `GrammarSpec`; docs/requests.md lists them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

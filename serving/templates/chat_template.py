@@ -1,4 +1,4 @@
-"""From a conversation to the prompt's text, and to the part of it that tells a parser where the answer starts."""
+"""From a conversation to the prompt's text, and to the part of it that shows a parser where the answer starts."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Messages: checked, and as chat templates expect them, whatever spelling the client used."""
+"""Messages as chat templates expect them: checked, in one spelling, and with tools described for templates that do not."""
 
 import json
 from collections.abc import Mapping, Sequence

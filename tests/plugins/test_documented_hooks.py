@@ -23,17 +23,19 @@ from penstock.testing.grammar_walks import accepts, byte_vocabulary
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "plugins.md").read_text(encoding="utf-8")
 PAGES = {
-    "register_reasoning_parsers": "reasoning-parsers.md",
-    "register_tool_parsers": "tool-parsers.md",
-    "register_logits_processors": "logits-processors.md",
-    "register_grammar_backends": "grammar-backends.md",
+    "register_reasoning_parsers": ("parser-plugins.md", "reasoning-formats"),
+    "register_tool_parsers": ("parser-plugins.md", "tool-formats"),
+    "register_logits_processors": ("decoding-plugins.md", "logits-processors"),
+    "register_grammar_backends": ("decoding-plugins.md", "grammar-backends"),
 }
+PORTING = "\n## Coming from vLLM's parser classes\n"
 HOOKS = [name for name, function in inspect.getmembers(hooks, inspect.isfunction) if hasattr(function, "penstock_spec")]
 
 
 def blocks_of(hook: str) -> list[str]:
-    """The Python on the hook's page."""
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / PAGES[hook]).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    """The Python on the hook's page, without the ports of vLLM's classes."""
+    page, _, _ = (DOCS / PAGES[hook][0]).read_text(encoding="utf-8").partition(PORTING)
+    return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
 def examples_of(hook: str) -> list[str]:
@@ -49,9 +51,11 @@ def load_example(hook: str, folder: Path) -> Plugins:
     return Plugins.start([str(path)])
 
 
-def test_every_hook_has_a_page() -> None:
+def test_every_hook_has_a_section_that_the_first_page_links_to() -> None:
     assert set(HOOKS) == set(PAGES)
-    assert all(f"| `{hook}` |" in PAGE and f"]({PAGES[hook]})" in PAGE for hook in HOOKS)
+    for hook, (page, section) in PAGES.items():
+        assert f"| `{hook}` |" in PAGE
+        assert f"]({page}#{section})" in PAGE
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -115,7 +119,8 @@ def test_a_format_that_a_plugin_declares_is_read_written_and_recognized(tmp_path
 
 
 def test_the_example_of_vllms_parser_classes_reads_the_same_calls(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "vllm-parsers.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    _, _, porting = (DOCS / "parser-plugins.md").read_text(encoding="utf-8").partition(PORTING)
+    blocks = re.findall(r"^```python\n(.*?)^```", porting, re.MULTILINE | re.DOTALL)
     theirs, tools, reasoning = blocks
     names: dict[str, Any] = {}
     exec(theirs, names)
@@ -189,6 +194,11 @@ def test_the_example_of_register_grammar_backends(tmp_path: Path) -> None:
         backend.compile(GrammarSpec(GrammarKind.REGEX, "a*"))
 
 
-@pytest.mark.parametrize("word", ["Text(text)", "Reasoning(text)", "ToolCallStart(index, name, id)", "--plugin", "--without"])
-def test_the_page_names_events_and_flags(word: str) -> None:
+@pytest.mark.parametrize("word", ["--plugin", "--without", "penstock new-plugin", "check_parser"])
+def test_the_first_page_names_flags_and_commands(word: str) -> None:
     assert word in PAGE
+
+
+@pytest.mark.parametrize("event", ["Text(text)", "Reasoning(text)", "ToolCallStart(index, name, id)", "ToolCallArguments(index, fragment)"])
+def test_the_reference_of_parsers_names_every_event(event: str) -> None:
+    assert event in (DOCS / "parser-plugins.md").read_text(encoding="utf-8")

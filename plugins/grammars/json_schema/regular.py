@@ -1,4 +1,4 @@
-"""JSON Schema as a regular expression, for the schemas where that says the same."""
+"""JSON Schema as a regular expression, where that means the same; the part of a schema that is regular; and which masks are quick."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema rewritten with others that more compilers know, where that is exact, and the keywords that a compiler refuses."""
+"""Keywords of JSON Schema, rewritten exactly with others that more compilers know; and the search for the keyword that one refuses."""
 
 import itertools
 import math

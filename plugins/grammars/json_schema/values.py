@@ -1,4 +1,4 @@
-"""How JSON values are spelled: strings, numbers between bounds, formats, and the keywords that speak of them."""
+"""How JSON values are spelled: strings, numbers between bounds, formats, and the keywords that restrict them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""JSON Schemas for llguidance: what it would take silently for something else is refused or made exact first."""
+"""JSON Schemas for llguidance: keywords that it would silently misread are refused, or made exact first."""
 
 import json
 import math

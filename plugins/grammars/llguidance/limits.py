@@ -1,4 +1,4 @@
-"""What one grammar may cost in llguidance, and what it says of a grammar that costs more."""
+"""The limits of one grammar in llguidance, and what its error messages mean."""
 
 import re
 from dataclasses import dataclass
