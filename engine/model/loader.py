@@ -199,9 +199,9 @@ def in_memory(model: PreTrainedModel, max_model_len: int) -> LoadedModel:
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises `ConfigurationError` for a device that is not there."""
+    """`auto` is the GPU where there is one. A GPU always has an index. Raises `ConfigurationError` for a device that is not there."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
@@ -210,6 +210,9 @@ def resolve_device(device: str) -> torch.device:
         raise ConfigurationError(f"--device {device} is not supported: use auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(f"--device {device}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
+    if resolved.type == "cuda" and resolved.index is None:
+        # Without an index, `torch.cuda.set_device` raises, and no tensor's device is equal to this one.
+        return torch.device("cuda", torch.cuda.current_device())
     return resolved
 
 

@@ -130,3 +130,15 @@ def test_dtype_follows_the_device() -> None:
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--device {device}"):
         resolve_device(device)
+
+
+@pytest.mark.parametrize(("asked", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_has_an_index_which_torch_needs_to_make_it_current(monkeypatch: pytest.MonkeyPatch, asked: str, index: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    device = resolve_device(asked)
+    made_current: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
+    torch.cuda.set_device(device)
+    assert (device, made_current) == (torch.device("cuda", index), [index])
