@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132
 NUM_DEVICE_TYPES, CUDA_TYPE, META_TYPE = 22, 1, 14  # of c10::DeviceType
-MEMORY = 2**30  # bytes, free and in all
+MEMORY = 2**27  # bytes, free and in all
 CAPTURE_ERROR = "CUDA error: operation not permitted when stream is capturing"
 
 # What reads a number, or a number of elements, from the device.

@@ -1,12 +1,20 @@
 """The engine and the server on a GPU, shown on a fake one: devices of all operands, graphs, waits for the device, and what is said."""
 
 import asyncio
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.cli.flags import parse_arguments
 from penstock.engine.build import build_core
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
@@ -15,6 +23,10 @@ from penstock.engine.kv_cache import block_bytes
 from penstock.engine.loop import Engine
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sequence import Request
+from penstock.plugins.manager import Plugins
+from penstock.server import bind, listen, load_model, run
+from tests import encoders
+from tests.api.pooling_server import Reference
 from tests.engines import Recorder, loaded_model
 from tests.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens
@@ -126,5 +138,63 @@ def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_
     cuda.clear()
     (deltas,) = serve(core, [request(**params)])
     assert deltas[-1].error is None
-    print("RESULT", kind, dict(cuda.waits), dict(cuda.lines), core.stats().num_steps, core.stats().num_accepted_tokens)
     assert cuda.waits == allowed, cuda.lines
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> str:
+    """The first line of the answer."""
+    sent = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(sent, timeout=60) as response:
+        line: bytes = response.readline()
+        return line.decode()
+
+
+def first_line(directory: Path, path: str, body: dict[str, Any]) -> str:
+    """Of the answer to the first request that a server sees, which starts as `penstock --model DIRECTORY` does."""
+    arguments = parse_arguments(["--model", str(directory), "--served-model-name", "tiny", "--no-access-log"])
+    assembled = load_model(arguments, Plugins.start([]))
+    lines: list[str] = []
+
+    def client(url: str) -> None:
+        try:
+            lines.append(ask(url, path, body))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with bind("127.0.0.1", 0) as listener:
+        listen(listener)
+        thread = threading.Thread(target=client, args=("http://{}:{}".format(*listener.getsockname()),))
+        thread.start()
+        asyncio.run(run(arguments, assembled, listener, time.monotonic()))
+        thread.join()
+    (line,) = lines
+    return line
+
+
+@pytest.fixture(scope="module")
+def generator_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("generator")
+    tiny_model("qwen3").save_pretrained(directory)
+    encoders.byte_backend().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def embedder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return encoders.embedding_directory(tmp_path_factory.mktemp("embedder"))
+
+
+def test_a_server_with_default_flags_streams_its_first_answer(
+    generator_dir: Path, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "stream": True, "temperature": 0}
+    assert first_line(generator_dir, "/v1/completions", body).startswith("data: {")
+    assert "on cuda:0" in capsys.readouterr().out
+
+
+def test_a_server_of_embeddings_gives_those_of_the_cpu(embedder_dir: Path, cuda: FakeCuda) -> None:
+    answer = json.loads(first_line(embedder_dir, "/v1/embeddings", {"model": "tiny", "input": ["Hi", "a longer text"]}))
+    expected = Reference.of(embedder_dir)
+    for text, item in zip(["Hi", "a longer text"], answer["data"], strict=True):
+        torch.testing.assert_close(torch.tensor(item["embedding"]), expected.embedding(text), atol=1e-5, rtol=0)
