@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132
 NUM_DEVICE_TYPES, CUDA_TYPE, META_TYPE = 22, 1, 14  # of c10::DeviceType
-MEMORY = 2**27  # bytes, free and in all
+FREE_MEMORY, MEMORY = 2**27, 2**34  # bytes
 CAPTURE_ERROR = "CUDA error: operation not permitted when stream is capturing"
 
 # What reads a number, or a number of elements, from the device.
@@ -377,7 +377,9 @@ def fake_cuda() -> Iterator[FakeCuda]:
             "get_device_capability": lambda *_: CAPABILITY,
             "get_device_properties": lambda *_: properties,
             "get_device_name": lambda *_: "Fake",
-            "mem_get_info": lambda *_: (MEMORY, MEMORY),
+            "mem_get_info": lambda *_: (FREE_MEMORY, MEMORY),
+            "memory_reserved": lambda *_: 0,
+            "memory_allocated": lambda *_: 0,
             "empty_cache": lambda: device.calls.append("empty_cache"),
             "synchronize": lambda *_: device.wait(),
             "Stream": FakeStream,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.cli.flags import parse_arguments
 from penstock.engine.build import build_core
@@ -21,6 +22,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.loop import Engine
+from penstock.engine.model.loader import load_model as load_generation_model
+from penstock.engine.pooling.loader import load_pooling_model
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
@@ -191,6 +194,27 @@ def test_a_server_with_default_flags_streams_its_first_answer(
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "stream": True, "temperature": 0}
     assert first_line(generator_dir, "/v1/completions", body).startswith("data: {")
     assert "on cuda:0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("factory", [AutoModelForCausalLM, AutoModel])
+def test_weights_go_to_the_gpu_as_they_are_read(
+    generator_dir: Path, embedder_dir: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, factory: Any
+) -> None:
+    loaded: list[PreTrainedModel] = []
+    from_pretrained = factory.from_pretrained
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        model, report = from_pretrained(*args, **kwargs)
+        loaded.append(model)
+        assert {parameter.device for parameter in model.parameters()} == {DEVICE}
+        return model, report
+
+    monkeypatch.setattr(factory, "from_pretrained", spy)
+    if factory is AutoModel:
+        load_pooling_model(embedder_dir, EngineConfig())
+    else:
+        load_generation_model(generator_dir)
+    assert len(loaded) == 1
 
 
 def test_a_server_of_embeddings_gives_those_of_the_cpu(embedder_dir: Path, cuda: FakeCuda) -> None:

@@ -46,6 +46,7 @@ def load_pretrained(
     directory: Path,
     config: PretrainedConfig,
     dtype: torch.dtype,
+    device: torch.device,
     *,
     trust_remote_code: bool,
     is_needed: Callable[[str], bool] = lambda name: True,
@@ -55,6 +56,9 @@ def load_pretrained(
 
     Raises `ConfigurationError`.
     """
+    if device.type == "cuda":
+        # One tensor after the other: a model may be larger than the host's memory, and no whole copy of it waits for its way to the GPU.
+        options["device_map"] = {"": device}
     try:
         with _progress_for_terminals():
             model, report = factory.from_pretrained(
@@ -156,6 +160,7 @@ def load_model(
         directory,
         config,
         torch_dtype,
+        torch_device,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
         **options,
