@@ -10,7 +10,7 @@ from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
-from penstock.engine.system.device import to_device
+from penstock.engine.system.device import index_on, to_device
 
 
 def placeholder(row: int) -> int:
@@ -38,7 +38,8 @@ class PendingTokens:
         """Replaces the placeholders. Never waits for the device. Raises `RuntimeError` where the previous step failed."""
         if self._token_ids is None:
             raise RuntimeError("the previous step failed, which was to sample this step's tokens")
-        token_ids_B = torch.as_tensor(self._token_ids, dtype=torch.long, device=self._device).clamp(0, self._vocab_size - 1)
+        known = self._token_ids
+        token_ids_B = (known if isinstance(known, Tensor) else index_on(self._device, known)).clamp(0, self._vocab_size - 1)
         sampled_1T = token_ids_B[(-1 - input_ids_1T).clamp(min=0)]
         input_ids_1T.copy_(torch.where(input_ids_1T < 0, sampled_1T, input_ids_1T))
 

@@ -70,7 +70,7 @@ def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilati
 
     Raises `ConfigurationError` where `compile="on"` and the layers cannot be compiled.
     """
-    if config.compile == "off":
+    if config.compile == "off" or (loaded.device.type != "cpu" and config.compile != "on"):
         return None
     compilation = LayerCompilation(loaded, block_size=config.block_size, trust_remote_code=config.trust_remote_code)
     if compilation.is_possible and compilation.is_cached:
@@ -126,7 +126,8 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     )
     cache = KVCache(loaded.kv_layout, num_blocks, config.block_size, dtype, loaded.device)
     cache.attach(loaded.model)
-    compilation = None if config.compile != "on" and install_native_decoder(loaded, cache) else compiled_layers(loaded, config)
+    is_native = device_type == "cpu" and config.compile != "on" and install_native_decoder(loaded, cache)
+    compilation = None if is_native else compiled_layers(loaded, config)
     tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
     return EngineCore(
         runner=ModelRunner(

@@ -19,7 +19,7 @@ from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
 from penstock.engine.sequence import LOGITS, Sequence
-from penstock.engine.system.device import HostCopies, to_device
+from penstock.engine.system.device import HostCopies, index_on, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class StepHandle:
 def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
     """The logits of these rows of the batch's samplers."""
     kept_rows = [batch.sample_rows[row] for row in rows]
-    return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[_index(kept_rows, logits_KV.device)]
+    return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[index_on(logits_KV.device, kept_rows)]
 
 
 def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput:
@@ -71,8 +71,8 @@ def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput
     bitmask_BW = None
     if batch.masks is not None:
         bitmask_BW = batch.masks.bitmask_BW
-        bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[_index(rows, bitmask_BW.device)]
-        bitmask_BW = bitmask_BW.to(logits_BV.device, non_blocking=True)
+        bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[index_on(bitmask_BW.device, rows)]
+        bitmask_BW = to_device(bitmask_BW, logits_BV.device)
     states = [batch.samplers[row].sampling for row in rows]
     output = StepOutput(sampler.sample(logits_BV, states, bitmask_BW), rows)
     if batch.has_unmasked:
@@ -80,10 +80,6 @@ def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput
             logits_BV[place, None], [states[place]], mask_W.to(logits_BV.device)[None]
         )
     return output
-
-
-def _index(rows: list[int], device: torch.device) -> Tensor:
-    return to_device(torch.tensor(rows, dtype=torch.long), device)
 
 
 def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:
@@ -233,7 +229,7 @@ class ModelRunner:
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""
-        rows_R = _index([row for rows in batch.outputs for row in range(rows.start, rows.stop)], self.loaded.device)
+        rows_R = index_on(self.loaded.device, [row for rows in batch.outputs for row in range(rows.start, rows.stop)])
         with self.outputs.capturing(names, rows_R, batch.input_ids_1T.shape[1]) as capture:
             return self._forward_plainly(batch), capture
 

@@ -26,7 +26,8 @@ def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedMode
     """What `load` makes of a model directory, of a model that is in memory. The model itself is changed."""
     loaded = in_memory(model, max_model_len)
     fuse(loaded)
-    pack_linears(model)
+    if loaded.device.type == "cpu":
+        pack_linears(model)
     return loaded
 
 

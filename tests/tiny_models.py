@@ -65,7 +65,7 @@ def tiny_model(name: str, attn_implementation: str = "eager", seed: int = 0, **s
     config = tiny_config(name)
     for key, value in settings.items():
         setattr(config, key, value)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)  # type: ignore[no-untyped-call]
         with torch.no_grad():

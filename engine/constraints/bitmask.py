@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.native.library import native_library
+from penstock.engine.system.device import index_on
 
 BITS_PER_WORD = 32
 
@@ -29,8 +30,8 @@ def apply_bitmask(logits_BV: Tensor, bitmask_BW: Tensor, rows: Sequence[int] | N
     if logits_BV.is_cuda:
         from penstock.engine.kernels.launch import bitmask_apply  # needs triton
 
-        places_R = torch.arange(len(bitmask_BW)) if rows is None else torch.tensor(rows)
-        bitmask_apply(logits_BV, bitmask_BW, places_R.to(logits_BV.device, non_blocking=True))
+        device = logits_BV.device
+        bitmask_apply(logits_BV, bitmask_BW, torch.arange(len(bitmask_BW), device=device) if rows is None else index_on(device, rows))
         return
     library = native_library() if logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 else None
     if library is not None and logits_BV.stride(-1) == bitmask_BW.stride(-1) == 1:

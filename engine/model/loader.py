@@ -46,6 +46,7 @@ def load_pretrained(
     directory: Path,
     config: PretrainedConfig,
     dtype: torch.dtype,
+    device: torch.device,
     *,
     trust_remote_code: bool,
     is_needed: Callable[[str], bool] = lambda name: True,
@@ -55,6 +56,9 @@ def load_pretrained(
 
     Raises `ConfigurationError`.
     """
+    if device.type == "cuda":
+        # One tensor after the other: a model may be larger than the host's memory, and no whole copy of it waits for its way to the GPU.
+        options["device_map"] = {"": device}
     try:
         with _progress_for_terminals():
             model, report = factory.from_pretrained(
@@ -156,6 +160,7 @@ def load_model(
         directory,
         config,
         torch_dtype,
+        torch_device,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
         **options,
@@ -199,9 +204,9 @@ def in_memory(model: PreTrainedModel, max_model_len: int) -> LoadedModel:
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU where there is one. Raises `ConfigurationError` for a device that is not there."""
+    """`auto` is the GPU where there is one. A GPU always has an index. Raises `ConfigurationError` for a device that is not there."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
@@ -210,6 +215,9 @@ def resolve_device(device: str) -> torch.device:
         raise ConfigurationError(f"--device {device} is not supported: use auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(f"--device {device}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices")
+    if resolved.type == "cuda" and resolved.index is None:
+        # Without an index, `torch.cuda.set_device` raises, and no tensor's device is equal to this one.
+        return torch.device("cuda", torch.cuda.current_device())
     return resolved
 
 

@@ -213,8 +213,9 @@ class NativeDecoder:
     """
 
     def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
-        library = native_library()
-        if loaded.device.type != "cpu" or loaded.dtype != torch.bfloat16 or library is None or not library.penstock_has_bfloat16_products():
+        # The library is asked for last: where there is none yet, that builds it.
+        library = native_library() if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16 else None
+        if library is None or not library.penstock_has_bfloat16_products():
             raise UnsuitableModel("it takes bfloat16, and a processor that multiplies that")
         form = read_form(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         _, _, num_kv_heads, head_size = cache.keys[0].shape

@@ -36,7 +36,7 @@ def load_pooling_model(directory: Path, config: EngineConfig) -> PoolingModel:
         raise ConfigurationError(f"--quantization {config.quantization} is for models that generate; this one takes auto or none")
     device = resolve_device(config.device)
     dtype = resolve_pooling_dtype(config.dtype, device, model_config.dtype)
-    model = _load(directory, model_config, dtype, config.trust_remote_code)
+    model = _load(directory, model_config, dtype, device, config.trust_remote_code)
     torch.nn.Module.to(model, device)
     model = model.train(False).requires_grad_(False)
     is_classifier = is_sequence_classifier(model_config.architectures) or is_token_classifier(model_config.architectures)
@@ -80,7 +80,9 @@ def _check_config(config: PretrainedConfig) -> None:
         raise ConfigurationError(f"{name} cannot be served: it is a multimodal model (its config holds {parts}), and only text is served")
 
 
-def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _load(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
     factory: Any = AutoModel
     if is_sequence_classifier(config.architectures):
         factory = AutoModelForSequenceClassification
@@ -91,6 +93,7 @@ def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, trust_r
         directory,
         config,
         dtype,
+        device,
         trust_remote_code=trust_remote_code,
         is_needed=lambda name: factory is not AutoModel or not name.startswith("pooler."),  # which is not used without a head over it
     )

@@ -125,10 +125,12 @@ def greedy_tokens(logits_BV: Tensor, vocab_size: int, bitmask_BW: Tensor | None 
 
     None where the kernel does not apply, or a row's maximum is not finite.
     """
-    library = native_library()
-    if library is None or logits_BV.device.type != "cpu" or logits_BV.dtype not in NATIVE_DTYPES or logits_BV.stride(1) != 1:
+    if logits_BV.device.type != "cpu" or logits_BV.dtype not in NATIVE_DTYPES or logits_BV.stride(1) != 1:
         return None
     if bitmask_BW is not None and (bitmask_BW.device.type != "cpu" or bitmask_BW.stride(1) != 1):
+        return None
+    library = native_library()  # last: where there is none yet, this builds it
+    if library is None:
         return None
     token_ids = torch.empty(len(logits_BV), dtype=torch.int64)
     words = (None, 0, 0) if bitmask_BW is None else (bitmask_BW.data_ptr(), bitmask_BW.shape[1], bitmask_BW.stride(0))

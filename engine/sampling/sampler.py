@@ -1,5 +1,6 @@
 """From logits to tokens, batched over the sequences of a step, with their log probabilities."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from penstock.engine.deltas import ClientFault, TokenLogprobs
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.choice import choose_on_device, draw, greedy_tokens, most_probable, most_probable_k, padded_width
 from penstock.engine.sampling.state import SamplingState, apply_penalties
-from penstock.engine.system.device import to_device
+from penstock.engine.system.device import index_on, to_device
 
 
 class ProcessorPass:
@@ -61,7 +62,7 @@ class ProcessorPass:
     def _run_batch(self, members: list[tuple[int, SequenceProcessor]]) -> None:
         rows = [row for row, _ in members]
         processor = members[0][1].processor
-        index = to_device(torch.tensor(rows), self.logits_RV.device)
+        index = index_on(self.logits_RV.device, rows)
         logits = self.logits_RV[index]  # a copy: where the call raises, the rows are as they were
         try:
             self._take(processor.process([member.row for _, member in members], logits), logits)
@@ -140,20 +141,25 @@ def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequenc
     if not token_ids:
         return []
     logprobs_TV = logits_TV.log_softmax(-1, dtype=torch.float32)
-    chosen_T1 = logprobs_TV.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits_TV.device)[:, None])
-    most = min(max(num_top) + 1, logprobs_TV.shape[1])
+    chosen_T1 = logprobs_TV.gather(1, index_on(logits_TV.device, token_ids)[:, None])
+    # Floats vectorize where a boolean result would not.
+    rank_T1 = torch.gt(logprobs_TV, chosen_T1, out=torch.empty_like(logprobs_TV)).sum(-1, keepdim=True)
     # One more than asked for: it tells whether a tie was cut.
-    values, ids = logprobs_TV.topk(most) if max(num_top) else (chosen_T1, chosen_T1)
-    tops = [
-        top_pairs(logprobs_V, row_values, row_ids, count)
-        for logprobs_V, row_values, row_ids, count in zip(logprobs_TV, values.tolist(), ids.tolist(), num_top, strict=True)
-    ]
-    chosen = chosen_T1[:, 0].tolist()
-    ranks = logprobs_TV.gt_(chosen_T1).sum(-1).tolist()
+    most = min(max(num_top) + 1, logprobs_TV.shape[1]) if max(num_top) else 0
+    chosen, ranks, values, ids = read_columns(chosen_T1, rank_T1, *logprobs_TV.topk(most))
     return [
-        TokenLogprobs(token_id, logprob, int(rank) + 1, top)
-        for token_id, logprob, rank, top in zip(token_ids, chosen, ranks, tops, strict=True)
+        TokenLogprobs(token_id, *logprob, int(*rank) + 1, top_pairs(logprobs_V, row_values, list(map(int, row_ids)), count))
+        for token_id, logprobs_V, logprob, rank, row_values, row_ids, count in zip(
+            token_ids, logprobs_TV, chosen, ranks, values, ids, num_top, strict=True
+        )
     ]
+
+
+def read_columns(*parts_TN: Tensor) -> list[list[list[float]]]:
+    """Each of the matrices as lists, of floats whatever its type, with one wait for the device. Integers are exact up to 2^53."""
+    rows = torch.cat([part.double() for part in parts_TN], dim=1).tolist()
+    ends = list(itertools.accumulate(part.shape[1] for part in parts_TN))
+    return [[row[start:end] for row in rows] for start, end in itertools.pairwise([0, *ends])]
 
 
 def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -253,7 +259,7 @@ class Sampler:
         searching = [row for row, state in enumerate(states) if state.num_candidates]
         if searching:
             temperatures = torch.tensor([states[row].params.temperature or 1.0 for row in searching])
-            rows = slice(None) if len(searching) == len(states) else searching
+            rows = slice(None) if len(searching) == len(states) else index_on(work_BV.device, searching)
             work_BV[rows] = (work_BV[rows] / to_device(temperatures, work_BV.device)[:, None]).log_softmax(-1)
         return work_BV
 
@@ -263,7 +269,7 @@ class Sampler:
         rows = [row for row, state in enumerate(states) if state.processors]
         if rows:
             own = [states[row] for row in rows]
-            logits_RV = self._float_copy(logits_BV[rows], own)[:, : self.vocab_size]
+            logits_RV = self._float_copy(logits_BV[index_on(logits_BV.device, rows)], own)[:, : self.vocab_size]
             run = ProcessorPass(logits_RV, [state.processors for state in own])
             run.run()
             for place, row in enumerate(rows):
@@ -330,11 +336,13 @@ class Sampler:
         counts = {row: state.num_candidates for row, state in enumerate(states) if state.num_candidates and row not in failures}
         if not counts:
             return {}
-        scores_RV = work_BV[list(counts)]
+        scores_RV = work_BV[index_on(work_BV.device, list(counts))]
         # One more than asked for: it tells whether a tie was cut.
-        values, ids = scores_RV.topk(min(max(counts.values()) + 1, self._width))
-        rows = zip(counts.items(), scores_RV, values.tolist(), ids.tolist(), strict=True)
-        tops = {row: top_pairs(scores_V, row_values, row_ids, count) for (row, count), scores_V, row_values, row_ids in rows}
+        values, ids = read_columns(*scores_RV.topk(min(max(counts.values()) + 1, self._width)))
+        tops = {
+            row: top_pairs(scores_V, row_values, list(map(int, row_ids)), count)
+            for (row, count), scores_V, row_values, row_ids in zip(counts.items(), scores_RV, values, ids, strict=True)
+        }
         return {row: [(token_id, score) for token_id, score in pairs if score > -math.inf] for row, pairs in tops.items()}
 
     def _reason(self, logits_V: Tensor, work_V: Tensor) -> str:
@@ -352,7 +360,7 @@ class Sampler:
         asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None and row not in failures}
         if asked:
             rows = list(asked)
-            raw_BV = logits_BV if len(rows) == len(states) else logits_BV[rows]
+            raw_BV = logits_BV if len(rows) == len(states) else logits_BV[index_on(logits_BV.device, rows)]
             entries = token_logprobs(raw_BV[:, : self.vocab_size], [token_ids[row] for row in rows], list(asked.values()))
             for row, entry in zip(rows, entries, strict=True):
                 result[row] = entry

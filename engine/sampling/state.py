@@ -64,7 +64,7 @@ class TokenCounts:
                 self._ids = torch.cat((self._ids, torch.zeros_like(self._ids)))
                 self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
             self._slots[token_id] = slot
-            self._ids[slot] = token_id
+            self._ids[slot].fill_(token_id)  # an assignment would copy the number from the host, and so wait for a GPU
         self._counts[slot] += 1
 
 
@@ -79,11 +79,10 @@ def apply_penalties(logits_BV: Tensor, rows: Sequence[int], counts: Sequence[Tok
     device = logits_BV.device
     ids = torch.cat([row_counts.ids for row_counts in counts])
     occurrences = torch.cat([row_counts.counts for row_counts in counts])
-    lengths = torch.tensor([len(row_counts.ids) for row_counts in counts], device=device)
-    row_index = torch.tensor(rows, device=device).repeat_interleave(lengths, output_size=len(ids))
-    repetition, presence, frequency = (
-        torch.tensor(penalties, dtype=torch.float32, device=device).repeat_interleave(lengths, dim=0, output_size=len(ids)).unbind(1)
-    )
+    lengths = torch.tensor([len(row_counts.ids) for row_counts in counts])
+    row_index = to_device(torch.tensor(rows).repeat_interleave(lengths), device)
+    repeated = torch.tensor(penalties, dtype=torch.float32).repeat_interleave(lengths, dim=0)
+    repetition, presence, frequency = to_device(repeated, device).unbind(1)
     logits = logits_BV[row_index, ids]
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits -= frequency * occurrences + presence * (occurrences > 0)

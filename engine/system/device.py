@@ -1,6 +1,6 @@
 """Copies to the device, and copies of results back while it goes on computing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,11 @@ from torch import Tensor
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a CPU tensor to the device, through pinned memory so that the copy does not wait for work in flight."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def index_on(device: torch.device, rows: Sequence[int]) -> Tensor:
+    """An index tensor, int64. Indexing a tensor on a GPU by a list would wait for the device."""
+    return to_device(torch.tensor(rows, dtype=torch.int64), device)
 
 
 class HostCopies(Protocol):

@@ -190,3 +190,15 @@ def test_more_than_is_free_is_refused(free_gib: int) -> None:
 def test_less_than_one_whole_sequence_is_refused(free_gib: int, wanted: int) -> None:
     with pytest.raises(ConfigurationError, match="cannot hold one sequence of the full length"):
         blocks(wanted)
+
+
+@pytest.mark.parametrize(("asked", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_has_an_index_which_torch_needs_to_make_it_current(monkeypatch: pytest.MonkeyPatch, asked: str, index: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    device = resolve_device(asked)
+    made_current: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
+    torch.cuda.set_device(device)
+    assert (device, made_current) == (torch.device("cuda", index), [index])

@@ -1,0 +1,224 @@
+"""The engine and the server on a GPU, shown on a fake one: devices of all operands, graphs, waits for the device, and what is said."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from penstock.cli.flags import parse_arguments
+from penstock.engine.build import build_core
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import SequenceDelta
+from penstock.engine.kv_cache import block_bytes
+from penstock.engine.loop import Engine
+from penstock.engine.model.loader import load_model as load_generation_model
+from penstock.engine.pooling.loader import load_pooling_model
+from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sequence import Request
+from penstock.plugins.manager import Plugins
+from penstock.server import bind, listen, load_model, run
+from tests import encoders
+from tests.api.pooling_server import Reference
+from tests.engines import Recorder, loaded_model
+from tests.fake_cuda import DEVICE, FakeCuda, fake_cuda
+from tests.fakes import beam_request, byte_tokenizer, make_request, tokens
+from tests.matchers import Grammar, Walk
+from tests.tiny_models import ARCHITECTURES, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own")
+
+PROMPT = list(range(3, 50))
+CHUNK = 32  # tokens in a step: the prompt takes two
+NUM_TOKENS = 6
+NUM_STEPS = NUM_TOKENS + 1
+RESULTS = ("results", "system/device wait")  # where waiting costs nothing: the thread that launches steps goes on
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with fake_cuda() as device:
+        yield device
+
+
+def make_core(name: str, device: torch.device, **settings: Any) -> EngineCore:
+    """As `build_core` makes it, with graphs where the device has any."""
+    model = tiny_model(name).to(device)
+    loaded = loaded_model(model)
+    memory = 64 * block_bytes(loaded.kv_layout, 16, torch.float32)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "num_threads": 1, "compile": "auto" if device.type == "cuda" else "off"}
+    return build_core(loaded, byte_tokenizer(), EngineConfig(kv_cache_memory=memory, **(options | settings)))
+
+
+def serve(core: EngineCore, requests: list[Request]) -> list[list[SequenceDelta]]:
+    """Their deltas, from the engine as the server runs it: steps follow each other without a gap where they can."""
+
+    async def run() -> list[list[SequenceDelta]]:
+        engine = Engine(core)
+        await engine.start()
+
+        async def one(request: Request) -> list[SequenceDelta]:
+            return [delta async for delta in engine.generate(request)]
+
+        deltas = await asyncio.gather(*map(one, requests))
+        engine.check_integrity()
+        await engine.stop()
+        return deltas
+
+    return asyncio.run(run())
+
+
+def request(request_id: str = "r", prompt: list[int] = PROMPT, **params: Any) -> Request:
+    if "beam" in params:
+        return beam_request(request_id, prompt, params["beam"])
+    return make_request(request_id, prompt, **({"max_tokens": NUM_TOKENS, "ignore_eos": True} | params))
+
+
+@pytest.fixture
+def said_on_cpu(name: str) -> list[list[int]]:
+    requests = [request("long"), request("short", [9, 8, 7])]
+    return [tokens(deltas) for deltas in serve(make_core(name, torch.device("cpu"), speculation="none"), requests)]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_says_the_same_as_on_the_cpu_and_waits_for_results_alone(
+    said_on_cpu: list[list[int]], cuda: FakeCuda, name: str
+) -> None:
+    core = make_core(name, DEVICE, speculation="none")
+    core.runner.optimize()
+    cuda.clear()
+    deltas = serve(core, [request("long"), request("short", [9, 8, 7])])
+    assert [tokens(each) for each in deltas] == said_on_cpu
+    num_steps = core.stats().num_steps
+    assert cuda.waits == {RESULTS: num_steps}, cuda.lines
+    assert cuda.num_replays >= NUM_TOKENS - 1, "decodes run as graphs"
+
+
+AHEAD = {RESULTS: NUM_STEPS}  # the next step is launched before the tokens of this one are known
+# One wait for each token; the first step has only a part of the prompt, and samples nothing.
+SAMPLED = {RESULTS: 1, ("model", "sampling/sampler _sample_pass"): NUM_TOKENS}
+KINDS: dict[str, tuple[dict[str, Any], dict[tuple[str, str], int]]] = {
+    "greedy": ({}, AHEAD),
+    "temperature": ({"temperature": 0.7, "top_p": 0.9, "min_p": 0.1}, AHEAD),
+    "top_k": ({"temperature": 1.0, "top_k": 20, "seed": 3}, AHEAD),
+    "logit_bias": ({"logit_bias": {40: 1.0, 50: -2.0}}, AHEAD),
+    "allowed_token_ids": ({"allowed_token_ids": [5, 6, 7]}, AHEAD),
+    "min_tokens": ({"min_tokens": 5, "ignore_eos": False}, AHEAD),
+    "n": ({"n": 2, "temperature": 1.0}, AHEAD),
+    "penalties": ({"presence_penalty": 0.5, "repetition_penalty": 1.2}, SAMPLED),
+    "bad_words": ({"bad_words": ["ab"]}, SAMPLED),
+    "logprobs": ({"logprobs": 3}, SAMPLED | {("model", "sampling/sampler read_columns"): NUM_TOKENS}),
+    "prompt_logprobs": (
+        {"prompt_logprobs": 2},
+        {RESULTS: NUM_STEPS - 2, ("model", "sampling/sampler _sample_pass"): 1, ("model", "sampling/sampler read_columns"): 2},
+    ),
+    "grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False))}, SAMPLED),
+    "quick_grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False), has_quick_masks=True)}, SAMPLED),
+    "logits_processor": ({"logits_processors": [Recorder]}, SAMPLED),
+    "beams": (
+        {"beam": BeamSearchParams(beam_width=2, max_tokens=NUM_TOKENS)},
+        SAMPLED | {("model", "sampling/sampler read_columns"): NUM_TOKENS},
+    ),
+    "drafts": ({"logit_bias": {40: 100.0}, "prompt": [40] * len(PROMPT)}, {RESULTS: 3}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_else(cuda: FakeCuda, kind: str) -> None:
+    params, allowed = KINDS[kind]
+    core = make_core("llama", DEVICE, speculation="ngram" if kind == "drafts" else "none")
+    core.runner.optimize()
+    cuda.clear()
+    (deltas,) = serve(core, [request(**params)])
+    assert deltas[-1].error is None
+    assert cuda.waits == allowed, cuda.lines
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> str:
+    """The first line of the answer."""
+    sent = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(sent, timeout=60) as response:
+        line: bytes = response.readline()
+        return line.decode()
+
+
+def first_line(directory: Path, path: str, body: dict[str, Any]) -> str:
+    """Of the answer to the first request that a server sees, which starts as `penstock --model DIRECTORY` does."""
+    arguments = parse_arguments(["--model", str(directory), "--served-model-name", "tiny", "--no-access-log"])
+    assembled = load_model(arguments, Plugins.start([]))
+    lines: list[str] = []
+
+    def client(url: str) -> None:
+        try:
+            lines.append(ask(url, path, body))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with bind("127.0.0.1", 0) as listener:
+        listen(listener)
+        thread = threading.Thread(target=client, args=("http://{}:{}".format(*listener.getsockname()),))
+        thread.start()
+        asyncio.run(run(arguments, assembled, listener, time.monotonic()))
+        thread.join()
+    (line,) = lines
+    return line
+
+
+@pytest.fixture(scope="module")
+def generator_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("generator")
+    tiny_model("qwen3").save_pretrained(directory)
+    encoders.byte_backend().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def embedder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return encoders.embedding_directory(tmp_path_factory.mktemp("embedder"))
+
+
+def test_a_server_with_default_flags_streams_its_first_answer(
+    generator_dir: Path, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "stream": True, "temperature": 0}
+    assert first_line(generator_dir, "/v1/completions", body).startswith("data: {")
+    assert "on cuda:0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("factory", [AutoModelForCausalLM, AutoModel])
+def test_weights_go_to_the_gpu_as_they_are_read(
+    generator_dir: Path, embedder_dir: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, factory: Any
+) -> None:
+    loaded: list[PreTrainedModel] = []
+    from_pretrained = factory.from_pretrained
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        model, report = from_pretrained(*args, **kwargs)
+        loaded.append(model)
+        assert {parameter.device for parameter in model.parameters()} == {DEVICE}
+        return model, report
+
+    monkeypatch.setattr(factory, "from_pretrained", spy)
+    if factory is AutoModel:
+        load_pooling_model(embedder_dir, EngineConfig())
+    else:
+        load_generation_model(generator_dir)
+    assert len(loaded) == 1
+
+
+def test_a_server_of_embeddings_gives_those_of_the_cpu(embedder_dir: Path, cuda: FakeCuda) -> None:
+    answer = json.loads(first_line(embedder_dir, "/v1/embeddings", {"model": "tiny", "input": ["Hi", "a longer text"]}))
+    expected = Reference.of(embedder_dir)
+    for text, item in zip(["Hi", "a longer text"], answer["data"], strict=True):
+        torch.testing.assert_close(torch.tensor(item["embedding"]), expected.embedding(text), atol=1e-5, rtol=0)
