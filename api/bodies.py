@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 from aiohttp import HttpVersion11, hdrs, web
 from msgspec import inspect
 
 from penstock.api.context import CONTEXT, SHARED
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.context import SharedContext
+from penstock.serving.json_limits import check_json
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import RequestFields, mistaken_path
 from penstock.serving.workers import LONG, Lane
@@ -30,57 +30,7 @@ def client_of(http: web.Request) -> str | None:
     return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
 
 
-SMALL = 2**16  # bytes: holds too few items to matter
-MAX_ITEMS = 2_000_000  # members and elements: token ids, most of them; 25 ns each
-MAX_KEYS = 100_000  # 400 ns each
-MAX_STRINGS = 500_000  # 60 ns each
 LARGE_BODY = 2**20  # bytes
-MAX_BRACKETS = 100_000  # each an object for the garbage collector to walk through
-
-_QUOTE, _BACKSLASH = b'"\\'
-_PIECE = 2**20  # bytes looked at together: what is made of them stays in the processor's cache
-
-
-def check_body(body: bytes | bytearray) -> None:
-    """Raises `InvalidRequest` for JSON with more keys, strings, items or brackets than any request needs.
-
-    Counts outside strings only, so that a long text may hold any characters. Invalid JSON may be counted wrongly, and is refused later.
-    """
-    if len(body) < SMALL:
-        return
-    counts = dict.fromkeys(b",:[{", 0)
-    num_quotes = 0
-    for piece in _pieces(body.replace(b"\\\\", b"__")):
-        characters = np.frombuffer(piece, dtype=np.uint8)
-        is_quote = characters == _QUOTE
-        is_quote[1:] &= characters[:-1] != _BACKSLASH
-        is_outside = (np.cumsum(is_quote, dtype=np.int32) + num_quotes) % 2 == 0
-        num_quotes += int(is_quote.sum())
-        for character in counts:
-            counts[character] += int(np.count_nonzero((characters == character) & is_outside))
-    brackets = counts[ord("[")] + counts[ord("{")]
-    for number, limit, what in (
-        (brackets, MAX_BRACKETS, "opening brackets and braces"),
-        (counts[ord(":")], MAX_KEYS, "keys"),
-        (num_quotes // 2, MAX_STRINGS, "strings"),
-        (counts[ord(",")] + brackets, MAX_ITEMS, "items"),
-    ):
-        if number > limit:
-            raise InvalidRequest(f"a body with more than {limit} {what} is refused")
-
-
-def _pieces(body: bytes | bytearray) -> list[bytes | bytearray]:
-    """Cut where no piece begins with a quote that a backslash at the end of the one before it escapes."""
-    pieces: list[bytes | bytearray] = []
-    start = 0
-    while start < len(body):
-        end = start + _PIECE
-        while body[end - 1 : end] == b"\\":
-            end += 1
-        pieces.append(body[start:end])
-        start = end
-    return pieces
-
 
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 MAX_UNKNOWN = 100
@@ -135,7 +85,7 @@ def decode(body: bytes | bytearray, kind: type[T], *, allow_unknown_fields: bool
     Raises `InvalidRequest`: for malformed JSON, wrong types and ranges, refused fields, and unknown ones with the nearest known name.
     Fields that are null, or vLLM's with their default value, ask for nothing and are passed over.
     """
-    check_body(body)
+    check_json(body)
     try:
         return msgspec.json.decode(body, type=kind), ()
     except msgspec.ValidationError as error:

@@ -17,7 +17,7 @@ from penstock.serving.templates.chat_template import RenderedPrompt, check_templ
 from penstock.serving.templates.messages import template_kwargs
 from penstock.serving.workers import lane_of
 
-MAX_TEXT = 2**21  # characters; where the context holds more, what fits it
+MAX_TEXT = 2**21  # bytes, each of which may become a token; where the context holds more, what fits it
 MAX_IDS = 2**16  # likewise, twice the context
 
 
@@ -95,8 +95,9 @@ async def detokenize(request: web.Request) -> web.Response:
 
 def _check_length(context: SharedContext, text: str, param: str) -> None:
     limit = max(MAX_TEXT, CHARS_PER_TOKEN * context.max_model_len)
-    if len(text) > limit:
-        raise InvalidRequest(f"the text has {len(text)} characters, and at most {limit} are tokenized at once", param)
+    num_bytes = len(text.encode())
+    if num_bytes > limit:
+        raise InvalidRequest(f"the text has {num_bytes} bytes in UTF-8, and at most {limit} are tokenized at once", param)
 
 
 def _rendered(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:

@@ -15,6 +15,7 @@ from penstock.serving.context import SharedContext
 from penstock.serving.requests import ChatMessage
 from penstock.serving.templates.chat_template import RenderedPrompt, TemplateFields, render_conversation
 from penstock.serving.templates.environment import TemplateEnvironment
+from penstock.serving.templates.messages import check_arguments
 
 LOOKING = frozenset(
     {"count", "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition"}
@@ -59,6 +60,7 @@ def looked_for(source: str) -> str:
 def _marked(
     tokenizer: ContentTokenizer, source: str, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
 ) -> tuple[list[ChatMessage], list[dict[str, Any]], dict[str, Any]]:
+    check_arguments(messages)
     marked = []
     for index, message in enumerate(messages):
         # The template finds by them what is reasoning in an answer; in other messages they mean nothing.

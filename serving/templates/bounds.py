@@ -1,9 +1,12 @@
-"""Bounds on the cost of one operation of a template. A thread can be interrupted between bytecodes, but not inside any of these."""
+"""Bounds on what templates cost: each operation, inside which no thread can be interrupted, and all of a rendering together."""
 
 import functools
 import re
-from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sized, ValuesView
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
+from sys import getsizeof
 from typing import Any, ParamSpec, TypeVar
 
 import jinja2
@@ -11,8 +14,11 @@ from jinja2.filters import do_indent
 from jinja2.utils import Namespace
 
 MAX_OUTPUT_CHARS = 2**25
+MAX_BUILT_BYTES = 2**28  # by all operations of a rendering, whether the template keeps them or not
 MAX_INT_BITS = 4096
 CHARS_PER_ITEM = 16  # what an element of a list weighs
+BYTES_PER_ITEM = 48  # what an element takes that was made with its list, such as a piece of a text
+BYTES_PER_REFERENCE = 8
 MAX_PATTERN_CHARS = 1000  # of `strftime_now`, where a directive of six may write 255
 SPEC = re.compile(r"\d{8,}|:[^{}]*\{")
 FIELD = re.compile(r"\{[^{}:]*:([^{}]*)\}")
@@ -20,18 +26,74 @@ PERCENT_SPEC = re.compile(r"\d{8,}|%[-+ #0\d.]*\*")
 PERCENT_FIELD = re.compile(r"%(?:\([^)]*\))?[-+ #0]*([\d.]*)")
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+MAX_EXPANSION = 100  # what an error handler of `encode` may write for a character
+ITEM_FILTERS = ("groupby", "list", "slice", "sort")  # those that make a list of a text's characters
+BLANKS = "\t \xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\x1f" + LINE_ENDS
 WIDTH_FILTERS = ("batch", "center", "round", "slice", "tojson", "truncate", "wordwrap")
 TEXT_FILTERS = (  # those that begin with `str` of their value
     *("capitalize", "center", "e", "escape", "forceescape", "lower", "pprint", "safe", "string", "striptags", "title", "tojson", "trim"),
     *("truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
 )
 
+TEXTS = (str, bytes)  # a union written where it is used is made anew at each operation
+SEQUENCES = (list, tuple)
+CONTAINERS = (list, tuple, dict)
+TEXTS_AND_NUMBERS = (str, bytes, int)
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class TemplateTooLarge(jinja2.TemplateError):
-    """A template would produce more than `MAX_OUTPUT_CHARS`, or compute with numbers of more than `MAX_INT_BITS`."""
+    """A template would write more than `MAX_OUTPUT_CHARS`, build more than `MAX_BUILT_BYTES`, or compute with more than `MAX_INT_BITS`."""
+
+
+class Budget:
+    """What the operations of one rendering have built."""
+
+    __slots__ = ("num_bytes",)
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+
+_budget: ContextVar[Budget | None] = ContextVar("template budget", default=None)  # None while a template is compiled
+
+
+@contextmanager
+def budgeted() -> Iterator[None]:
+    """For one rendering in this thread."""
+    token = _budget.set(Budget())
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+def spend(num_bytes: int) -> None:
+    """Raises `TemplateTooLarge` once the rendering has built more than `MAX_BUILT_BYTES`."""
+    budget = _budget.get()
+    if budget is not None:
+        budget.num_bytes += num_bytes
+        if budget.num_bytes > MAX_BUILT_BYTES:
+            raise TemplateTooLarge(f"the template builds texts and lists of more than {MAX_BUILT_BYTES} bytes together")
+
+
+def built(value: Result) -> Result:
+    """What an operation has built, counted. Elements of containers count as if they were built with it."""
+    if isinstance(value, str):
+        spend(getsizeof(value))
+    else:
+        spend(getsizeof(value) + (BYTES_PER_ITEM * len(value) if isinstance(value, CONTAINERS) else 0))
+    return value
+
+
+class Buffer(list[str]):
+    """The pieces of a macro or a `set` block, counted."""
+
+    def append(self, piece: str) -> None:
+        spend(BYTES_PER_REFERENCE)
+        list.append(self, piece)
 
 
 def check_size(num_chars: int) -> None:
@@ -81,12 +143,9 @@ def writable(value: Result) -> Result:
 
 def concatenate(pieces: Iterable[Any]) -> str:
     """What `~`, a macro and a `set` block do with their parts."""
-    texts, num_chars = [], 0
-    for piece in pieces:
-        texts.append(str(writable(piece)))
-        num_chars += len(texts[-1])
-        check_size(num_chars)
-    return "".join(texts)
+    texts = [piece if isinstance(piece, str) else built(str(writable(piece))) for piece in pieces]
+    check_size(sum(map(len, texts)))
+    return built("".join(texts))
 
 
 def join(separator: str, pieces: Iterable[Any]) -> str:
@@ -114,7 +173,9 @@ def indent(value: object, width: int | str = 4, first: bool = False, blank: bool
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
     """Raises `TemplateTooLarge` for a sum, product, power, remainder or formatted text that is too large to compute."""
-    if isinstance(left, int) and isinstance(right, int):
+    if operator == "+" and isinstance(left, str) and isinstance(right, str):
+        check_size(len(left) + len(right))
+    elif isinstance(left, int) and isinstance(right, int):
         num_bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
         if num_bits > MAX_INT_BITS:
             raise TemplateTooLarge(f"the template computes with numbers of more than {MAX_INT_BITS} bits")
@@ -147,17 +208,30 @@ def check_pattern(text: str) -> None:
         raise TemplateTooLarge(f"a pattern for a date has more than {MAX_PATTERN_CHARS} characters")
 
 
+def call_arguments(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, where `join` would get an iterator with the pieces themselves, so that they can be counted."""
+    if not arguments or isinstance(arguments[0], Sized) or not isinstance(getattr(function, "__self__", None), str | bytes):
+        return arguments
+    return ([*arguments[0]],) if function.__name__ == "join" else arguments
+
+
 def check_method(function: Any, arguments: tuple[Any, ...]) -> None:
-    """For calls of the methods of texts and numbers: those that pad or repeat, and those that put longer text in place of shorter."""
+    """For calls of the methods of texts and numbers: those that pad, repeat or split, and those that replace text by longer text."""
     owner = getattr(function, "__self__", None)
-    if not isinstance(owner, str | bytes | int):
+    if owner is dict:
+        check_size(BYTES_PER_ITEM * sum(len(each) for each in arguments if isinstance(each, Sized)))
+    if not isinstance(owner, TEXTS_AND_NUMBERS):
         return
     check_widths(*arguments)
     match function.__name__, arguments:
+        case "split" | "rsplit" | "splitlines", _ if _size(owner) * BYTES_PER_ITEM > MAX_OUTPUT_CHARS:
+            check_size(BYTES_PER_ITEM * _num_pieces(owner, *arguments[:1]))
+        case "encode", (_, _, *_):
+            check_size(MAX_EXPANSION * _size(owner))
         case "replace", (old, new, *_):
             check_size(_replaced_size(owner, old, new))
-        case "join", (pieces, *_) if isinstance(pieces, list | tuple):
-            check_size(_size(owner) * len(pieces) + sum(map(_size, pieces)))
+        case "join", (pieces, *_) if isinstance(pieces, Sized):
+            check_size(_size(owner) * len(pieces) + (len(pieces) if isinstance(pieces, str | bytes) else sum(map(_size, pieces))))
         case "expandtabs", (width, *_) if isinstance(width, int):
             check_size(_size(owner) * max(width, 1))
         case "translate", (table, *_) if isinstance(table, Mapping):
@@ -170,28 +244,22 @@ def check_widths(*arguments: object) -> None:
             check_size(abs(argument))
 
 
-def check_filter_widths(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The filter, with its numbers checked; not the value that it is applied to, which may be any."""
+def bounded_filter(name: str, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The filter, with its value and its numbers checked before, and its result counted."""
+    writes, has_widths, takes_apart = name in TEXT_FILTERS, name in WIDTH_FILTERS, name in ITEM_FILTERS
+    place = int(hasattr(function, "jinja_pass_arg"))  # of the value: after the context or environment
 
     @functools.wraps(function)
-    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        check_widths(*args[1:], *kwargs.values())
-        return function(*args, **kwargs)
+    def bounded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if writes:
+            writable(args[place])
+        if has_widths:
+            check_widths(*args[place + 1 :], *kwargs.values())
+        if takes_apart and isinstance(args[place], str):
+            check_size(BYTES_PER_ITEM * _size(args[place]))
+        return built(function(*args, **kwargs))
 
-    return checked
-
-
-def check_filter_text(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The filter, with the value that it writes checked."""
-    place = int(hasattr(function, "jinja_pass_arg"))  # after the context or environment
-
-    @functools.wraps(function)
-    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        for value in args[place : place + 1]:
-            writable(value)
-        return function(*args, **kwargs)
-
-    return checked
+    return bounded
 
 
 def replace(value: object, old: object, new: object, count: int | None = None) -> str:
@@ -214,6 +282,13 @@ def _sum_of_numbers(specs: Iterable[str]) -> int:
     return sum(int(number) for spec in specs for number in re.findall(r"\d+", spec))
 
 
+def _num_pieces(text: str | bytes, separator: Any = None) -> int:
+    """At most so many are the parts of a text between separators, or between blanks and line ends."""
+    if isinstance(text, str) and not isinstance(separator, str):
+        return 1 + sum(map(text.count, BLANKS))
+    return 1 + (text.count(separator) if isinstance(separator, str | bytes) else len(text))  # type: ignore[arg-type]  # both of one type
+
+
 def _replaced_size(text: Any, old: Any, new: Any) -> int:
     if not isinstance(text, str) or not isinstance(old, str) or not isinstance(new, str):
         return 0
@@ -221,6 +296,6 @@ def _replaced_size(text: Any, old: Any, new: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    if isinstance(value, str | bytes):
+    if isinstance(value, TEXTS):
         return len(value)
-    return CHARS_PER_ITEM * len(value) if isinstance(value, list | tuple) else 0
+    return CHARS_PER_ITEM * len(value) if isinstance(value, SEQUENCES) else 0

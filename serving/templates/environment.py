@@ -11,7 +11,7 @@ import jinja2
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.filters import make_attrgetter
-from jinja2.nodes import Concat, Node
+from jinja2.nodes import Concat, Dict, Getitem, List, Node, Slice, Tuple
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -37,7 +37,7 @@ class GenerationBlock(Extension):
 
 
 class BoundedCodeGenerator(CodeGenerator):
-    """Lets the environment do what `~` does."""
+    """Lets the environment do what `~` does, and count what slices, literals and blocks build."""
 
     def visit_Concat(self, node: Concat, frame: Frame) -> None:
         self.write("environment.concat((")
@@ -46,37 +46,64 @@ class BoundedCodeGenerator(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    def visit_Getitem(self, node: Getitem, frame: Frame) -> None:
+        if isinstance(node.arg, Slice):
+            self._counted(super().visit_Getitem, node, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def visit_List(self, node: List, frame: Frame) -> None:
+        self._counted(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: Dict, frame: Frame) -> None:
+        self._counted(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._counted(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def buffer(self, frame: Frame) -> None:
+        frame.buffer = self.temporary_identifier()
+        self.writeline(f"{frame.buffer} = environment.buffer()")
+
+    def _counted(self, visit: Callable[[Any, Frame], None], node: Node, frame: Frame) -> None:
+        self.write("environment.built(")
+        visit(node, frame)
+        self.write(")")
+
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Compiles templates with transformers' settings, filters and globals.
 
     A thread can be interrupted between bytecodes but not inside one huge multiplication, so what could start one is bounded:
-    operators, methods of texts, and filters.
+    operators, methods of texts, and filters. What they build is counted for the rendering as a whole.
     """
 
     intercepted_binops = frozenset(["*", "**", "+", "%", "//"])
     code_generator_class = BoundedCodeGenerator
     concat = staticmethod(template_bounds.concatenate)
+    buffer = template_bounds.Buffer
+    built = staticmethod(template_bounds.built)
 
     def __init__(self) -> None:
         extensions: list[str | type[Extension]] = [GenerationBlock, "jinja2.ext.loopcontrols"]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=template_bounds.writable)
         self.filters |= {"tojson": to_json, "join": self.join, "sum": self.sum, "indent": template_bounds.indent}
         self.filters |= {"replace": template_bounds.replace, "format": template_bounds.percent_format}
-        for name in template_bounds.WIDTH_FILTERS:
-            self.filters[name] = template_bounds.check_filter_widths(self.filters[name])
-        for name in template_bounds.TEXT_FILTERS:
-            self.filters[name] = template_bounds.check_filter_text(self.filters[name])
+        self.filters |= {name: template_bounds.bounded_filter(name, function) for name, function in self.filters.items()}
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = strftime_now
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         template_bounds.check_operation(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        return template_bounds.built(self.binop_table[operator](left, right))
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        args = template_bounds.call_arguments(function, args)
         template_bounds.check_method(function, (*args, *kwargs.values()))
-        return super().call(context, function, *args, **kwargs)
+        return template_bounds.built(super().call(context, function, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -117,13 +144,14 @@ def strftime_now(pattern: str) -> str:
 
 
 def render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Renders, and raises `TemplateTooLarge` where the output grows too long."""
-    pieces: list[str] = []
+    """Renders, and raises `TemplateTooLarge` where the output grows too long, or all that the template builds for it."""
+    pieces = template_bounds.Buffer()
     num_chars = 0
-    for piece in template.generate(variables):
-        num_chars += len(piece)
-        check_size(num_chars)
-        pieces.append(piece)
+    with template_bounds.budgeted():
+        for piece in template.generate(variables):
+            num_chars += len(piece)
+            check_size(num_chars)
+            pieces.append(piece)
     return "".join(pieces)
 
 

@@ -11,6 +11,7 @@ from penstock.engine.contracts.structure import Either, FreeText, Literal, Marke
 from penstock.engine.contracts.structure import Sequence as Parts
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.tools.json_formats import HERMES
+from penstock.serving.json_limits import check_json
 from penstock.serving.requests import ChatMessage
 
 Message = Mapping[str, Any]
@@ -99,7 +100,16 @@ def template_messages(messages: list[ChatMessage], *, knows_developer: bool) -> 
     """
     if not messages:
         raise InvalidRequest("`messages` must hold at least one message", "messages")
+    check_arguments(messages)
     return [template_message(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
+
+
+def check_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Raises `InvalidRequest` where the arguments of tool calls, which are JSON in a string, hold more than a body may."""
+    functions = [call.get("function") for message in messages for call in message.tool_calls or ()]
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    documents = (text.encode() for text in texts if isinstance(text, str))
+    check_json(*documents, what="arguments of tool calls", param="messages")
 
 
 def template_message(message: ChatMessage, path: str, knows_developer: bool) -> dict[str, Any]:

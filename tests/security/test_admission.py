@@ -106,6 +106,7 @@ def test_a_job_that_nobody_waits_for_any_more_still_counts_until_it_ends() -> No
     ("path", "body", "param"),
     [
         ("/tokenize", {"prompt": "x" * (2**21 + 1)}, "prompt"),
+        ("/tokenize", {"prompt": "\u4e00" * (2**21 // 3 + 1)}, "prompt"),
         ("/detokenize", {"tokens": [0] * (2**16 + 1)}, "tokens"),
         ("/v1/chat/completions", CHAT | {"messages": [USER] * (2**14 + 1)}, "messages"),
     ],

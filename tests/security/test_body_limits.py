@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api import bodies as body_limits
-from penstock.api.bodies import MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_body, decode
+from penstock.api.bodies import decode
 from penstock.api.pooling import EmbeddingRequest, RerankRequest
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect
+from penstock.serving import json_limits
+from penstock.serving.json_limits import MAX_BRACKETS, MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_json
+from penstock.serving.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, FieldsWithoutEffect
+from penstock.serving.templates.messages import template_messages
 
 
 @pytest.mark.parametrize(
@@ -21,18 +23,18 @@ from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, 
         ({"metadata": dict.fromkeys(map(str, range(MAX_KEYS + 1)))}, "keys"),
         ({"stop": ["a"] * (MAX_STRINGS + 1)}, "strings"),
         ({"prompt": [0] * (MAX_ITEMS + 2)}, "items"),
-        ({"guided_json": [[]] * (body_limits.MAX_BRACKETS + 1)}, "brackets"),
+        ({"guided_json": [[]] * (MAX_BRACKETS + 1)}, "brackets"),
     ],
 )
 @pytest.mark.parametrize("separators", [(",", ":"), (" ,\n", " : ")])
 def test_too_many_of_anything_is_refused(body: object, what: str, separators: tuple[str, str]) -> None:
     with pytest.raises(InvalidRequest, match=what):
-        check_body(json.dumps(body, separators=separators).encode())
+        check_json(json.dumps(body, separators=separators).encode())
 
 
 def test_what_stands_in_a_text_is_not_counted() -> None:
     text = '{"a": [1, "b\\\\"], ' * MAX_ITEMS
-    check_body(json.dumps({"prompt": text, "other": text[::-1]}).encode())
+    check_json(json.dumps({"prompt": text, "other": text[::-1]}).encode())
 
 
 @given(
@@ -44,16 +46,32 @@ def test_counts_are_those_of_the_decoded_body(value: object, size: int) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
     keys, strings, items, brackets = count(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_limits, "SMALL", 0)
-        patch.setattr(body_limits, "_PIECE", size)
+        patch.setattr(json_limits, "SMALL", 0)
+        patch.setattr(json_limits, "_PIECE", size)
         for name, number in (("MAX_KEYS", keys), ("MAX_STRINGS", strings), ("MAX_ITEMS", items + brackets), ("MAX_BRACKETS", brackets)):
-            patch.setattr(body_limits, name, number)
-        check_body(body)
+            patch.setattr(json_limits, name, number)
+        check_json(body)
         for name, number in (("MAX_KEYS", keys), ("MAX_STRINGS", strings), ("MAX_BRACKETS", brackets)):
-            patch.setattr(body_limits, name, number - 1)
+            patch.setattr(json_limits, name, number - 1)
             with pytest.raises(InvalidRequest):
-                check_body(body)
-            patch.setattr(body_limits, name, number)
+                check_json(body)
+            patch.setattr(json_limits, name, number)
+
+
+def call(arguments: str) -> ChatMessage:
+    return ChatMessage(role="assistant", tool_calls=[{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"), [({str(number): 0 for number in range(MAX_KEYS // 2 + 1)}, "keys"), ([[]] * (MAX_BRACKETS // 2), "brackets")]
+)
+def test_arguments_of_calls_count_together_like_a_body(arguments: object, what: str) -> None:
+    """They are JSON in a string of the body, and are decoded for templates that take a mapping."""
+    with pytest.raises(InvalidRequest, match=f"^more than 100000 .*{what}.* in arguments of tool calls are refused$") as refusal:
+        template_messages([call(json.dumps(arguments))] * 2, knows_developer=False)
+    assert refusal.value.param == "messages"
+    text = 'a:{[,"' * MAX_KEYS
+    template_messages([call(json.dumps({"text": text})), call(json.dumps(arguments))], knows_developer=False)
 
 
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest, EmbeddingRequest, RerankRequest])

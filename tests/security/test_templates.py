@@ -58,8 +58,8 @@ def test_a_hostile_template_is_a_400_that_names_it(path: str) -> None:
     serve(scenario, TRUSTED)
 
 
-@pytest.mark.parametrize("name", sorted(HOSTILE.keys() - KEPT))
-def test_each_operation_is_bounded_in_the_servers_process_too(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_operations_are_bounded_in_the_servers_process_too(name: str) -> None:
     with pytest.raises(TemplateTooLarge):
         render_bounded(compile_template(HOSTILE[name]), {"messages": [USER]})
 

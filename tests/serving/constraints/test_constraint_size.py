@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.bodies import MAX_BRACKETS, decode
+from penstock.api.bodies import decode
 from penstock.engine.constraints.limits import MAX_TEXT
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.constraints.sources import check_text, exceeds
+from penstock.serving.json_limits import MAX_BRACKETS
 from penstock.serving.requests import ChatCompletionRequest
 
 documents = st.recursive(

@@ -4,11 +4,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jinja2
 import pytest
 from jinja2.exceptions import SecurityError
 
+from penstock.serving.templates import bounds
 from penstock.serving.templates.bounds import MAX_OUTPUT_CHARS, TemplateTooLarge
 from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 
@@ -81,11 +83,63 @@ def test_what_could_reach_beyond_the_template_is_refused(source: str) -> None:
         "{{ '{:9999999999}'.format(1) }}",
         "{{ '{:{}}'.format(1, 9999999999) }}",
         "{{ ('f' * 99999) | int(base=16) % 7 }}",
+        "{{ ('a' * 3000).join('b' * 300000) | length }}",
+        "{{ ('a' * 30000).join(range(3000) | map('string')) | length }}",
+        "{{ ('a' * 3000000).join(dict.fromkeys('abcdefghijklmn')) | length }}",
+        "{{ ('a' * 1000000) | list | length }}",
+        "{{ ('a' * 1000000) | sort | length }}",
+        "{{ ('aa ' * 1000000).split() | length }}",
+        "{{ ('aa ' * 1000000).split(' ') | length }}",
+        "{{ ('aa\\n' * 1000000).splitlines() | length }}",
+        "{{ ('a' * 1000000).encode('ascii', 'namereplace') | length }}",
+        "{{ dict.fromkeys('a' * 1000000) | length }}",
     ],
 )
 def test_what_could_fill_memory_is_refused(source: str) -> None:
     with pytest.raises(TemplateTooLarge):
         render(source)
+
+
+KEEPING = "{% set ns = namespace(x=[]) %}{% set a = 'a' * 3000000 %}{% for i in range(99999) %}%s{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "{% set ns.x = [ns.x, 'a' * 3000000] %}",
+        "{% set ns.x = ns.x + [a ~ i] %}",
+        "{% set ns.x = [ns.x, a[1:]] %}",
+        "{% set ns.x = [ns.x, a | upper] %}",
+        "{% set ns.x = [ns.x, [a] | map('upper') | list] %}",
+        "{% set ns.x = [ns.x, a.upper()] %}",
+        "{% set ns.x = [ns.x, range(99999) | list] %}",
+        "{% set ns.x = [ns.x, ('aa,' * 99999).split(',')] %}",
+        "{% set x %}{{ a }}{{ i }}{% endset %}{% set ns.x = [ns.x, x] %}",
+        "{% set ns.x = (ns.x, {'a': 1, 'b': 2}) %}{{ range(99999) | list | length }}",
+        "{% set x %}{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}a{{ '' }}{% endfor %}{% endfor %}{% endset %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}a{% endfor %}{% endfor %}",
+    ],
+)
+def test_what_all_operations_of_a_rendering_build_is_bounded(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MAX_BUILT_BYTES", 2**24)
+    with pytest.raises(TemplateTooLarge, match=r"^the template builds texts and lists of more than 16777216 bytes together$"):
+        render(KEEPING.replace("%s", step))
+
+
+def test_each_rendering_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MAX_BUILT_BYTES", 2**20)
+    template = TemplateEnvironment().from_string("{{ ('a' * 300000 ~ wait()) | length }}{{ ('a' * 300000) | length }}")
+    half_way = threading.Barrier(2)
+
+    def wait() -> str:
+        half_way.wait(10)
+        return ""
+
+    with ThreadPoolExecutor() as threads:
+        together = [threads.submit(render_bounded, template, {"wait": wait}) for _ in range(2)]
+        assert [each.result() for each in together] == ["300000300000"] * 2
+    for _ in range(9):
+        assert render_bounded(template, {"wait": str}) == "300000300000"
 
 
 def test_arithmetic_within_reason_works() -> None:
