@@ -1,0 +1,283 @@
+"""What a step costs the host: scheduling, building, updating and detokenizing around a model that computes nothing.
+
+    python benchmarks/host.py [--json FILE] [--only NAME ...] [--against CHECKOUT]
+
+`--against` measures another checkout as well, in turns with this one. Every measurement runs in a process of its own. Times are medians
+of the processor time of the thread that runs the engine's loop.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks import report
+from penstock.engine.batch import Batch
+from penstock.engine.core import EngineCore
+from penstock.engine.kv_cache import BlockPool
+from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
+from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.sampler import SamplerOutput
+from penstock.engine.scheduler import Scheduler, WaitingQueue
+from penstock.engine.sequence import Request
+from penstock.engine.speculation import Speculation
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.tokenizer import Tokenizer
+
+VOCAB_SIZE = 32_000
+FIRST_WORD = 300  # the ids from here on are whole words
+BLOCK_SIZE = 16
+ROWS_FOR_WEIGHTS = 64.0
+MAX_SECONDS = 150
+
+
+def word_tokenizer() -> Tokenizer:
+    """Bytes, and words for the rest of the vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)} | {f"w{index}": index for index in range(256, VOCAB_SIZE)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, {}, {})
+
+
+TOKENIZER = word_tokenizer()
+CHANCE = random.Random(0)
+
+
+class NullRunner:
+    """Computes nothing. `choose` gives the token of each row of the sampler."""
+
+    min_tokens = 2
+
+    def __init__(self, choose: Callable[[Any], int] = lambda row: CHANCE.randrange(FIRST_WORD, VOCAB_SIZE)) -> None:
+        self.loaded = SimpleNamespace(device=torch.device("cpu"))
+        self.outputs = SimpleNamespace(check=lambda names: None)
+        self._choose = choose
+
+    def launch(self, batch: Batch) -> StepHandle:
+        token_ids = [self._choose(row) for row in batch.samplers]
+        future: Future[StepOutput] = Future()
+        future.set_result(StepOutput(SamplerOutput(token_ids, [None] * len(token_ids)), list(range(len(token_ids)))))
+        return StepHandle(future)
+
+
+def make_core(
+    num_blocks: int, *, max_num_seqs: int, budget: int, runner: NullRunner | None = None, speculates: bool = False, caches: bool = True
+) -> EngineCore:
+    scheduler = Scheduler(
+        BlockPool(num_blocks, enable_prefix_caching=caches),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        waiting=WaitingQueue(max_sequences=10**6),
+        speculation=Speculation(ROWS_FOR_WEIGHTS) if speculates else None,
+    )
+    return EngineCore(
+        runner=cast(ModelRunner, runner or NullRunner()),
+        scheduler=scheduler,
+        tokenizer=TOKENIZER,
+        stop_token_ids=frozenset(),
+        max_model_len=300_000,
+        vocab_size=VOCAB_SIZE,
+        is_async=True,
+    )
+
+
+def words(count: int) -> list[int]:
+    return [CHANCE.randrange(FIRST_WORD, VOCAB_SIZE) for _ in range(count)]
+
+
+def make_request(name: object, prompt: list[int], *, max_tokens: int = 4000, **params: Any) -> Request:
+    return Request(
+        request_id=str(name),
+        prompt_token_ids=prompt,
+        params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params),
+        make_answer=lambda: Answer(Detokenizer(TOKENIZER, prompt), None, None, (), False, True),
+    )
+
+
+def steps(core: EngineCore, *, looks_ahead: bool = True) -> Iterator[dict[str, float]]:
+    """Runs steps as the engine's loop does, each scheduled ahead where that is possible. Microseconds by part, and whether it was."""
+    step = core.schedule()
+    while step is not None:
+        batch = core.build(step)
+        handle = core.runner.launch(batch)
+        while True:
+            start = time.thread_time()
+            follower = core.schedule_ahead(step, batch) if looks_ahead else None
+            scheduled = time.thread_time()
+            if follower is not None:
+                next_batch = core.build(follower)
+            built = time.thread_time()
+            output = handle.collect()
+            collected = time.thread_time()
+            core.update(step, batch, output)
+            parts = {"schedule": scheduled - start, "build": built - scheduled, "update": time.thread_time() - collected}
+            if follower is None:
+                start = time.thread_time()
+                step = core.schedule()
+                parts["schedule"] += time.thread_time() - start
+                if step is not None:
+                    start = time.thread_time()
+                    next_batch = core.build(step)
+                    parts["build"] += time.thread_time() - start
+            else:
+                step = follower
+            yield {**parts, "total": sum(parts.values()), "is_ahead": float(follower is not None)}
+            if step is None:
+                return
+            batch = next_batch
+            handle = core.runner.launch(batch)
+
+
+def step_cost(context_lens: Sequence[int], num_steps: int, **params: Any) -> dict[str, float]:
+    """Microseconds of a step of decodes, by part."""
+    num_blocks = sum(-(-(length + 400) // BLOCK_SIZE) for length in context_lens) + len(context_lens)
+    core = make_core(num_blocks, max_num_seqs=len(context_lens), budget=10**9)
+    for number, length in enumerate(context_lens):
+        core.add(make_request(number, words(length), **params))
+    run = steps(core)
+    for _ in range(4):
+        next(run)
+    parts = [next(run) for _ in range(num_steps)]
+    return {name: round(statistics.median(part[name] for part in parts) * 1e6, 1) for name in ("schedule", "build", "update", "total")}
+
+
+def waiting_cost(num_running: int, num_waiting: int, num_prompt: int) -> dict[str, float]:
+    """Milliseconds of `schedule` while requests wait for a long prompt that is being computed, and of adding one of them."""
+    core = make_core(600_000, max_num_seqs=num_running + num_waiting, budget=2048 + num_running + num_waiting)
+    for number in range(num_running):
+        core.add(make_request(f"running {number}", words(100)))
+    for _ in range(num_running * 100 // 2048 + 3):
+        core.step()
+    common = words(num_prompt)
+    added = []
+    for number in range(num_waiting):
+        request = make_request(f"waiting {number}", [*common, FIRST_WORD + number])
+        start = time.thread_time()
+        core.add(request)
+        added.append(time.thread_time() - start)
+    run = steps(core, looks_ahead=False)
+    parts = [next(run)["schedule"] for _ in range(7)]
+    return {"schedule_ms": round(statistics.median(parts) * 1e3, 2), "add_ms": round(statistics.median(added) * 1e3, 2)}
+
+
+def recomputed(num: int, num_prompt: int, num_output: int, num_blocks: int, *, caches: bool) -> dict[str, float]:
+    """How many tokens are computed for each that has to be, where more is asked for than the cache holds."""
+    core = make_core(num_blocks, max_num_seqs=256, budget=2048, caches=caches)
+    for number in range(num):
+        core.add(make_request(number, words(num_prompt), max_tokens=num_output))
+    num_steps = num_computed = 0
+    while core.has_work:
+        step = core.schedule()
+        assert step is not None
+        num_computed += sum(step.num_tokens.values())
+        num_steps += 1
+        batch = core.build(step)
+        core.update(step, batch, core.runner.launch(batch).collect())
+    ratio = num_computed / (num * (num_prompt + num_output - 1))
+    return {"computed_ratio": round(ratio, 3), "preemptions": core.scheduler.num_preemptions, "steps": num_steps}
+
+
+def ahead_share(num_rows: int, num_steps: int = 200) -> dict[str, float]:
+    """The share of steps that are scheduled ahead where sequences say technical English, and speculation is on."""
+    text = "\n".join(path.read_text() for path in sorted((report.ROOT / "docs").glob("*.md"))) + (report.ROOT / "LICENSE").read_text()
+    ids: dict[str, int] = {}
+    said = [FIRST_WORD + ids.setdefault(word, len(ids)) % (VOCAB_SIZE - FIRST_WORD) for word in re.findall(r" ?\w+|\W", text)]
+    starts = {str(number): CHANCE.randrange(len(said) - 300 - 20 * num_steps) for number in range(num_rows)}
+
+    def choose(row: Any) -> int:
+        sequence = row.sequence
+        place = starts[sequence.request.request_id] + len(sequence.token_ids) + (sequence.pending_row is not None) + row.num_drafted
+        return said[place]
+
+    core = make_core(60_000, max_num_seqs=256, budget=10**7, runner=NullRunner(choose), speculates=True)
+    for name, start in starts.items():
+        core.add(make_request(name, said[start : start + 300], max_tokens=20 * num_steps))
+    run = steps(core)
+    next(run)
+    before = core.stats().num_generation_tokens
+    aheads = [next(run)["is_ahead"] for _ in range(num_steps)]
+    tokens = core.stats().num_generation_tokens - before
+    return {"share_ahead": round(statistics.mean(aheads), 3), "tokens_a_step": round(tokens / num_steps / num_rows, 3)}
+
+
+MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
+    "rows-1": lambda: step_cost([200], 300),
+    "rows-32": lambda: step_cost([200] * 32, 100),
+    "rows-256": lambda: step_cost([200] * 256, 40),
+    "rows-1024": lambda: step_cost([200] * 1024, 15),
+    "penalties-256": lambda: step_cost([200] * 256, 15, repetition_penalty=1.1),
+    "mixed-31-long": lambda: step_cost([1000] * 31 + [100_000], 30),
+    "mixed-255-long": lambda: step_cost([1000] * 255 + [100_000], 15),
+    "equal-256-8k": lambda: step_cost([8192] * 256, 10),
+    "waiting-128": lambda: waiting_cost(128, 128, 32_768),
+    "waiting-500": lambda: waiting_cost(500, 500, 32_768),
+    "thrash-64": lambda: recomputed(64, 1000, 1500, 2500, caches=True),
+    "thrash-64-uncached": lambda: recomputed(64, 1000, 1500, 2500, caches=False),
+    "thrash-256": lambda: recomputed(256, 500, 1000, 6000, caches=True),
+    "thrash-4-long": lambda: recomputed(4, 16_000, 200, 2000, caches=True),
+    "thrash-4-long-uncached": lambda: recomputed(4, 16_000, 200, 2000, caches=False),
+    "ahead-1": lambda: ahead_share(1),
+    "ahead-8": lambda: ahead_share(8),
+    "ahead-32": lambda: ahead_share(32),
+    "ahead-256": lambda: ahead_share(256),
+}
+
+
+def measure_in_process(name: str, checkout: Path) -> dict[str, float]:
+    """Runs one measurement on the package in `checkout`, whatever that folder is called."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "penstock").symlink_to(checkout.resolve())
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--measure", name]
+        run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=MAX_SECONDS)
+    result: dict[str, float] = json.loads(run.stdout)
+    return result
+
+
+def line(name: str, which: str, result: dict[str, float]) -> str:
+    return f"{name:24} {which:8} " + "  ".join(f"{key} {value:,}" for key, value in result.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), metavar="NAME", help=", ".join(MEASUREMENTS))
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout, to be measured in turns with this one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--measure", choices=MEASUREMENTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure is not None:
+        print(json.dumps(MEASUREMENTS[options.measure]()))
+        return
+    checkouts = {"here": report.ROOT} | ({"against": options.against} if options.against else {})
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name in options.only:
+        results[name] = {which: measure_in_process(name, checkout) for which, checkout in reversed(checkouts.items())}
+        for which, result in results[name].items():
+            print(line(name, which, result), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps({**report.surroundings([]), "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
