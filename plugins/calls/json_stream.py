@@ -115,7 +115,7 @@ class JsonCallReading:
 
     def open(self, reader: JsonCallReader, block: list[str]) -> None:
         """A call may begin here."""
-        reader.watch(self._ends_in_strings)
+        reader.arguments.ends = self._ends_in_strings
         self._reader = reader
         self._held.clear()
         self._num_held = 0
@@ -148,7 +148,7 @@ class JsonCallReading:
         self._buffer.skip(length)
         if not self.is_started:
             self.block.append(text)
-        num_held = self._reader.num_held
+        num_held = self._reader.arguments.num_held
         self._held.append(text)
         self._num_held += length
         while self._held and self._num_held - len(self._held[0]) >= num_held:
@@ -156,18 +156,18 @@ class JsonCallReading:
 
     def _end_malformed(self, events: list[Event]) -> None:
         """The call ends before what made no sense, or before the marker that did."""
-        reader = self._reader
-        if reader.is_malformed and reader.num_held and not reader.is_refused:  # of a refused call all is text already
-            _, cut_off = _split_end(self._held, reader.num_held)
+        reader, arguments = self._reader, self._reader.arguments
+        if reader.is_malformed and arguments.num_held and not reader.is_refused:  # of a refused call all is text already
+            _, cut_off = _split_end(self._held, arguments.num_held)
             if not self.is_started:
-                self.block, _ = _split_end(self.block, reader.num_held)
+                self.block, _ = _split_end(self.block, arguments.num_held)
             self._buffer.put_back(cut_off)
-        reader.close()
+        arguments.close()
         self.announce(events)
         self.is_over = True
         self._give_back(events)
-        if self.is_started and reader.left:
-            events.append(Text(reader.left))
+        if self.is_started and arguments.left:
+            events.append(Text(arguments.left))
 
     def _give_back(self, events: list[Event]) -> None:
         events += map(Text, join_pieces(self.block))
@@ -189,7 +189,7 @@ class JsonCallReading:
             self.is_started = True
             self.block = []
             self._stream.start_call(events, reader.name, self._id_of(reader))
-        self._stream.give_arguments(events, reader.take_arguments())
+        self._stream.give_arguments(events, reader.arguments.take())
 
     def _id_of(self, reader: JsonCallReader) -> str | None:
         """The format's own id, unless the model has written it before in this answer: results are told apart by it."""
@@ -202,7 +202,7 @@ class JsonCallReading:
     def finish(self, events: list[Event]) -> None:
         """At the end of the answer, an open call stays a call as far as it was written, from its name on."""
         if not self.is_over and (self.is_started or self._reader.is_named):
-            self._reader.stop()
+            self._reader.arguments.stop()
             self.announce(events, is_cut=True)
 
 
