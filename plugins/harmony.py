@@ -15,7 +15,7 @@ from penstock.engine.contracts.parsing import (
 )
 from penstock.plugins.calls.stream import new_call_id
 from penstock.plugins.json.repair import JsonRepair
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps, split_symbols
+from penstock.plugins.markers import StepBuffer, Waiting, is_cut_marker, join_pieces, split_symbols, text_into
 
 ROLE = "<|start|>assistant"
 CHANNEL = "<|channel|>"
@@ -179,7 +179,7 @@ class Harmony(ReasoningParser):
         self._is_constrained = turn.is_constrained and not reads_calls
         self._is_forced = not reads_calls and turn.tool_choice not in ("auto", "none")
         self.end_marker = f"{ENDS[0]}{ROLE}" if self._is_forced else f"{ENDS[0]}{ROLE}{FINAL}"
-        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._buffer = StepBuffer(turn.added_tokens)
         self._added_tokens = turn.added_tokens
         self._header = Header(ROLE, [])
         self._call = HarmonyCall()
@@ -200,7 +200,8 @@ class Harmony(ReasoningParser):
 
     def feed(self, text: str) -> list[Event]:
         """Reads the next piece of text, however it is cut."""
-        return read_steps(self._buffer, text, lambda events: self._step(events))
+        self._buffer.feed(text)
+        return self._buffer.run(lambda events: self._step(events))
 
     def finish(self) -> list[Event]:
         """An open header is text, unless it is one of ours with nothing but its end missing."""
@@ -226,30 +227,27 @@ class Harmony(ReasoningParser):
             return []
         return [self._kind(piece) for piece in rest]
 
-    def _read_start(self, events: list[Event]) -> bool:
+    def _read_start(self, events: list[Event]) -> None:
         """The prompt has written the role: what comes first may be its recipient."""
-        start = self._buffer.take_start(RECIPIENT)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(RECIPIENT)
         self._step = self._read_body
         if marker is None:
             events += map(Text, space)
         else:
             self._open_call([*space, marker], events)
-        return True
 
-    def _read_body(self, events: list[Event]) -> bool:
+    def _read_body(self, events: list[Event]) -> None:
         watches_calls = self._reads_calls and self._kind is Text
-        pieces, marker = self._buffer.take_until(ROLE, CHANNEL, *ENDS, *((TO,) if watches_calls else ()))
-        if self._is_outside and any(not piece.isspace() for piece in pieces):
-            self.phase = Phase.CONTENT
-        events += [self._kind(piece) for piece in pieces]
+        marker = self._buffer.until(lambda piece: self._say(piece, events), ROLE, CHANNEL, *ENDS, *((TO,) if watches_calls else ()))
         if marker == TO:
             self._open_call([marker], events)
-        elif marker is not None:
+        else:
             self._leave(marker)
-        return marker is not None
+
+    def _say(self, piece: str, events: list[Event]) -> None:
+        if self._is_outside and not piece.isspace():
+            self.phase = Phase.CONTENT
+        events.append(self._kind(piece))
 
     def _leave(self, marker: str) -> None:
         """A message is over: by its end, or because the next one begins."""
@@ -270,24 +268,25 @@ class Harmony(ReasoningParser):
         if self._is_forced and marker == ROLE:
             self.phase = Phase.CONTENT
 
-    def _read_header(self, events: list[Event]) -> bool:
+    def _read_header(self, events: list[Event]) -> None:
         pieces, marker = self._buffer.take_until(ROLE, CHANNEL, CONSTRAIN, MESSAGE, *ENDS, TO)
         self._header.add(pieces)
         if self._header.is_too_long:
             self._give_back(events, self._header.pieces)
-            return self._read_on(marker, events)
-        if marker in (CHANNEL, CONSTRAIN):
+            self._read_on(marker, events)
+        elif marker is None:
+            raise Waiting
+        elif marker in (CHANNEL, CONSTRAIN):
             self._header.mark(marker)
         elif marker == MESSAGE:
             self._end_header(marker, events)
         elif marker == TO:
             self._end_at_recipient(events)
-        elif marker is not None:
+        else:
             events += self._header.text_if_cut()
             self._leave(marker)
-        return marker is not None
 
-    def _read_on(self, marker: str | None, events: list[Event]) -> bool:
+    def _read_on(self, marker: str | None, events: list[Event]) -> None:
         """After what was no header: the marker is what it would be inside a message."""
         if marker == TO and self._reads_calls:
             self._open_call([marker], events)
@@ -295,7 +294,6 @@ class Harmony(ReasoningParser):
             events.append(Text(marker))
         elif marker is not None:
             self._leave(marker)
-        return True
 
     def _end_header(self, marker: str, events: list[Event]) -> None:
         header = self._header
@@ -336,44 +334,39 @@ class Harmony(ReasoningParser):
             events += map(Text, join_pieces(head))
             self._step = self._pass_call_head
 
-    def _pass_call_head(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(MESSAGE, ROLE, *ENDS)
-        return self._pass(pieces, marker, events)
+    def _pass_call_head(self, events: list[Event]) -> None:
+        self._pass(MESSAGE, ROLE, events)
 
-    def _pass_call_body(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(ROLE, CHANNEL, *ENDS)
-        return self._pass(pieces, marker, events)
+    def _pass_call_body(self, events: list[Event]) -> None:
+        self._pass(ROLE, CHANNEL, events)
 
-    def _pass(self, pieces: list[str], marker: str | None, events: list[Event]) -> bool:
-        events += map(Text, pieces)
+    def _pass(self, first: str, second: str, events: list[Event]) -> None:
+        marker = self._buffer.until(text_into(events), first, second, *ENDS)
         if marker == MESSAGE or marker in ENDS:
             events.append(Text(marker))
             self._step = self._pass_call_body if marker == MESSAGE else self._read_after_call
-        elif marker is not None:
+        else:
             self._open_header(marker)
-        return marker is not None
 
-    def _read_call_head(self, events: list[Event]) -> bool:
+    def _read_call_head(self, events: list[Event]) -> None:
         pieces, marker = self._buffer.take_until(CHANNEL, CONSTRAIN, MESSAGE, ROLE, *ENDS, TO)
         self._call.add(pieces)
         if self._call.is_too_long:
             self._give_back(events, self._call.head)
-            return self._read_on(marker, events)
-        if marker in (CHANNEL, CONSTRAIN):
+            self._read_on(marker, events)
+        elif marker is None:
+            raise Waiting
+        elif marker in (CHANNEL, CONSTRAIN):
             self._call.mark(marker)
         elif marker == MESSAGE and self._call.name:
             self._call.mark(marker)
             self._step = self._read_arguments_start
-        elif marker is not None:
+        else:
             self._give_back(events, self._call.head)
             self._read_on(marker, events)
-        return marker is not None
 
-    def _read_arguments_start(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start("{", ROLE, CHANNEL, *ENDS)
-        if start is None:
-            return False
-        space, marker = start
+    def _read_arguments_start(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start("{", ROLE, CHANNEL, *ENDS)
         if marker is None:
             self._give_back(events, [*self._call.head, *space])
         elif marker == "{":
@@ -384,7 +377,6 @@ class Harmony(ReasoningParser):
             self._start_call(events)
             self._give_out("{}", events)
             self._end_call(marker)
-        return True
 
     def _start_call(self, events: list[Event]) -> None:
         self._is_started = True
@@ -395,20 +387,15 @@ class Harmony(ReasoningParser):
         if fragment:
             events.append(ToolCallArguments(self._num_calls - 1, fragment))
 
-    def _read_arguments(self, events: list[Event]) -> bool:
-        piece = self._buffer.peek()
-        if piece is None:
-            return False
+    def _read_arguments(self, events: list[Event]) -> None:
+        piece = self._buffer.next_piece()
         start = self._buffer.offset
         self._buffer.skip(self._feed_arguments(piece, start, events) - start)
-        if not self._call.is_over:
-            return True
-        if self._is_started:
+        if self._call.is_over and self._is_started:
             self._step = self._read_call_end
             events += [Text(self._call.arguments.left)] if self._call.arguments.left else []
-        else:
+        elif self._call.is_over:
             self._give_back(events, self._call.head)
-        return True
 
     def _feed_arguments(self, piece: str, start: int, events: list[Event]) -> int:
         """Reads on in the arguments, which make this a call once more than their first brace has come; returns where that stopped."""
@@ -424,29 +411,22 @@ class Harmony(ReasoningParser):
             self._give_out(arguments.take(), events)
         return end
 
-    def _read_call_end(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(ROLE, CHANNEL, *ENDS)
-        if start is None:
-            return False
-        space, marker = start
+    def _read_call_end(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start(ROLE, CHANNEL, *ENDS)
         if marker is None:
             events += map(Text, space)
             self._open_message(Text)
         else:
             self._end_call(marker)
-        return True
 
     def _end_call(self, marker: str) -> None:
         self._leave(marker)
         if marker in ENDS:
             self._step = self._read_after_call
 
-    def _read_after_call(self, events: list[Event]) -> bool:
+    def _read_after_call(self, events: list[Event]) -> None:
         """Between two calls the model at times writes the name of their channel without its marker."""
-        start = self._buffer.take_start(FILLER + CHANNEL, FILLER + ROLE, RECIPIENT)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(FILLER + CHANNEL, FILLER + ROLE, RECIPIENT)
         self._open_message(Text)
         self._is_outside = True
         if marker is None:
@@ -455,4 +435,3 @@ class Harmony(ReasoningParser):
             self._open_call([*space, marker], events)
         else:
             self._open_header(marker.removeprefix(FILLER))
-        return True

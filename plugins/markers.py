@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
 
-from penstock.engine.contracts.parsing import Event, SpecialText, Turn
+from penstock.engine.contracts.parsing import Event, SpecialText, Text, Turn
 
 
 class MarkerAutomaton:
@@ -294,16 +294,53 @@ def join_pieces(pieces: list[str]) -> list[str]:
     return joined
 
 
-def read_steps(buffer: MarkerBuffer, text: str, step: Callable[[list[Event]], bool]) -> list[Event]:
-    """Adds `text` to the buffer and gives the events of as many steps as can be taken: `step` is False where more has to come first.
+class Waiting(Exception):
+    """More text has to come before a step can be taken."""
 
-    A parser whose next step is an attribute that steps change gives a function that looks it up.
+
+class StepBuffer(MarkerBuffer):
+    """A buffer for state machines, whose steps simply ask for what comes next: one that needs more text than there is ends in `Waiting`.
+
+    It is taken again when more has come, so it changes nothing before that but by `until`.
     """
-    buffer.feed(text)
-    events: list[Event] = []
-    while step(events):
-        pass
-    return events
+
+    def start(self, *markers: str) -> tuple[list[str], str | None]:
+        """As `take_start`. Raises `Waiting` while undecided."""
+        start = self.take_start(*markers)
+        if start is None:
+            raise Waiting
+        return start
+
+    def until(self, take: Callable[[str], object], *markers: str) -> str:
+        """Gives `take` each piece before the first marker, and returns that. Raises `Waiting` where no marker has come yet."""
+        pieces, marker = self.take_until(*markers)
+        for piece in pieces:
+            take(piece)
+        if marker is None:
+            raise Waiting
+        return marker
+
+    def next_piece(self) -> str:
+        """As `peek`. Raises `Waiting` where all has been read."""
+        piece = self.peek()
+        if piece is None:
+            raise Waiting
+        return piece
+
+    @staticmethod
+    def run(step: Callable[[list[Event]], object]) -> list[Event]:
+        """The events of as many steps as can be taken. Where steps change which is next, `step` looks that up."""
+        events: list[Event] = []
+        try:
+            while True:
+                step(events)
+        except Waiting:
+            return events
+
+
+def text_into(events: list[Event]) -> Callable[[str], None]:
+    """Adds a piece to the events as text."""
+    return lambda piece: events.append(Text(piece))
 
 
 class EdgeSpace:

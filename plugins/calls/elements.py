@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Tools
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,8 @@ from penstock.plugins.calls.markup_reader import read_attribute_tag
 from penstock.plugins.calls.schema_values import SchemaNode, TextValue, ToolSchemas, followed, quoted
 from penstock.plugins.calls.stream import CallFormat, CallReader, Envelope, Progress, SectionStream, Surroundings
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
-from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.json.writer import ParameterCall
+from penstock.plugins.markers import StepBuffer
 
 ITEM = "item"
 
@@ -122,29 +123,19 @@ class ElementReader(CallReader):
     a value that is text, and ignored elsewhere. Anything else between arguments ends the call.
     """
 
-    def __init__(self, buffer: MarkerBuffer, mark: str, section: str, schemas: ToolSchemas, around: Surroundings) -> None:
-        super().__init__()
-        self._buffer = buffer
+    def __init__(self, buffer: StepBuffer, mark: str, section: str, schemas: ToolSchemas, around: Surroundings) -> None:
+        super().__init__(buffer, schemas, around)
         self._mark = mark
         self._section = section
-        self._schemas = schemas
-        self._around = around
         self._root = Element("", SchemaNode(None, None))
-        self._names: set[str] = set()
+        self._call = ParameterCall()
         self._open: list[Element] = []  # the argument, and what is open inside it
-        self._pieces: list[str] = []
-        self._is_written = False  # the name of the argument that is open
         self._tag: list[str] = []  # the tag that is being read
         self._is_tag_begun = True  # which is true of the call's own
-        self._step: Callable[[], Progress] = self._read_call_tag
-
-    def read(self) -> Progress:
-        return self._step()
+        self._step = self._read_call_tag
 
     def take_arguments(self) -> str:
-        fragment = "".join(self._pieces)
-        self._pieces.clear()
-        return fragment
+        return self._call.take()
 
     def finish(self) -> list[str]:
         rest = self._buffer.finish()
@@ -157,15 +148,13 @@ class ElementReader(CallReader):
             name, json_text = last.name, last.cut()
             for element in reversed(around):
                 name, json_text = element.name, element.cut(name, json_text)
-            self._write(json_text)
+            self._call.add_json(json_text)
         elif self._step == self._read_content:
-            self._end()
+            self._call.close()
         return []
 
     def _read_call_tag(self) -> Progress:
         is_closed = self._take_tag()
-        if is_closed is None:
-            return Progress.WAITING
         self.head += self._tag
         tag = read_attribute_tag("".join(self._tag)[:-1]) if is_closed else None
         if tag is None:
@@ -180,25 +169,18 @@ class ElementReader(CallReader):
         """What is in an element, or between arguments, up to the next mark."""
         if not self._open:
             return self._read_between()
-        pieces, marker = self._buffer.take_until(self._mark)
-        for piece in pieces:
-            self._feed(piece)
-        if marker is None:
-            return Progress.WAITING
+        marker = self._buffer.until(self._feed, self._mark)
         if self._open[-1].is_in_json_string and not self._around.is_token(marker):
             self._feed(marker)
             return Progress.READ
         return self._expect_tag()
 
     def _read_between(self) -> Progress:
-        start = self._buffer.take_start(self._mark)
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(self._mark)
         if marker is not None:
             return self._expect_tag()
         self.left = space
-        self._end()
+        self._call.close()
         return Progress.OVER
 
     def _expect_tag(self) -> Progress:
@@ -209,8 +191,6 @@ class ElementReader(CallReader):
 
     def _read_tag(self) -> Progress:
         is_closed = self._take_tag()
-        if is_closed is None:
-            return Progress.WAITING
         self._step = self._read_content
         tag = "".join(self._tag).strip()[1:-1].strip() if is_closed else ""
         if tag.startswith("/"):
@@ -218,10 +198,10 @@ class ElementReader(CallReader):
         return self._follow_start(tag) if tag else self._no_tag()
 
     def _follow_start(self, name: str) -> Progress:
-        if self._open and not self._open[-1].may_hold(name) and name in self._root.names and name not in self._names:
+        if self._open and not self._open[-1].may_hold(name) and name in self._root.names and name not in self._call.names:
             self._close_all()
         if not self._open:
-            self._is_written = False
+            self._call.open(name)
             self._open.append(self._root.child(name))
         elif self._open[-1].is_text:
             return self._no_tag()
@@ -238,7 +218,7 @@ class ElementReader(CallReader):
         if name not in ("invoke", self._section):
             return self._no_tag()
         self._close_all()
-        self._end()
+        self._call.close()
         if name == self._section:
             self.end_marker = f"{self._mark}</{name}>"
         return Progress.OVER
@@ -251,7 +231,7 @@ class ElementReader(CallReader):
     def _feed(self, piece: str) -> None:
         self._open[-1].feed(piece)
         if len(self._open) == 1:
-            self._write(self._open[0].take())
+            self._call.add_json(self._open[0].take())
 
     def _close_all(self) -> None:
         while self._open:
@@ -261,27 +241,14 @@ class ElementReader(CallReader):
         element = self._open.pop()
         if self._open:
             self._open[-1].add(element.name, element.finish())
-            return
-        self._write(element.finish(), element.name)
-        self._names.add(element.name)
+        else:
+            self._call.add_json(element.finish())
+            self._call.drop()
 
-    def _write(self, json_text: str, name: str | None = None) -> None:
-        """More of the argument that is open, or of `name`. One that comes again is ignored."""
-        name = self._open[0].name if name is None else name
-        if not json_text or name in self._names:
-            return
-        if not self._is_written:
-            self._is_written = True
-            self._pieces.append(f"{', ' if self._names else '{'}{quoted(name)}: ")
-        self._pieces.append(json_text)
-
-    def _end(self) -> None:
-        self._pieces.append("}" if self._names else "{}")
-
-    def _take_tag(self) -> bool | None:
-        """Takes a tag with its brackets; False where something comes that cannot belong to one, which is left; None where it goes on."""
-        while (piece := self._buffer.peek()) is not None:
-            start = self._buffer.offset
+    def _take_tag(self) -> bool:
+        """Takes a tag with its brackets; False where something comes that cannot belong to one, which is left."""
+        while True:
+            piece, start = self._buffer.next_piece(), self._buffer.offset
             is_begun = self._is_tag_begun
             if isinstance(piece, SpecialText):
                 is_whole = not is_begun and piece.startswith("<") and piece.endswith(">")
@@ -299,7 +266,6 @@ class ElementReader(CallReader):
             self._is_tag_begun = is_begun or piece[start:end].endswith("<")
             if is_closed or (end < len(piece) and (is_begun or not self._is_tag_begun)):
                 return is_closed
-        return None
 
 
 _NAME = re.compile(r"[^\s<>/\"'][^<>\n\"']*(?<!\s)")
@@ -325,7 +291,7 @@ class ElementFormat(CallFormat):
         envelope = Envelope(section=f"{mark}<{section}>", section_end=f"{mark}</{section}>", call=f"{mark}<invoke name=")
         return SectionStream(turn, envelope, self._new_reader, self.tool_format)
 
-    def _new_reader(self, buffer: MarkerBuffer, schemas: ToolSchemas, around: Surroundings) -> ElementReader:
+    def _new_reader(self, buffer: StepBuffer, schemas: ToolSchemas, around: Surroundings) -> ElementReader:
         return ElementReader(buffer, self.mark, self.section, schemas, around)
 
     @property

@@ -17,7 +17,7 @@ from penstock.plugins.calls.schema_values import STRING, ToolSchemas, Types
 from penstock.plugins.calls.stream import CallFormat, Envelope, SectionStream, Surroundings
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.plugins.grammars.json_schema.values import json_type
-from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.markers import StepBuffer
 
 _MAX_PROPERTIES = 200
 _DEFINITIONS = ("$defs", "definitions")
@@ -109,7 +109,7 @@ class NotationFormat(CallFormat):
     def __call__(self, turn: Turn) -> SectionStream:
         return SectionStream(turn, Envelope(call=self.start), self._new_reader, self.tool_format)
 
-    def _new_reader(self, buffer: MarkerBuffer, schemas: ToolSchemas, around: Surroundings) -> NotationReader:
+    def _new_reader(self, buffer: StepBuffer, schemas: ToolSchemas, around: Surroundings) -> NotationReader:
         return NotationReader(
             buffer, schemas, around, start=self.start, end=self.end, delimiter=self.delimiter, types_of_strings=self.types_of_strings
         )

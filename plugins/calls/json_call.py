@@ -47,7 +47,7 @@ class JsonArguments:
 
     @property
     def num_held(self) -> int:
-        """How many characters were read last that a marker in a string may cut off."""
+        """How many characters were read last that a marker in a string may cut off; where that made them malformed, it has."""
         return 0 if self._object is None else self._object.num_held
 
     @property
@@ -145,7 +145,7 @@ class JsonCallReader(ABC):
 
     def __init__(self) -> None:
         self.is_malformed = False
-        self._arguments = JsonArguments()
+        self.arguments = JsonArguments()
 
     @property
     @abstractmethod
@@ -170,36 +170,10 @@ class JsonCallReader(ABC):
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped: the end of the text, or of the call, or what is malformed."""
 
-    @property
-    def num_held(self) -> int:
-        """How many characters were read last that a marker in a string may cut off; where the call `is_malformed`, it has."""
-        return self._arguments.num_held
-
-    @property
-    def left(self) -> str:
-        """What was read before the call went wrong, and is no part of it."""
-        return self._arguments.left
-
-    def take_arguments(self) -> str:
-        """The new arguments since the last call."""
-        return self._arguments.take()
-
-    def watch(self, ends: MarkerAutomaton) -> None:
-        """Sets the markers that may end the call within a string."""
-        self._arguments.ends = ends
-
     def end_at_marker(self) -> bool:
         """At the end of input: whether a marker in an open string ended the call, which is malformed then."""
-        self.is_malformed = self.is_malformed or self._arguments.end_at_marker()
+        self.is_malformed = self.is_malformed or self.arguments.end_at_marker()
         return self.is_malformed
-
-    def close(self) -> None:
-        """The call ends here: arguments that are open are closed, so that they are a JSON document."""
-        self._arguments.close()
-
-    def stop(self) -> None:
-        """At the end of input: arguments that were held back may be taken."""
-        self._arguments.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,19 +220,19 @@ class JsonCall(JsonCallReader):
     @property
     def can_start(self) -> bool:
         """The name is known and the arguments have begun; an id that comes after them is too late."""
-        if self.name is None or (self._keys.is_bare and not self._arguments.is_object):
+        if self.name is None or (self._keys.is_bare and not self.arguments.is_object):
             return False
-        return self._arguments.is_object or self.is_complete
+        return self.arguments.is_object or self.is_complete
 
     @property
     def is_named(self) -> bool:
-        if self.name is None or self.is_malformed or not self._arguments.may_be_object:
+        if self.name is None or self.is_malformed or not self.arguments.may_be_object:
             return False
         return self.can_start if self._keys.is_bare else self._has_arguments or not self._has_others
 
     @property
     def depth(self) -> int:
-        return self._scanner.depth + (self._arguments.depth if self._is_in_arguments else 0)
+        return self._scanner.depth + (self.arguments.depth if self._is_in_arguments else 0)
 
     @property
     def is_complete(self) -> bool:
@@ -279,13 +253,13 @@ class JsonCall(JsonCallReader):
 
     @property
     def _is_in_arguments(self) -> bool:
-        return self._reading == "arguments" and not self._arguments.is_complete
+        return self._reading == "arguments" and not self.arguments.is_complete
 
     def _read_arguments(self, text: str, position: int) -> int:
-        end = self._arguments.feed(text, position)
-        self.is_malformed = self._arguments.is_malformed
-        if self._arguments.is_complete:
-            self.is_malformed = not self._arguments.is_object
+        end = self.arguments.feed(text, position)
+        self.is_malformed = self.arguments.is_malformed
+        if self.arguments.is_complete:
+            self.is_malformed = not self.arguments.is_object
             self._scanner.pass_value()
         return end
 
@@ -360,7 +334,7 @@ class JsonCall(JsonCallReader):
         if self.name is None or (self._has_others and not self._has_arguments):
             return False
         if not self._has_arguments:
-            self._arguments.end()
+            self.arguments.end()
         return True
 
 
@@ -380,7 +354,7 @@ class NamedCall(JsonCallReader):
 
     @property
     def can_start(self) -> bool:
-        return self._arguments.is_object
+        return self.arguments.is_object
 
     @property
     def is_named(self) -> bool:
@@ -388,11 +362,11 @@ class NamedCall(JsonCallReader):
 
     @property
     def is_complete(self) -> bool:
-        return self._arguments.is_complete
+        return self.arguments.is_complete
 
     @property
     def depth(self) -> int:
-        return self._arguments.depth
+        return self.arguments.depth
 
     def feed(self, text: str, position: int) -> int:
         while not self._has_begun and position < len(text):
@@ -403,10 +377,10 @@ class NamedCall(JsonCallReader):
             else:
                 self.is_malformed = True
                 return position
-        end = self._arguments.feed(text, position)
-        self.is_malformed = self._arguments.is_malformed or (self._arguments.is_complete and not self._arguments.is_object)
+        end = self.arguments.feed(text, position)
+        self.is_malformed = self.arguments.is_malformed or (self.arguments.is_complete and not self.arguments.is_object)
         return end
 
     def end(self) -> None:
         """The format has ended the call without arguments."""
-        self._arguments.end()
+        self.arguments.end()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolFormat, Turn
 from penstock.plugins.calls.json_call import JsonCall, JsonCallReader, NamedCall
 from penstock.plugins.calls.stream import CallStream, MalformedCall, new_call_id
-from penstock.plugins.markers import MarkerBuffer, compile_markers, is_cut_marker, join_pieces, read_steps
+from penstock.plugins.markers import StepBuffer, Waiting, compile_markers, is_cut_marker, join_pieces, text_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class JsonCallReading:
     that is one of `ends` ends any call, even in the middle of a string; plain text that is one does where the string has no right end.
     """
 
-    def __init__(self, stream: CallStream, buffer: MarkerBuffer, ends: Collection[str], added_tokens: frozenset[str]) -> None:
+    def __init__(self, stream: CallStream, buffer: StepBuffer, ends: Collection[str], added_tokens: frozenset[str]) -> None:
         self._stream = stream
         self.is_started = False
         self.is_over = True
@@ -115,7 +115,7 @@ class JsonCallReading:
 
     def open(self, reader: JsonCallReader, block: list[str]) -> None:
         """A call may begin here."""
-        reader.watch(self._ends_in_strings)
+        reader.arguments.ends = self._ends_in_strings
         self._reader = reader
         self._held.clear()
         self._num_held = 0
@@ -123,11 +123,9 @@ class JsonCallReading:
         self.is_started = False
         self.is_over = False
 
-    def read(self, events: list[Event]) -> bool:
-        """Reads on in the call that is open; False where there is no more text. What is not the call's stays in the buffer."""
-        piece = self._buffer.peek()
-        if piece is None:
-            return False
+    def read(self, events: list[Event]) -> None:
+        """Reads on in the call that is open. What is not the call's stays in the buffer."""
+        piece = self._buffer.next_piece()
         reader, start = self._reader, self._buffer.offset
         is_special = isinstance(piece, SpecialText)
         is_end = is_special and piece in self._ends
@@ -138,12 +136,11 @@ class JsonCallReading:
         self._take(piece if is_special else piece[start:end], end - start)
         if is_malformed:
             self._end_malformed(events)
-            return True
+            return
         self.announce(events)
         if reader.is_complete or reader.is_refused:
             self.is_over = reader.is_complete
             self._give_back(events)
-        return True
 
     def _take(self, text: str, length: int) -> None:
         if not length:
@@ -151,7 +148,7 @@ class JsonCallReading:
         self._buffer.skip(length)
         if not self.is_started:
             self.block.append(text)
-        num_held = self._reader.num_held
+        num_held = self._reader.arguments.num_held
         self._held.append(text)
         self._num_held += length
         while self._held and self._num_held - len(self._held[0]) >= num_held:
@@ -159,18 +156,18 @@ class JsonCallReading:
 
     def _end_malformed(self, events: list[Event]) -> None:
         """The call ends before what made no sense, or before the marker that did."""
-        reader = self._reader
-        if reader.is_malformed and reader.num_held and not reader.is_refused:  # of a refused call all is text already
-            _, cut_off = _split_end(self._held, reader.num_held)
+        reader, arguments = self._reader, self._reader.arguments
+        if reader.is_malformed and arguments.num_held and not reader.is_refused:  # of a refused call all is text already
+            _, cut_off = _split_end(self._held, arguments.num_held)
             if not self.is_started:
-                self.block, _ = _split_end(self.block, reader.num_held)
+                self.block, _ = _split_end(self.block, arguments.num_held)
             self._buffer.put_back(cut_off)
-        reader.close()
+        arguments.close()
         self.announce(events)
         self.is_over = True
         self._give_back(events)
-        if self.is_started and reader.left:
-            events.append(Text(reader.left))
+        if self.is_started and arguments.left:
+            events.append(Text(arguments.left))
 
     def _give_back(self, events: list[Event]) -> None:
         events += map(Text, join_pieces(self.block))
@@ -192,7 +189,7 @@ class JsonCallReading:
             self.is_started = True
             self.block = []
             self._stream.start_call(events, reader.name, self._id_of(reader))
-        self._stream.give_arguments(events, reader.take_arguments())
+        self._stream.give_arguments(events, reader.arguments.take())
 
     def _id_of(self, reader: JsonCallReader) -> str | None:
         """The format's own id, unless the model has written it before in this answer: results are told apart by it."""
@@ -205,7 +202,7 @@ class JsonCallReading:
     def finish(self, events: list[Event]) -> None:
         """At the end of the answer, an open call stays a call as far as it was written, from its name on."""
         if not self.is_over and (self.is_started or self._reader.is_named):
-            self._reader.stop()
+            self._reader.arguments.stop()
             self.announce(events, is_cut=True)
 
 
@@ -278,7 +275,7 @@ class JsonStream(CallStream):
             self._open(self._named)
         while self._step == self._read_call and self._reading.end_at_marker(events):
             self._leave_call()
-            events += read_steps(self._buffer, "", lambda events: self._step(events))
+            events += self._read_on()
         self._reading.finish(events)
         rest = join_pieces([*self._held, *self._reading.block, *self._buffer.finish()])
         self._held = self._reading.block = []
@@ -296,23 +293,18 @@ class JsonStream(CallStream):
             self._step = self._read_text
         return [] if self._is_off else [Text(piece) for piece in held]
 
-    def _read_start(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(*self._envelope.starts_of_answer)
-        if start is None:
-            return False
-        space, marker = start
+    def _read_start(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start(*self._envelope.starts_of_answer)
         if marker is not None:
-            return self._enter(marker, space)
-        events += map(Text, space)
-        self._step = self._read_text
-        return True
+            self._enter(marker, space)
+        else:
+            events += map(Text, space)
+            self._step = self._read_text
 
-    def _read_text(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(*self._envelope.starts)
-        events += map(Text, pieces)
-        return marker is not None and self._enter(marker, [])
+    def _read_text(self, events: list[Event]) -> None:
+        self._enter(self._buffer.until(text_into(events), *self._envelope.starts), [])
 
-    def _enter(self, marker: str, before: list[str]) -> bool:
+    def _enter(self, marker: str, before: list[str]) -> None:
         """Enters the state after `marker`, where calls may begin; `before` and the marker are text unless one does."""
         self._held = [*before, *self._as_written(marker)]
         self._closings = self._envelope.closings
@@ -326,7 +318,6 @@ class JsonStream(CallStream):
             self._step = self._read_bracket
         else:
             self._start()
-        return True
 
     def _start(self) -> None:
         """At a single call."""
@@ -344,19 +335,22 @@ class JsonStream(CallStream):
         self._step = self._read_call
         return reader
 
-    def _read_section(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(*self._envelope.openings)
-        if start is None:
-            return False
-        space, marker = start
-        self._held += space
-        return self._reject(events) if marker is None else self._enter(marker, self._held)
+    def _read_section(self, events: list[Event]) -> None:
+        self._enter_next(self._envelope.openings, events)
 
-    def _read_bracket(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start("[", *(("{",) if self._head is not None else ()))
-        if start is None:
-            return False
-        space, marker = start
+    def _read_separated(self, events: list[Event]) -> None:
+        self._enter_next(self._envelope.starts_after_call, events)
+
+    def _enter_next(self, markers: Iterable[str], events: list[Event]) -> None:
+        space, marker = self._buffer.start(*markers)
+        self._held += space
+        if marker is None:
+            self._reject(events)
+        else:
+            self._enter(marker, self._held)
+
+    def _read_bracket(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start("[", *(("{",) if self._head is not None else ()))
         self._held += space
         if marker is not None:
             self._is_in_array = True
@@ -368,9 +362,8 @@ class JsonStream(CallStream):
             self._start()
         else:
             self._reject(events)
-        return True
 
-    def _read_head(self, events: list[Event]) -> bool:
+    def _read_head(self, events: list[Event]) -> None:
         assert self._head is not None
         ends = self._head.fields[self._field]
         pieces, marker = self._buffer.take_until(*ends, *self._envelope.starts)
@@ -382,51 +375,45 @@ class JsonStream(CallStream):
                 self._enter(marker, [])
             elif marker is not None:
                 events += map(Text, self._as_written(marker))
-            return True
+            return
         if marker is None:
-            return False
+            raise Waiting
         self._held += self._as_written(marker)
         self._fields[self._field] = self._fields[self._field].strip()
         following = ends[marker]
         if following is not None:
             self._field = following
             self._fields[following] = ""
-            return True
-        return self._name_call(marker, events)
+        else:
+            self._name_call(marker, events)
 
-    def _name_call(self, marker: str, events: list[Event]) -> bool:
+    def _name_call(self, marker: str, events: list[Event]) -> None:
         """At the end of the head, which `marker` has closed."""
         assert self._head is not None
         identity = self._head.identify(self._fields)
         if identity is None:
-            return self._reject(events)
+            self._reject(events)
+            return
         self._named = NamedCall(*identity)
         if marker == "{":
             self._open(self._named).feed(marker, 0)
         else:
             self._step = self._read_arguments
-        return True
 
-    def _read_arguments(self, events: list[Event]) -> bool:
+    def _read_arguments(self, events: list[Event]) -> None:
         """After a head: a call without arguments may be closed at once."""
-        start = self._buffer.take_start(*self._closings)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(*self._closings)
         self._held += space
         self._open(self._named)
         if marker is not None:
             self._named.end()
             self._reading.announce(events)
             self._close(marker)
-        return True
 
-    def _read_call(self, events: list[Event]) -> bool:
-        if not self._reading.read(events):
-            return False
+    def _read_call(self, events: list[Event]) -> None:
+        self._reading.read(events)
         if self._reading.is_over:
             self._leave_call()
-        return True
 
     def _leave_call(self) -> None:
         is_started = self._was_call = self._reading.is_started
@@ -436,38 +423,31 @@ class JsonStream(CallStream):
             self._malformed = None
         self._step = self._read_end if is_started else self._read_text if self._malformed is None else self._read_malformed
 
-    def _read_malformed(self, events: list[Event]) -> bool:
+    def _read_malformed(self, events: list[Event]) -> None:
         """The rest of what was no call in an array; others may follow it."""
         assert self._malformed is not None
         self._was_call = False
         if not self._malformed.is_over:
             marker = self._malformed.read(events)
-            if marker in self._envelope.starts and marker is not None:
-                return self._enter(marker, [])
-            if marker in self._closings:
+            if marker in self._envelope.starts:
+                self._enter(marker, [])
+            elif marker in self._closings:
                 events += map(Text, self._buffer.marker_pieces)
                 self._step = self._read_text
-            return marker is not None
-        start = self._buffer.take_start(",")
-        if start is None:
-            return False
-        space, marker = start
+            return
+        space, marker = self._buffer.start(",")
         events += map(Text, [*space, *([] if marker is None else [marker])])
         if marker is None:
             self._step = self._read_text
         else:
             self._open(self._call())
-        return True
 
-    def _read_end(self, events: list[Event]) -> bool:
+    def _read_end(self, events: list[Event]) -> None:
         """After a call, whole or broken."""
         of_array = ("]", ",") if self._is_in_array else ()
         surplus = ("}",) if self._closings and self._reading.is_whole else ()
         markers = (*of_array, *surplus, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
-        start = self._buffer.take_start(*markers)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(*markers)
         if marker is None:
             self._leave_end(events, space)
         elif marker in surplus:
@@ -485,44 +465,30 @@ class JsonStream(CallStream):
             self._step = self._read_separated
         else:
             self._enter(marker, space)
-        return True
 
     def _leave_end(self, events: list[Event], pieces: list[str]) -> None:
         """The text after a call is not part of the format."""
         events += map(Text, pieces)
         self._step = self._read_text if self._malformed is None else self._read_malformed
 
-    def _read_surplus(self, events: list[Event]) -> bool:
+    def _read_surplus(self, events: list[Event]) -> None:
         """Surplus closing brackets belong to the format if a closing follows."""
-        start = self._buffer.take_start("}", "]", *self._closings)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start("}", "]", *self._closings)
         if marker in self._closings and marker is not None:
             self._held = []
             self._close(marker)
-            return True
+            return
         self._held += [*space, *([] if marker is None else self._as_written(marker))]
         if marker is None:
             self._leave_end(events, join_pieces(self._held))
             self._held = []
-        return True
 
     def _close(self, marker: str) -> None:
         self._closings = self._closings[self._closings.index(marker) + 1 :]
         self._is_in_array = False
         self._step = self._read_end
 
-    def _read_separated(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(*self._envelope.starts_after_call)
-        if start is None:
-            return False
-        space, marker = start
-        self._held += space
-        return self._reject(events) if marker is None else self._enter(marker, self._held)
-
-    def _reject(self, events: list[Event]) -> bool:
+    def _reject(self, events: list[Event]) -> None:
         """It was no call."""
         self._give_back(events)
         self._step = self._read_text
-        return True

@@ -15,7 +15,7 @@ from penstock.plugins.calls.markup_reader import Heads, ParameterMarkup, Paramet
 from penstock.plugins.calls.schema_values import TextValue, ToolSchemas, Types, types_of
 from penstock.plugins.calls.stream import CallFormat, Envelope, SectionStream, Surroundings, tags_of
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
-from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.markers import StepBuffer
 
 _DEFINITIONS = ("$defs", "definitions")
 _PLAIN = frozenset({"type", "nullable", "anyOf", "oneOf"}) | ANNOTATIONS
@@ -234,7 +234,7 @@ def _marker(text: str) -> tuple[Marker, ...]:
     return (Marker(text),) if text else ()
 
 
-def _new_reader(markup: ParameterMarkup, buffer: MarkerBuffer, schemas: ToolSchemas, around: Surroundings) -> ParameterReader:
+def _new_reader(markup: ParameterMarkup, buffer: StepBuffer, schemas: ToolSchemas, around: Surroundings) -> ParameterReader:
     return ParameterReader(buffer, markup, schemas, around)
 
 

@@ -12,7 +12,7 @@ from penstock.plugins.calls.schema_values import ANY_TYPE, STRING, ArgumentsSche
 from penstock.plugins.calls.stream import CallReader, Progress, Surroundings
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.json.writer import ParameterCall
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker
+from penstock.plugins.markers import StepBuffer, is_cut_marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +131,11 @@ class ParameterReader(CallReader):
     """
 
     def __init__(
-        self, buffer: MarkerBuffer, markup: ParameterMarkup, schemas: ToolSchemas, around: Surroundings, *, has_lead: bool = True
+        self, buffer: StepBuffer, markup: ParameterMarkup, schemas: ToolSchemas, around: Surroundings, *, has_lead: bool = True
     ) -> None:
-        super().__init__()
-        self._buffer = buffer
+        super().__init__(buffer, schemas, around)
         self._markup = markup
-        self._schemas = schemas
         self._schema = ArgumentsSchema(None)
-        self._around = around
         self._ends = (*around.tokens, *filter(around.is_token, (markup.parameter, markup.call_end)))  # of any value
         self._starts = tuple(marker for marker in (markup.section, markup.call) if marker)
         self._value_ends: tuple[str, ...] = ()
@@ -156,14 +153,11 @@ class ParameterReader(CallReader):
         self._held: list[str] = []  # of a tag or a name that is not complete
         self._tag = Tag("")  # of the parameter whose value comes next
         self._type: list[str] = []
-        self._step: Callable[[], Progress] = self._read_lead if markup.lead and has_lead else self._first_step
+        self._step = self._read_lead if markup.lead and has_lead else self._first_step
 
     @property
     def _first_step(self) -> Callable[[], Progress]:
         return self._read_call_tag if self._markup.heads is Heads.TAGS else self._read_line
-
-    def read(self) -> Progress:
-        return self._step()
 
     def take_arguments(self) -> str:
         return self._call.take()
@@ -189,19 +183,13 @@ class ParameterReader(CallReader):
 
     def _read_lead(self) -> Progress:
         """What comes before the tag, such as the kind of tool and its name, which the tag repeats."""
-        pieces, marker = self._buffer.take_until(self._markup.lead, *self._around.tokens)
-        self.head += pieces
-        if marker is None:
-            return Progress.WAITING
+        marker = self._buffer.until(self.head.append, self._markup.lead, *self._around.tokens)
         self.head += self._around.pieces(marker)
         self._step = self._first_step
         return Progress.READ if marker == self._markup.lead else Progress.MALFORMED
 
     def _read_call_tag(self) -> Progress:
-        is_closed = self._take_tag()
-        if is_closed is None:
-            return Progress.WAITING
-        tag = self._markup.read_tag("".join(self._held)[: -len(self._markup.tag_end)]) if is_closed else None
+        tag = self._take_tag()
         self.head += self._held
         self._held = []
         self._step = self._read_between
@@ -209,8 +197,8 @@ class ParameterReader(CallReader):
 
     def _read_line(self) -> Progress:
         """A name that ends with the line, or with whatever cannot be part of it; line breaks before it are passed over."""
-        while (piece := self._buffer.peek()) is not None:
-            start = self._buffer.offset
+        while True:
+            piece, start = self._buffer.next_piece(), self._buffer.offset
             found = None if isinstance(piece, SpecialText) else _LINE_TEXT.match(piece, start)
             end = start if found is None else found.end()
             self._has_name = self._has_name or not (end == start or piece[start:end].isspace())
@@ -220,17 +208,12 @@ class ParameterReader(CallReader):
                 break
             self._held.append(piece[start:end])
             self._buffer.skip(end - start)
-        else:
-            return Progress.WAITING
         self._step = self._read_after_line
         return Progress.READ
 
     def _read_after_line(self) -> Progress:
         markup = self._markup
-        start = self._buffer.take_start(*(markup.name_ends or (markup.parameter, markup.call_end)))
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(*(markup.name_ends or (markup.parameter, markup.call_end)))
         name = "".join(self._held).strip()
         self.head += [*self._held, *space, *([] if marker is None else self._around.pieces(marker))]
         self._held = []
@@ -249,10 +232,7 @@ class ParameterReader(CallReader):
     # Its parameters
 
     def _read_between(self) -> Progress:
-        start = self._buffer.take_start(*self._between)
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(*self._between)
         if marker is not None:
             return self._follow(marker)
         return self._open_body(space) if self._is_body_next else self._stop(space)
@@ -269,9 +249,7 @@ class ParameterReader(CallReader):
         return Progress.READ
 
     def _read_body(self) -> Progress:
-        piece = self._buffer.peek()
-        if piece is None:
-            return Progress.WAITING
+        piece = self._buffer.next_piece()
         start = self._buffer.offset
         is_end = isinstance(piece, SpecialText) and piece in self._ends
         end = start if is_end else self._body.feed(piece, start)
@@ -291,10 +269,7 @@ class ParameterReader(CallReader):
         return Progress.READ
 
     def _read_body_end(self) -> Progress:
-        start = self._buffer.take_start(self._markup.call_end, *self._around.markers)
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(self._markup.call_end, *self._around.markers)
         if marker is None:
             self.left = [self._body.left, *space]
         elif marker != self._markup.call_end:
@@ -327,19 +302,13 @@ class ParameterReader(CallReader):
         return Progress.OVER
 
     def _read_parameter_tag(self) -> Progress:
-        is_closed = self._take_tag()
-        if is_closed is None:
-            return Progress.WAITING
-        tag = self._markup.read_tag("".join(self._held)[: -len(self._markup.tag_end)]) if is_closed else None
+        tag = self._take_tag()
         return self._no_parameter() if tag is None else self._open(tag)
 
     def _read_parameter_name(self) -> Progress:
         """Between its markers; a model may forget the second."""
         ends = (self._markup.call_end, *self._around.markers)
-        pieces, marker = self._buffer.take_until(self._markup.name_end, self._markup.value, *ends)
-        self._held += pieces
-        if marker is None:
-            return Progress.WAITING
+        marker = self._buffer.until(self._held.append, self._markup.name_end, self._markup.value, *ends)
         name = "".join(self._held).strip()
         if marker == self._markup.name_end:
             self._held += self._around.pieces(marker)
@@ -355,10 +324,7 @@ class ParameterReader(CallReader):
 
     def _read_value_marker(self) -> Progress:
         types = (self._markup.type_start,) if self._markup.type_start else ()
-        start = self._buffer.take_start(self._markup.value, *self._between, *types)
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(self._markup.value, *self._between, *types)
         if marker in self._between:  # the parameter has no value
             self._held = []
             return self._follow(marker)
@@ -373,11 +339,8 @@ class ParameterReader(CallReader):
 
     def _read_type(self) -> Progress:
         """What the format itself says of the value that follows."""
-        pieces, marker = self._buffer.take_until(self._markup.type_end, self._markup.call_end, *self._around.tokens)
-        self._held += pieces
-        self._type += pieces
-        if marker is None:
-            return Progress.WAITING
+        marker = self._buffer.until(self._type.append, self._markup.type_end, self._markup.call_end, *self._around.tokens)
+        self._held += self._type
         self._held += self._around.pieces(marker)
         if marker != self._markup.type_end:
             return self._no_parameter()
@@ -411,10 +374,7 @@ class ParameterReader(CallReader):
 
     def _read_literal(self) -> Progress:
         """Whether the value has markers of its own."""
-        start = self._buffer.take_start(self._markup.literal)
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(self._markup.literal)
         if marker is not None:
             self._end_value_with(self._markup.literal_end)
         for piece in space if marker is None else ():
@@ -423,19 +383,12 @@ class ParameterReader(CallReader):
         return Progress.READ
 
     def _read_literal_end(self) -> Progress:
-        start = self._buffer.take_start(self._markup.value_end)
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(self._markup.value_end)
         self._step = self._read_between
         return self._stop(space) if marker is None else Progress.READ
 
     def _read_value(self) -> Progress:
-        pieces, marker = self._buffer.take_until(*self._value_marks)
-        for piece in pieces:
-            self._call.feed(piece)
-        if marker is None:
-            return Progress.WAITING
+        marker = self._buffer.until(self._call.feed, *self._value_marks)
         assert self._call.value is not None
         end = marker.removeprefix("\n")
         is_quoted = self._call.value.is_in_json_string and not self._around.is_token(marker)
@@ -459,10 +412,7 @@ class ParameterReader(CallReader):
         return self._num_quoted[marker] >= 0
 
     def _read_past_end(self) -> Progress:
-        pieces, marker = self._buffer.take_until(*self._value_ends, self._next_start)
-        self._past_end += pieces
-        if marker is None:
-            return Progress.WAITING
+        marker = self._buffer.until(self._past_end.append, *self._value_ends, self._next_start)
         if marker == self._next_start:
             self._past_end += self._around.pieces(marker)
             self._next_call = ParameterReader(self._buffer, self._markup, self._schemas, self._around, has_lead=False)
@@ -522,12 +472,15 @@ class ParameterReader(CallReader):
         for name, json_text in members.items():
             self._call.add(name, json_text)
 
-    def _take_tag(self) -> bool | None:
-        """Holds what is left of a tag, its end included; False where something comes that cannot belong to it, None where it goes on."""
-        if self._markup.tag_end != ">":
-            return self._take_tag_until(self._markup.tag_end)
-        while (piece := self._buffer.peek()) is not None:
-            start = self._buffer.offset
+    def _take_tag(self) -> Tag | None:
+        """Holds what is left of a tag, its end included; None where something comes that cannot belong to it."""
+        end = self._markup.tag_end
+        is_closed = self._take_tag_in_brackets() if end == ">" else self._take_tag_until(end)
+        return self._markup.read_tag("".join(self._held)[: -len(end)]) if is_closed else None
+
+    def _take_tag_in_brackets(self) -> bool:
+        while True:
+            piece, start = self._buffer.next_piece(), self._buffer.offset
             found = None if isinstance(piece, SpecialText) else _TAG_TEXT.match(piece, start)
             if found is None:
                 return False
@@ -539,14 +492,11 @@ class ParameterReader(CallReader):
                 self._buffer.skip(end - start)
             if is_closed or end < len(piece):
                 return is_closed
-        return None
 
-    def _take_tag_until(self, end: str) -> bool | None:
-        pieces, marker = self._buffer.take_until(end, *self._around.tokens)
-        self._held += pieces
-        if marker is not None:
-            self._held += self._around.pieces(marker)
-        return None if marker is None else marker == end
+    def _take_tag_until(self, end: str) -> bool:
+        marker = self._buffer.until(self._held.append, end, *self._around.tokens)
+        self._held += self._around.pieces(marker)
+        return marker == end
 
 
 def _members(text: str) -> dict[str, str] | None:

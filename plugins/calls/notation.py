@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.plugins.calls.schema_values import SCALARS, SchemaNode, TextValue, ToolSchemas, Types, quoted, to_json
 from penstock.plugins.calls.stream import CallReader, Progress, Surroundings
 from penstock.plugins.json.writer import JsonWriter
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker
+from penstock.plugins.markers import StepBuffer, Waiting, is_cut_marker
 
 _QUOTE = '"'
 _MAX_CLOSERS = 8
@@ -266,7 +265,7 @@ class NotationReader(CallReader):
 
     def __init__(
         self,
-        buffer: MarkerBuffer,
+        buffer: StepBuffer,
         schemas: ToolSchemas,
         around: Surroundings,
         *,
@@ -275,10 +274,7 @@ class NotationReader(CallReader):
         delimiter: str,
         types_of_strings: Types,
     ) -> None:
-        super().__init__()
-        self._buffer = buffer
-        self._schemas = schemas
-        self._around = around
+        super().__init__(buffer, schemas, around)
         self._start = start
         self._end = end
         self._outer_ends = (end,)
@@ -290,15 +286,12 @@ class NotationReader(CallReader):
         self._next_start: list[str] | None = None  # what follows the start marker there, up to a brace
         self._length = 0  # of the head
         self._after: list[str] = []  # white space and a comma after the call
-        self._step: Callable[[], Progress] = self._read_head
+        self._step = self._read_head
 
     @property
     def is_in_call(self) -> bool:
         """From the brace that opens the arguments to their end."""
         return self._step in (self._read_arguments, self._read_past_end)
-
-    def read(self) -> Progress:
-        return self._step()
 
     def take_arguments(self) -> str:
         return self._call.take_arguments()
@@ -324,7 +317,7 @@ class NotationReader(CallReader):
         self.head += pieces
         self._length += sum(map(len, pieces))
         if marker is None and self._length <= _MAX_HEAD:
-            return Progress.WAITING
+            raise Waiting
         found = _HEAD.fullmatch("".join(self.head)) if marker == "{" and self._length <= _MAX_HEAD else None
         if found is None:
             self._buffer.put_back([] if marker is None else self._around.pieces(marker))
@@ -336,11 +329,7 @@ class NotationReader(CallReader):
         return Progress.READ
 
     def _read_arguments(self) -> Progress:
-        pieces, marker = self._buffer.take_until(*self._call.marks, *self._ends)
-        for piece in pieces:
-            self._call.add(piece)
-        if marker is None:
-            return Progress.WAITING
+        marker = self._buffer.until(self._call.add, *self._call.marks, *self._ends)
         if self._call.is_in_string and marker.endswith(self._end):
             self._past_end = [marker]
             self._next_start = None
@@ -370,7 +359,7 @@ class NotationReader(CallReader):
         if self._next_start is not None:
             self._next_start += map(str, pieces)
         if marker is None:
-            return Progress.WAITING
+            raise Waiting
         if marker == self._delimiter:
             for piece in self._past_end:
                 self._call.add(piece)
@@ -397,10 +386,7 @@ class NotationReader(CallReader):
         return Progress.OVER
 
     def _read_end(self) -> Progress:
-        start = self._buffer.take_start(self._start, self._end, CALL, ",")
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(self._start, self._end, CALL, ",")
         if marker == ",":
             self._after = [*space, marker]
             self._step = self._read_next
@@ -409,10 +395,7 @@ class NotationReader(CallReader):
 
     def _read_next(self) -> Progress:
         """After a comma between two calls."""
-        start = self._buffer.take_start(CALL)
-        if start is None:
-            return Progress.WAITING
-        space, marker = start
+        space, marker = self._buffer.start(CALL)
         return self._follow([*self._after, *space], marker)
 
     def _follow(self, pieces: list[str], marker: str | None) -> Progress:

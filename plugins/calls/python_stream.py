@@ -3,10 +3,10 @@
 import re
 from dataclasses import dataclass
 
-from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolFormat, Turn
+from penstock.engine.contracts.parsing import Event, SpecialText, ToolFormat, Turn
 from penstock.plugins.calls.python_call import NAME, PythonCall
 from penstock.plugins.calls.stream import CallStream, MalformedCall
-from penstock.plugins.markers import is_cut_marker
+from penstock.plugins.markers import Waiting, is_cut_marker, text_into
 
 _HEAD = re.compile(rf"\s*\[?\s*{NAME.pattern}")
 
@@ -36,6 +36,7 @@ class PythonStream(CallStream):
     def __init__(self, turn: Turn, envelope: PythonEnvelope, tool_format: ToolFormat | None = None) -> None:
         super().__init__(turn, tool_format)
         self._envelope = envelope
+        self._starts = (envelope.start,) if envelope.start else ()
         self._ends = (envelope.end,) if envelope.end else ()
         self._has_bracket = False  # the list that is being read has begun with one
         self._tokens = turn.added_tokens & {envelope.start, envelope.end}
@@ -56,8 +57,7 @@ class PythonStream(CallStream):
         events: list[Event] = []
         if self._step == self._read_past_end:
             self._end_string(events)
-            while self._step(events):
-                pass
+            events += self._read_on()
         rest = self._buffer.finish()
         if self._step == self._read_call:
             while rest and self._call.quote:
@@ -74,17 +74,14 @@ class PythonStream(CallStream):
     def _closers(self) -> tuple[str, ...]:
         return (*self._ends, "]") if self._has_bracket else self._ends
 
-    def _read_start(self, events: list[Event]) -> bool:
-        return self._read_opening(events, "[", *((self._envelope.start,) if self._envelope.start else ()))
+    def _read_start(self, events: list[Event]) -> None:
+        self._read_opening(events, "[", *self._starts)
 
-    def _read_bracket(self, events: list[Event]) -> bool:
-        return self._read_opening(events, "[")
+    def _read_bracket(self, events: list[Event]) -> None:
+        self._read_opening(events, "[")
 
-    def _read_opening(self, events: list[Event], *markers: str) -> bool:
-        start = self._buffer.take_start(*markers)
-        if start is None:
-            return False
-        space, marker = start
+    def _read_opening(self, events: list[Event], *markers: str) -> None:
+        space, marker = self._buffer.start(*markers)
         self._held += space
         if marker is not None:
             self._held.append(marker)
@@ -94,15 +91,9 @@ class PythonStream(CallStream):
             self._step = self._read_item
         else:
             self._go_on_with_text(events)
-        return True
 
-    def _read_text(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(*((self._envelope.start,) if self._envelope.start else ()))
-        events += map(Text, pieces)
-        if marker is None:
-            return False
-        self._open(marker)
-        return True
+    def _read_text(self, events: list[Event]) -> None:
+        self._open(self._buffer.until(text_into(events), *self._starts))
 
     def _open(self, marker: str) -> None:
         self._was_call = False
@@ -115,20 +106,16 @@ class PythonStream(CallStream):
         self._was_call = False
         self._step = self._read_text
 
-    def _read_item(self, events: list[Event]) -> bool:
+    def _read_item(self, events: list[Event]) -> None:
         """A call, or the end of the calls."""
-        start = self._buffer.take_start(*self._closers)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(*self._closers)
         self._held += space
         if marker is not None:
             self._close(marker, events)
-            return True
+            return
         self._call = PythonCall(in_list=self._has_bracket)
         self._is_started = False
         self._step = self._read_call
-        return True
 
     def _close(self, marker: str, events: list[Event]) -> None:
         """The end of the list, or of the block."""
@@ -141,12 +128,11 @@ class PythonStream(CallStream):
         else:
             self._step = self._read_after if self._was_call else self._read_text
 
-    def _read_call(self, events: list[Event]) -> bool:
+    def _read_call(self, events: list[Event]) -> None:
         if self._call.quote and self._ends:
-            return self._read_string(events)
-        piece = self._buffer.peek()
-        if piece is None:
-            return False
+            self._read_string(events)
+            return
+        piece = self._buffer.next_piece()
         start = self._buffer.offset
         is_end = isinstance(piece, SpecialText) and piece in (self._envelope.start, self._envelope.end)
         end = start if is_end else self._call.feed(piece, start)
@@ -161,7 +147,6 @@ class PythonStream(CallStream):
         self._buffer.skip(end - start)
         self._give_out(events)
         self._follow_call(events, is_malformed=is_malformed, is_end=is_end)
-        return True
 
     def _follow_call(self, events: list[Event], *, is_malformed: bool, is_end: bool = False) -> None:
         if is_malformed:
@@ -172,7 +157,7 @@ class PythonStream(CallStream):
             if self._call.has_ended_list:
                 self._close("]", events)
 
-    def _read_string(self, events: list[Event]) -> bool:
+    def _read_string(self, events: list[Event]) -> None:
         """To its quotation mark, or the end marker, with the brackets before it that end the call if the string was not closed."""
         quote, end, closers = self._call.quote, self._envelope.end, self._call.closers
         ends = (end, f"){end}", f"{closers}{end}", f")\n{end}", f"{closers}\n{end}")
@@ -182,12 +167,11 @@ class PythonStream(CallStream):
             self._call.feed(piece, 0)
         self._give_out(events)
         if marker is None:
-            return False
+            raise Waiting
         if marker != quote and self._is_token(marker):
-            token = SpecialText(marker if marker in starts else end)
-            self._buffer.put_back([token])
+            self._buffer.put_back([SpecialText(marker if marker in starts else end)])
             self._end_call(events)
-            return True
+            return
         self._call.feed(marker, 0)
         if marker == quote:
             self._give_out(events)
@@ -195,15 +179,15 @@ class PythonStream(CallStream):
             self._past_end = [marker]
             self._next_head = None
             self._step = self._read_past_end
-        return True
 
     def _is_token(self, marker: str) -> bool:
         return any(token in marker for token in self._tokens)
 
-    def _read_past_end(self, events: list[Event]) -> bool:
+    def _read_past_end(self, events: list[Event]) -> None:
         """The end marker belongs to the string where that is closed later; not where another call begins before that."""
         if not self._call.quote:
-            return self._read_past_string(events)
+            self._read_past_string(events)
+            return
         head = self._next_head
         pieces, marker = self._buffer.take_until(self._call.quote, self._envelope.start, *(("(",) if head is not None else ()))
         for piece in (*pieces, *([] if marker is None else [marker])):
@@ -211,17 +195,15 @@ class PythonStream(CallStream):
             self._call.feed(piece, 0)
         if head is not None:
             head += pieces
-        if marker is not None:
-            self._next_head = [] if marker == self._envelope.start else None
+        if marker is None:
+            raise Waiting
+        self._next_head = [] if marker == self._envelope.start else None
         if marker == "(" and head is not None and _HEAD.fullmatch("".join(head)):
             self._end_string(events)
-        return marker is not None
 
-    def _read_past_string(self, events: list[Event]) -> bool:
+    def _read_past_string(self, events: list[Event]) -> None:
         """What follows a quotation mark tells whether the string is over."""
-        piece = self._buffer.peek()
-        if piece is None:
-            return False
+        piece = self._buffer.next_piece()
         symbol = piece if isinstance(piece, SpecialText) else piece[self._buffer.offset]
         end = self._call.feed(symbol, 0)
         self._past_end.append(symbol[:end])
@@ -231,7 +213,6 @@ class PythonStream(CallStream):
             self._step = self._read_call
             self._give_out(events)
             self._follow_call(events, is_malformed=self._call.is_malformed)
-        return True
 
     def _end_string(self, events: list[Event]) -> None:
         """The call ended with the marker, within a string that was not closed; the rest is read anew."""
@@ -266,21 +247,17 @@ class PythonStream(CallStream):
         self._malformed = MalformedCall(self._buffer, self._call.depth, self._ends)
         self._step = self._read_malformed
 
-    def _read_malformed(self, events: list[Event]) -> bool:
+    def _read_malformed(self, events: list[Event]) -> None:
         """To the bracket that closes it."""
         assert self._malformed is not None
         marker = self._malformed.read(events)
-        if marker in self._ends and marker is not None:
+        if marker in self._ends:
             self._close(marker, events)
         elif self._malformed.is_over:
             self._step = self._read_separator
-        return marker is not None
 
-    def _read_separator(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(",", *self._closers)
-        if start is None:
-            return False
-        space, marker = start
+    def _read_separator(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start(",", *self._closers)
         self._held += space
         if marker == ",":
             self._held.append(marker)
@@ -291,23 +268,19 @@ class PythonStream(CallStream):
             self._go_on_with_text(events)
         else:
             self._step = self._read_item
-        return True
 
-    def _read_end(self, events: list[Event]) -> bool:
-        return self._read_next(events, *self._ends, self._envelope.start)
+    def _read_end(self, events: list[Event]) -> None:
+        self._read_next(events, *self._ends, self._envelope.start)
 
-    def _read_between(self, events: list[Event]) -> bool:
-        return self._read_next(events, self._envelope.start)
+    def _read_between(self, events: list[Event]) -> None:
+        self._read_next(events, self._envelope.start)
 
-    def _read_after(self, events: list[Event]) -> bool:
-        return self._read_next(events)
+    def _read_after(self, events: list[Event]) -> None:
+        self._read_next(events)
 
-    def _read_next(self, events: list[Event], *markers: str) -> bool:
+    def _read_next(self, events: list[Event], *markers: str) -> None:
         """White space after calls, and what may come then."""
-        start = self._buffer.take_start(*markers)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(*markers)
         self._held += space
         if marker == self._envelope.start and marker:
             self._open(marker)
@@ -316,4 +289,3 @@ class PythonStream(CallStream):
             self._step = self._read_between
         else:
             self._go_on_with_text(events)
-        return True

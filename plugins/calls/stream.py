@@ -25,7 +25,7 @@ from penstock.engine.contracts.parsing import (
 )
 from penstock.engine.text.answer import split_at_calls
 from penstock.plugins.calls.schema_values import ToolSchemas, has_strict_tool
-from penstock.plugins.markers import MarkerBuffer, is_cut_marker, join_pieces, read_steps, split_symbols
+from penstock.plugins.markers import StepBuffer, Waiting, is_cut_marker, join_pieces, split_symbols, text_into
 
 
 def new_call_id() -> str:
@@ -45,7 +45,7 @@ _CLOSERS = ")]}"
 class MalformedCall:
     """Passes text up to the bracket that closes the call, of which `depth` are open. Brackets in strings do not count."""
 
-    def __init__(self, buffer: MarkerBuffer, depth: int, ends: Sequence[str], *, quotes: str = "\"'") -> None:
+    def __init__(self, buffer: StepBuffer, depth: int, ends: Sequence[str], *, quotes: str = "\"'") -> None:
         self.is_over = depth <= 0
         self._buffer = buffer
         self._depth = depth
@@ -53,12 +53,11 @@ class MalformedCall:
         self._quotes = quotes
         self._quote = ""
 
-    def read(self, events: list[Event]) -> str | None:
-        """Reads on to the next mark, which is text unless it is one of `ends`; None where more text has to come first."""
+    def read(self, events: list[Event]) -> str:
+        """Reads on to the next mark, which is text unless it is one of `ends`."""
         marks = (self._quote, f"\\{self._quote}") if self._quote else (*_OPENERS, *_CLOSERS, *self._quotes)
-        pieces, marker = self._buffer.take_until(*marks, *self._ends)
-        events += map(Text, pieces)
-        if marker is None or marker in self._ends:
+        marker = self._buffer.until(text_into(events), *marks, *self._ends)
+        if marker in self._ends:
             return marker
         events.append(Text(marker))
         if self._quote or marker in self._quotes:
@@ -73,8 +72,7 @@ class MalformedCall:
 class Progress(Enum):
     """The result of reading on."""
 
-    WAITING = auto()  # for more text
-    READ = auto()  # something; there may be more
+    READ = auto()  # there may be more
     OVER = auto()  # the call is complete
     MALFORMED = auto()  # this is no call: only before it has a name
 
@@ -92,18 +90,22 @@ class CallReader(ABC):
     end_marker: str | None = None
     next_head: list[str] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: StepBuffer, schemas: ToolSchemas, around: "Surroundings") -> None:
         self.head: list[str] = []
         self.left: list[str] = []
+        self._buffer = buffer
+        self._schemas = schemas
+        self._around = around
+        self._step: Callable[[], Progress]
 
     @property
     def is_in_call(self) -> bool:
         """Whether the next text belongs to the call's arguments."""
         return self.name is not None
 
-    @abstractmethod
     def read(self) -> Progress:
-        """Reads on in the buffer."""
+        """Takes one step. Raises `Waiting` where more text has to come first."""
+        return self._step()
 
     def settle(self) -> bool:
         """Generation is over: decides what only more text would have decided. True where that leaves something to read."""
@@ -162,7 +164,7 @@ class Envelope:
         return tuple(marker for marker in (self.section, self.section_end, self.call) if marker)
 
 
-NewReader = Callable[[MarkerBuffer, ToolSchemas, Surroundings], CallReader]
+NewReader = Callable[[StepBuffer, ToolSchemas, Surroundings], CallReader]
 
 
 class CallStream(ToolParser):
@@ -176,11 +178,11 @@ class CallStream(ToolParser):
         self.tool_format = tool_format
         self._is_off = turn.tool_choice == "none"
         self._added_tokens = turn.added_tokens
-        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._buffer = StepBuffer(turn.added_tokens)
         self._new_id = new_id
         self._num_calls = 0
         self._held: list[str] = []  # text if no call follows: markers, separators, and the call itself until it is certain
-        self._step: Callable[[list[Event]], bool]
+        self._step: Callable[[list[Event]], None]
 
     @property
     @abstractmethod
@@ -195,7 +197,11 @@ class CallStream(ToolParser):
         """Reads the next piece of text, however it is cut."""
         if self._is_off:
             return [Text(text)] if text else []
-        return read_steps(self._buffer, text, lambda events: self._step(events))
+        self._buffer.feed(text)
+        return self._read_on()
+
+    def _read_on(self) -> list[Event]:
+        return self._buffer.run(lambda events: self._step(events))
 
     def start_call(self, events: list[Event], name: str, call_id: str | None = None) -> None:
         events.append(ToolCallStart(self._num_calls, name, call_id or self._new_id()))
@@ -242,8 +248,7 @@ class SectionStream(CallStream):
     def finish(self) -> list[Event]:
         events: list[Event] = []
         while self._reader is not None and self._reader.settle():
-            while self._step(events):
-                pass
+            events += self._read_on()
         if self._reader is not None:
             reader = self._reader
             rest = reader.finish()
@@ -258,21 +263,18 @@ class SectionStream(CallStream):
         self._say(rest, events)
         return events
 
-    def _read_text(self, events: list[Event]) -> bool:
+    def _read_text(self, events: list[Event]) -> None:
         envelope = self._envelope
         markers: tuple[str, ...] = envelope.markers if self._is_in_section else (envelope.section or envelope.call,)
         if self._may_lack_section and envelope.call not in markers:
             markers = (*markers, envelope.call)
-        pieces, marker = self._buffer.take_until(*markers)
-        self._say(pieces, events)
-        if marker is None:
-            return False
+        marker = self._buffer.until(lambda piece: self._say([piece], events), *markers)
         if marker == envelope.call and envelope.section and not self._is_in_section and not self._may_begin_here:
             self._say(self._around.pieces(marker), events)
-            return True
-        return self._follow(marker, [])
+        else:
+            self._follow(marker, [])
 
-    def _follow(self, marker: str, space: list[str]) -> bool:
+    def _follow(self, marker: str, space: list[str]) -> None:
         """Handles a marker of the envelope that is allowed here."""
         envelope = self._envelope
         pieces = [*space, *self._around.pieces(marker)]
@@ -285,7 +287,6 @@ class SectionStream(CallStream):
             self._is_in_section = False
             if self._step != self._read_text:  # white space after other text is text
                 self._step = self._read_after
-        return True
 
     @property
     def _may_begin_here(self) -> bool:
@@ -293,19 +294,14 @@ class SectionStream(CallStream):
         before = self._tail.rstrip(_INDENT)
         return (not before or before.endswith("\n")) and not before.rstrip().endswith(self._envelope.section)
 
-    def _read_section(self, events: list[Event]) -> bool:
+    def _read_section(self, events: list[Event]) -> None:
         """Between the beginning of a section and its first call."""
-        start = self._buffer.take_start(self._envelope.call)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(self._envelope.call)
         self._held += space
         if marker is not None:
-            self._held += self._around.pieces(marker)
-            self._open(self._held)
-            return True
-        self._reject([], events)
-        return True
+            self._open([*self._held, *self._around.pieces(marker)])
+        else:
+            self._reject([], events)
 
     def _open(self, block: list[str]) -> None:
         self._is_bare = bool(self._envelope.section) and not self._is_in_section and self._step != self._read_section
@@ -314,15 +310,18 @@ class SectionStream(CallStream):
         self._reader = self._new_reader(self._buffer, self._schemas, self._around)
         self._step = self._read_call
 
-    def _read_call(self, events: list[Event]) -> bool:
+    def _read_call(self, events: list[Event]) -> None:
         reader = self._reader
         assert reader is not None
-        progress = reader.read()
+        try:
+            progress = reader.read()
+        except Waiting:
+            self._give_out(reader, events)
+            raise
         if not self._is_started and (progress is Progress.MALFORMED or (reader.name is not None and not self._may_call(reader.name))):
             self._reject(reader.head, events)
-            return True
-        if self._is_started or self._start(reader, events):
-            self.give_arguments(events, reader.take_arguments())
+            return
+        self._give_out(reader, events)
         if progress is Progress.OVER:
             self._reader = None
             self._step = self._read_text if reader.left else self._read_after
@@ -331,7 +330,10 @@ class SectionStream(CallStream):
                 self._open(reader.next_head)
             elif reader.end_marker is not None:
                 self._follow(reader.end_marker, [])
-        return progress is not Progress.WAITING
+
+    def _give_out(self, reader: CallReader, events: list[Event]) -> None:
+        if self._start(reader, events):
+            self.give_arguments(events, reader.take_arguments())
 
     def _may_call(self, name: str) -> bool:
         is_offered_only = self._is_bare or self._envelope.is_offered_only
@@ -353,7 +355,7 @@ class SectionStream(CallStream):
         self._say([*held, *pieces], events)
         self._step = self._read_text
 
-    def _read_after(self, events: list[Event]) -> bool:
+    def _read_after(self, events: list[Event]) -> None:
         """After a call, or after its section."""
         envelope = self._envelope
         markers = (
@@ -361,17 +363,13 @@ class SectionStream(CallStream):
             envelope.section,
             envelope.call if self._is_in_section or not envelope.section or self._may_lack_section else "",
         )
-        start = self._buffer.take_start(*(marker for marker in markers if marker))
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(*(marker for marker in markers if marker))
         if marker is None:
             self._say(space, events)
             self._step = self._read_text
         elif marker not in envelope.skipped:
             self._is_bare = False
             self._follow(marker, space)
-        return True
 
     @property
     def _ends(self) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ class SchemaRules(Translation):
 
     def node(self, schema: Any, place: Place) -> Node:
         if schema is True or (isinstance(schema, Mapping) and all(_is_idle(keyword) for keyword in schema)):
-            return self.any_value()
+            return self.any_value(place)
         if schema is False:
             raise refusal("`false` allows no value at all", place)
         if isinstance(schema, Mapping):
@@ -138,7 +138,7 @@ class SchemaRules(Translation):
         if self._lenient is not None and isinstance(schema, Mapping):
             schema = self._lenient.relaxed(schema, self.root, place.path)
             if not schema:
-                return self.any_value()
+                return self.any_value(place)
         return super().node(schema, place)
 
     def typed(self, name: str, schema: Mapping[str, Any], place: Place) -> Node:
@@ -165,45 +165,6 @@ class SchemaRules(Translation):
             self.rules[name] = self.node(schema, Place(Place(self.param).at(*steps).path, references=(target,)))
         return Reference(name)
 
-    def array_node(self, schema: Mapping[str, Any], place: Place) -> Node:
-        if schema.get("uniqueItems", False) is not False:
-            raise refusal("`uniqueItems` is not supported", place.at("uniqueItems"))
-        minimum, maximum = self.bounds(schema, "minItems", "maxItems", place)
-        prefix = schema.get("prefixItems", [])
-        if not isinstance(prefix, list):
-            raise refusal("`prefixItems` must be an array", place.at("prefixItems"))
-        if isinstance(schema.get("items"), list):
-            raise refusal("`items` must be a schema; its items one by one are `prefixItems`", place.at("items"))
-        firsts = [self.node(item, place.inside("prefixItems", i)) for i, item in enumerate(prefix[:maximum])]
-        rest = schema.get("items", True)
-        if rest is False:
-            maximum = min(len(firsts), len(firsts) if maximum is None else maximum)
-            if minimum > maximum:
-                raise refusal("`minItems` is more than `prefixItems` has", place.at("minItems"))
-        comma = self.whitespace.comma(0)
-        tail: Node = EMPTY
-        num_more = None if maximum is None else maximum - len(firsts)
-        if num_more != 0:
-            item = self.node(rest, place.inside("items"))
-            num_needed = max(minimum - len(firsts), 0)
-            if not firsts:
-                first = Sequence(
-                    (item, Repeat(Sequence((comma, item)), max(num_needed - 1, 0), None if num_more is None else num_more - 1))
-                )
-                return self.filled("[]", first, is_optional=minimum == 0)
-            tail = Repeat(Sequence((comma, item)), num_needed, num_more)
-        elif not firsts:
-            return self.whitespace.container("[]", None, 0)
-        for i in reversed(range(1, len(firsts))):
-            tail = Sequence((comma, firsts[i], tail))
-            if minimum <= i:
-                tail = optional(tail)
-        return self.filled("[]", Sequence((firsts[0], tail)), is_optional=minimum == 0)
-
-    def filled(self, brackets: str, content: Node, *, is_optional: bool) -> Node:
-        node = self.whitespace.container(brackets, content, 0)
-        return either(self.whitespace.container(brackets, None, 0), node) if is_optional else node
-
     def object_node(self, schema: Mapping[str, Any], place: Place) -> Node:
         properties, required = described(schema, place)
         additional = schema.get("additionalProperties", not properties)
@@ -225,7 +186,7 @@ class SchemaRules(Translation):
         more = None if additional is False else self.additional(additional, [*properties, *undescribed], place)
         if not members and more is None:
             return self.empty_object()
-        return self.rule("object", self.filled("{}", self.members(members, more), is_optional=not required))
+        return self.rule("object", self.filled("{}", self.members(members, more), 0, is_optional=not required))
 
     def members(self, members: list[tuple[Node, bool]], more: Node | None) -> Node:
         """At least one of the members in order, all required ones among them, and then any number of further ones."""
@@ -255,7 +216,7 @@ class SchemaRules(Translation):
         other = self.rule("name", json_text.quoted(other_names(names))) if names else self.shared("string")
         return self.rule("member", self.whitespace.member(other, value))
 
-    def any_value(self) -> Node:
+    def any_value(self, place: Place) -> Node:
         value = Reference(f"{self._prefix}value")
         if value.name not in self.rules:
             self.rules[value.name] = EMPTY  # what follows refers to it
@@ -263,8 +224,8 @@ class SchemaRules(Translation):
             member = self.whitespace.member(self.shared("string"), value)
             self.rules[value.name] = Either(
                 (
-                    self.filled("{}", Sequence((member, Repeat(Sequence((comma, member)), 0, None))), is_optional=True),
-                    self.filled("[]", Sequence((value, Repeat(Sequence((comma, value)), 0, None))), is_optional=True),
+                    self.filled("{}", Sequence((member, Repeat(Sequence((comma, member)), 0, None))), 0, is_optional=True),
+                    self.filled("[]", Sequence((value, Repeat(Sequence((comma, value)), 0, None))), 0, is_optional=True),
                     *(self.shared(name) for name in ("string", "number")),
                     json_text.BOOLEAN,
                     json_text.NULL,

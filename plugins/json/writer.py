@@ -107,8 +107,8 @@ class ParameterCall:
         """The parameters that have been opened."""
         return frozenset(self._names)
 
-    def open(self, name: str, value: TextValue) -> None:
-        """A parameter begins."""
+    def open(self, name: str, value: TextValue | None = None) -> None:
+        """A parameter begins. Without a `value` that reads it, `add_json` and `drop` write it."""
         self._name = name
         self._is_written = False
         self.value = value
@@ -116,12 +116,12 @@ class ParameterCall:
     def feed(self, text: str) -> None:
         """More of the open parameter's value."""
         assert self.value is not None
-        self._write(self.value.feed(text))
+        self.add_json(self.value.feed(text))
 
     def end(self) -> None:
         """The open parameter's value is complete."""
         assert self.value is not None
-        self._write(self.value.finish())
+        self.add_json(self.value.finish())
         self.drop()
 
     def drop(self) -> None:
@@ -131,8 +131,8 @@ class ParameterCall:
 
     def add(self, name: str, json_text: str) -> None:
         """A whole parameter."""
-        self.open(name, TextValue(None))
-        self._write(json_text)
+        self.open(name)
+        self.add_json(json_text)
         self.drop()
 
     def write(self, json_text: str) -> None:
@@ -147,7 +147,7 @@ class ParameterCall:
     def cut(self) -> None:
         """The call ends inside a parameter: its value so far is kept, and nothing is closed."""
         if self.value is not None:
-            self._write(self.value.cut())
+            self.add_json(self.value.cut())
 
     def take(self) -> str:
         """The new text since the last call."""
@@ -155,7 +155,8 @@ class ParameterCall:
         self._pieces.clear()
         return fragment
 
-    def _write(self, json_text: str) -> None:
+    def add_json(self, json_text: str) -> None:
+        """More of the open parameter's value."""
         if not json_text or self._name in self._names:
             return
         if not self._is_written:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from penstock.engine.contracts.parsing import Event, Phase, Reasoning, ReasoningParser, Text, Turn
-from penstock.plugins.markers import MarkerBuffer
+from penstock.plugins.markers import StepBuffer
 
 
 class ContentTags(ReasoningParser):
@@ -19,7 +19,7 @@ class ContentTags(ReasoningParser):
         self._parser = parser
         self._opening = opening
         self._closings = (f"\n{closing}", closing)
-        self._buffer = MarkerBuffer(added_tokens)
+        self._buffer = StepBuffer(added_tokens)
         self._step = self._read_start
         self._may_drop_newline = False
 
@@ -49,36 +49,25 @@ class ContentTags(ReasoningParser):
                 events.append(event)
                 continue
             self._buffer.feed(event.text)
-            while self._step(events):
-                pass
+            events += self._buffer.run(lambda events: self._step(events))
         return events
 
-    def _read_start(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(self._opening)
-        if start is None:
-            return False
-        space, marker = start
+    def _read_start(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start(self._opening)
         if marker is None:
             events += self._texts(space)
             self._step = self._read_rest
         else:
             self._may_drop_newline = True
             self._step = self._read_inside
-        return True
 
-    def _read_inside(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(*self._closings)
-        events += self._texts(pieces)
-        if marker is None:
-            return False
+    def _read_inside(self, events: list[Event]) -> None:
+        self._buffer.until(lambda piece: events.extend(self._texts([piece])), *self._closings)
         self._may_drop_newline = True
         self._step = self._read_rest
-        return True
 
-    def _read_rest(self, events: list[Event]) -> bool:
-        pieces, _ = self._buffer.take_until()
-        events += self._texts(pieces)
-        return False
+    def _read_rest(self, events: list[Event]) -> None:
+        self._buffer.until(lambda piece: events.extend(self._texts([piece])))
 
     def _texts(self, pieces: list[str]) -> list[Event]:
         if pieces and self._may_drop_newline:

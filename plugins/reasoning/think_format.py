@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from penstock.engine.contracts.parsing import Event, Format, FormatInfo, Phase, Reasoning, ReasoningParser, SpecialText, Text, Turn
 from penstock.plugins.calls.schema_values import ToolSchemas
-from penstock.plugins.markers import EdgeSpace, MarkerBuffer, marker_suffix, read_steps
+from penstock.plugins.markers import EdgeSpace, StepBuffer, marker_suffix, text_into
 from penstock.plugins.reasoning.content import ContentTags, NonemptyContent
 
 ALL = sys.maxsize  # line breaks next to a marker
@@ -194,7 +194,7 @@ class ThinkParser(ReasoningParser):
         self._num_quoted_starts = 0  # in the content, whose end markers have not come yet
         self._num_newlines = 0  # that would still belong to the last marker
         self._space = EdgeSpace() if think.trims_space else None
-        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._buffer = StepBuffer(turn.added_tokens)
 
     @property
     def phase(self) -> Phase:
@@ -202,7 +202,8 @@ class ThinkParser(ReasoningParser):
 
     def feed(self, text: str) -> list[Event]:
         """Reads the next piece of text, however it is cut."""
-        return read_steps(self._buffer, text, lambda events: self._step(self, events))
+        self._buffer.feed(text)
+        return self._buffer.run(lambda events: self._step(self, events))
 
     def finish(self) -> list[Event]:
         """Emits the text held back: a marker that was never completed is part of its reasoning or content."""
@@ -237,13 +238,10 @@ class ThinkParser(ReasoningParser):
         else:
             self._enter(State.CONTENT)
 
-    def _read_start(self, events: list[Event]) -> bool:
+    def _read_start(self, events: list[Event]) -> None:
         """A start marker is taken out though the prompt may have opened the block before: a model may repeat it."""
         starts = () if self._phase is Phase.CONTENT else self._first_starts
-        start = self._buffer.take_start(*starts, *(self._ends if self._format.drops_leading_end else ()))
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(*starts, *(self._ends if self._format.drops_leading_end else ()))
         if marker is not None and marker in starts:
             self._open(space, events)
         elif marker is not None:
@@ -252,63 +250,44 @@ class ThinkParser(ReasoningParser):
         else:
             self._enter(State.REASONING if self._phase is Phase.REASONING else State.CONTENT)
             self._give_out(space, events)
-        return True
 
-    def _read_label(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(*self._labels)
-        if start is None:
-            return False
-        space, label = start
+    def _read_label(self, events: list[Event]) -> None:
+        space, label = self._buffer.start(*self._labels)
         self._give_out(space, events)
         if label is None or label.endswith("\n"):
             self._enter(State.REASONING)
         else:
             self._end_block(events, is_marked=True)
-        return True
 
-    def _read_reasoning(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(*self._reasoning_markers)
-        self._give_out(pieces, events)
-        if marker is None:
-            return False
+    def _read_reasoning(self, events: list[Event]) -> None:
+        marker = self._buffer.until(lambda piece: self._give_out([piece], events), *self._reasoning_markers)
         if marker in self._ends:
             self._end_block(events, is_marked=True)
-            return True
+            return
         if self._inner_call is not None and marker == self._inner_call[0]:
             self._end_stretch(events)
             self._enter(State.INNER_CALL)
         else:
             self._end_block(events, is_marked=False)
         events += map(Text, self._buffer.marker_pieces)
-        return True
 
-    def _read_inner_call(self, events: list[Event]) -> bool:
+    def _read_inner_call(self, events: list[Event]) -> None:
         assert self._inner_call is not None
-        pieces, marker = self._buffer.take_until(self._inner_call[1])
-        events += map(Text, pieces)
-        if marker is not None:
-            events += map(Text, self._buffer.marker_pieces)
-            self._enter(State.REASONING)
-        return marker is not None
+        self._buffer.until(text_into(events), self._inner_call[1])
+        events += map(Text, self._buffer.marker_pieces)
+        self._enter(State.REASONING)
 
-    def _read_after_block(self, events: list[Event]) -> bool:
+    def _read_after_block(self, events: list[Event]) -> None:
         """White space between two blocks belongs to the reasoning."""
-        start = self._buffer.take_start(*self._starts)
-        if start is None:
-            return False
-        space, marker = start
+        space, marker = self._buffer.start(*self._starts)
         if marker is not None:
             self._open(space, events)
         else:
             self._enter(State.CONTENT, self._num_newlines)
             self._give_out(space, events)
-        return True
 
-    def _read_content(self, events: list[Event]) -> bool:
-        pieces, marker = self._buffer.take_until(*self._content_markers)
-        self._give_out(pieces, events)
-        if marker is None:
-            return False
+    def _read_content(self, events: list[Event]) -> None:
+        marker = self._buffer.until(lambda piece: self._give_out([piece], events), *self._content_markers)
         if marker in self._openers:
             self._end_stretch(events)
             self._open((), events)
@@ -325,7 +304,6 @@ class ThinkParser(ReasoningParser):
                 self._content_markers = self._watched_in_content()
             elif marker not in self._wrappers:
                 events += map(Text, self._buffer.marker_pieces)
-        return True
 
     def _watched_in_content(self) -> tuple[str, ...]:
         block_markers = (*self._starts, *self._ends) if self._num_stray_ends else self._openers

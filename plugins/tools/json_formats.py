@@ -12,7 +12,7 @@ from penstock.plugins.calls.json_format import JsonFormat
 from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, Identity, JsonStream
 from penstock.plugins.calls.schema_values import ToolSchemas, has_strict_tool
 from penstock.plugins.calls.stream import ParsersInTurn, new_short_call_id
-from penstock.plugins.markers import MarkerBuffer, read_steps
+from penstock.plugins.markers import StepBuffer
 
 HERMES = JsonFormat(
     name="hermes",
@@ -421,7 +421,7 @@ class FunctionaryMessages(ToolParser):
         head = CallHead({"name": {"\n": None}}, lambda fields: (fields["name"], None) if fields["name"] in offered else None)
         self._is_off = turn.tool_choice == "none"
         self._calls = JsonStream(turn, envelope, head=head)
-        self._buffer = MarkerBuffer(turn.added_tokens)
+        self._buffer = StepBuffer(turn.added_tokens)
         self._names = tuple(f"{name}\n" for name in offered.names)
         self._is_at_start = True
         self._is_recipient_implied = False  # the prompt has written it, so that it is no text where no call comes of it
@@ -433,33 +433,31 @@ class FunctionaryMessages(ToolParser):
 
     def feed(self, text: str) -> list[Event]:
         """Reads the next piece of text, however it is cut."""
-        return [event for part in split_at_calls(text) for event in read_steps(self._buffer, part, self._step)]
+        events: list[Event] = []
+        for part in split_at_calls(text):
+            self._buffer.feed(part)
+            events += self._buffer.run(self._step)
+        return events
 
     def finish(self) -> list[Event]:
         """Emits the text that both hold back."""
         rest = [event for piece in self._buffer.finish() for event in self._through(piece)]
         return [*rest, *self._without_implied(self._calls.finish())]
 
-    def _step(self, events: list[Event]) -> bool:
+    def _step(self, events: list[Event]) -> None:
         if self._is_at_start:
-            return self._read_first_line(events)
-        pieces, marker = self._buffer.take_until(*(() if self.is_in_call else (RECIPIENT + ALL,)))
-        for piece in pieces:
-            events += self._through(piece)
-        return marker is not None
+            self._read_first_line(events)
+        else:
+            self._buffer.until(lambda piece: events.extend(self._through(piece)), *(() if self.is_in_call else (RECIPIENT + ALL,)))
 
-    def _read_first_line(self, events: list[Event]) -> bool:
-        start = self._buffer.take_start(ALL, *(() if self._is_off else self._names))
-        if start is None:
-            return False
-        space, marker = start
+    def _read_first_line(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start(ALL, *(() if self._is_off else self._names))
         self._is_at_start = False
         for piece in space if marker != ALL else ():
             events += self._through(piece)
         if marker is not None and marker != ALL:
             self._is_recipient_implied = True
             events += self._through(RECIPIENT + marker)
-        return True
 
     def _through(self, text: str) -> list[Event]:
         return self._without_implied(self._calls.feed(text))

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from penstock.engine.constraints.limits import position
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.plugins.grammars.json_schema.values import ASSERTIONS, JSON_TYPES, dumps, json_type
+from penstock.plugins.grammars.json_schema.values import dumps
 
 MAX_DEPTH = 192  # of the document: a schema within another is up to two levels deeper, and a value in it has levels of its own
 
@@ -182,55 +182,6 @@ def at_pointer(document: Any, target: str) -> Any:
     return document
 
 
-_IN_PLACE = frozenset({"allOf", "anyOf", "oneOf"})
-_LEADING_ON = SCHEMA_KEYWORDS | {"$ref"}
-
-
-def can_be_circular(document: Any) -> bool:
-    """Whether something that is being looked into is referred to from within where it would have to be joined with the keywords beside it.
-
-    That is what a compiler cannot do that reads what a reference leads to before it joins it. Members are taken in the document's order.
-    """
-    return _CircleSearch(document).finds(document, is_met=False)
-
-
-class _CircleSearch:
-    def __init__(self, document: Any) -> None:
-        self._document = document
-        self._seen: set[str] = set()
-        self._open: set[str] = set()
-
-    def finds(self, schema: Any, *, is_met: bool) -> bool:
-        """`is_met`: what the schema says is joined with what others say."""
-        if not isinstance(schema, dict):
-            return False
-        if _LEADING_ON.isdisjoint(schema):
-            return False
-        has_beside = is_met or sum(map(ASSERTIONS.__contains__, schema)) > 1
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#") and self._follows(reference, is_met=has_beside):
-            return True
-        for keyword, children in schemas_below(schema):
-            if keyword in ("$defs", "definitions"):
-                continue
-            is_joined = keyword in _IN_PLACE and (has_beside or (keyword == "allOf" and len(schema["allOf"]) > 1))
-            for child in children:
-                if isinstance(child, dict) and self.finds(child, is_met=is_joined):
-                    return True
-        return False
-
-    def _follows(self, reference: str, *, is_met: bool) -> bool:
-        if reference in self._open:
-            return is_met
-        if reference in self._seen:
-            return False
-        self._seen.add(reference)
-        self._open.add(reference)
-        found = self.finds(at_pointer(self._document, unquote(reference[1:])), is_met=False)
-        self._open.discard(reference)
-        return found
-
-
 OPTIONS = "x-guidance"  # what llguidance itself would take from the schema's root
 
 
@@ -241,7 +192,6 @@ class SchemaDocument:
     content: Any
     identifiers: "Identifiers"
     has_anchors: bool
-    can_be_circular: bool
 
 
 @lru_cache(maxsize=1)  # one document is read strictly, leniently and with references inlined, one after the other; no reading changes it
@@ -255,9 +205,8 @@ def read_document(text: str, param: str) -> SchemaDocument:
     if isinstance(schema, dict) and not isinstance(schema.get("$defs", {}), dict):
         raise UnsupportedGrammar("`$defs` must be an object", f"{param}.$defs")
     has_anchors = is_escaped or _holds(text, ('"$anchor"', '"$dynamicAnchor"'), "$")
-    is_circular = (is_escaped or ('"$ref"' in text and '"allOf"' in text)) and can_be_circular(schema)
     identifiers = Identifiers.of(schema, text) if is_escaped or _holds(text, ('"$id"',), "$") or '"id"' in text else Identifiers.NONE
-    return SchemaDocument(schema, identifiers, has_anchors, is_circular)
+    return SchemaDocument(schema, identifiers, has_anchors)
 
 
 class Identifiers(Enum):
@@ -345,52 +294,6 @@ def resolve(root: Any, reference: str, param: str) -> tuple[list[str], Any]:
         else:
             raise UnsupportedGrammar(f"{dumps(reference)} leads nowhere in this schema", param)
     return steps, target
-
-
-def are_disjoint(root: Any, left: Any, right: Any) -> bool:
-    """True where no value can satisfy both schemas, as far as types, given values and required discriminating properties tell."""
-    left, right = _follow(root, left), _follow(root, right)
-    if left is None or right is None:
-        return False
-    if not _types(left) & _types(right):
-        return True
-    left_values, right_values = _values(left), _values(right)
-    if left_values is not None and right_values is not None:
-        return not left_values & right_values
-    if _types(left) & _types(right) != {"object"}:
-        return False
-    return any(are_disjoint(root, left["properties"][name], right["properties"][name]) for name in _required(left) & _required(right))
-
-
-def _follow(root: Any, schema: Any) -> Mapping[str, Any] | None:
-    """The schema behind its references; None if it is missing or combines others."""
-    for _ in range(16):
-        if not isinstance(schema, Mapping):
-            return None
-        if "$ref" not in schema:
-            return None if {"anyOf", "oneOf", "allOf"} & schema.keys() else schema
-        _, schema = resolve(root, schema["$ref"], "$ref")
-    return None
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values is not None:
-        return {json_type(value) for value in values}
-    given = schema.get("type", list(JSON_TYPES))
-    types = {given} if isinstance(given, str) else set(given)
-    return types | {"integer"} if "number" in types else types
-
-
-def _values(schema: Mapping[str, Any]) -> set[str] | None:
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values is None:
-        return None
-    return {dumps(int(value) if isinstance(value, float) and value.is_integer() else value) for value in values}
-
-
-def _required(schema: Mapping[str, Any]) -> set[str]:
-    return {name for name in schema.get("required", []) if name in schema.get("properties", {})}
 
 
 _DEFINITION = "#/$defs/"

@@ -9,7 +9,8 @@ from typing import Any
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_schema import values as json_text
-from penstock.plugins.grammars.json_schema.document import are_disjoint, resolve
+from penstock.plugins.grammars.json_schema.document import resolve
+from penstock.plugins.grammars.json_schema.negation import Overlap
 from penstock.plugins.grammars.json_schema.values import (
     ANNOTATIONS,
     JSON_TYPES,
@@ -71,6 +72,8 @@ class Translation:
         self.num_subschemas += 1
         if self.num_subschemas > MAX_SUBSCHEMAS:
             raise refusal(f"more than {MAX_SUBSCHEMAS} subschemas, references included", place)
+        if schema is True:
+            return self.any_value(place)
         if not isinstance(schema, Mapping):
             raise refusal(f"{place.path}: only a schema object is supported here, got {dumps(schema)[:40]}", place)
         keywords = [keyword for keyword in schema if keyword not in ANNOTATIONS and not keyword.startswith("x-")]
@@ -138,7 +141,7 @@ class Translation:
             raise refusal(f"more than {MAX_ONE_OF} schemas in `oneOf`; use `anyOf`", place.at("oneOf"))
         node = self.alternatives(schemas, place, "oneOf")
         for left, right in itertools.combinations(schemas, 2):
-            if not are_disjoint(self.root, left, right):
+            if not Overlap(self.root).are_disjoint(left, right):
                 raise refusal("`oneOf` is supported only where no value can match two of its schemas; use `anyOf`", place.at("oneOf"))
         return node
 
@@ -196,26 +199,40 @@ class Translation:
         if schema.get("uniqueItems", False) is not False:
             raise refusal("`uniqueItems` is not supported", place.at("uniqueItems"))
         minimum, maximum = self.bounds(schema, "minItems", "maxItems", place)
+        prefix = schema.get("prefixItems", [])
+        if not isinstance(prefix, list):
+            raise refusal("`prefixItems` must be an array", place.at("prefixItems"))
+        if isinstance(schema.get("items"), list):
+            raise refusal("`items` must be a schema; its items one by one are `prefixItems`", place.at("items"))
+        firsts = [self.node(item, place.inside("prefixItems", i)) for i, item in enumerate(prefix[:maximum])]
+        rest = schema.get("items", True)
+        if rest is False:
+            maximum = min(len(firsts), len(firsts) if maximum is None else maximum)
+            if minimum > maximum:
+                raise refusal("`minItems` is more than `prefixItems` has", place.at("minItems"))
         comma = self.whitespace.comma(place.depth)
-        if "prefixItems" in schema:
-            return self.tuple_node(schema, minimum, maximum, place)
-        empty = self.whitespace.container("[]", None, place.depth)
-        if maximum == 0:
-            return empty
-        if "items" not in schema:
-            raise refusal("an array without `items` may hold any JSON value: not supported", place)
-        item = self.node(schema["items"], place.inside("items"))
-        items = Sequence((item, Repeat(Sequence((comma, item)), max(minimum - 1, 0), None if maximum is None else maximum - 1)))
-        filled = self.whitespace.container("[]", items, place.depth)
-        return filled if minimum else either(empty, filled)
+        tail: Node = EMPTY
+        num_more = None if maximum is None else maximum - len(firsts)
+        if num_more != 0:
+            item = self.node(rest, place.inside("items")) if "items" in schema else self.any_value(place)
+            num_needed = max(minimum - len(firsts), 0)
+            if not firsts:
+                first = Sequence(
+                    (item, Repeat(Sequence((comma, item)), max(num_needed - 1, 0), None if num_more is None else num_more - 1))
+                )
+                return self.filled("[]", first, place.depth, is_optional=minimum == 0)
+            tail = Repeat(Sequence((comma, item)), num_needed, num_more)
+        elif not firsts:
+            return self.whitespace.container("[]", None, place.depth)
+        for i in reversed(range(1, len(firsts))):
+            tail = Sequence((comma, firsts[i], tail))
+            if minimum <= i:
+                tail = optional(tail)
+        return self.filled("[]", Sequence((firsts[0], tail)), place.depth, is_optional=minimum == 0)
 
-    def tuple_node(self, schema: Mapping[str, Any], minimum: int, maximum: int | None, place: Place) -> Node:
-        prefix = schema["prefixItems"]
-        if not isinstance(prefix, list) or (maximum != len(prefix) and schema.get("items") is not False) or minimum != len(prefix):
-            message = "`prefixItems` is supported only where `minItems` and `maxItems` are both its length"
-            raise refusal(message, place.at("prefixItems"))
-        items = [self.node(item, place.inside("prefixItems", i)) for i, item in enumerate(prefix)]
-        return self.whitespace.container("[]", json_text.joined(items, self.whitespace.comma(place.depth)), place.depth)
+    def filled(self, brackets: str, content: Node, depth: int, *, is_optional: bool) -> Node:
+        node = self.whitespace.container(brackets, content, depth)
+        return either(self.whitespace.container(brackets, None, depth), node) if is_optional else node
 
     def object_node(self, schema: Mapping[str, Any], place: Place) -> Node:
         properties, required = described(schema, place)
@@ -232,20 +249,20 @@ class Translation:
         for name, value in properties.items():
             node = self.whitespace.member(json_text.value(name, self.whitespace), self.node(value, place.inside("properties", name)))
             members.append((node, name in are_required))
-        filled = self.whitespace.container("{}", object_members(members, self.whitespace.comma(place.depth)), place.depth)
-        return filled if required else either(self.whitespace.container("{}", None, place.depth), filled)
+        return self.filled("{}", object_members(members, self.whitespace.comma(place.depth)), place.depth, is_optional=not required)
 
     def free_object(self, schema: Mapping[str, Any], place: Place) -> Node:
         """An object without `properties`: empty, or any names with values of one schema."""
-        empty = self.whitespace.container("{}", None, place.depth)
-        additional = schema.get("additionalProperties")
+        additional = schema.get("additionalProperties", True)
         if additional is False:
-            return empty
-        if not isinstance(additional, Mapping):
-            raise refusal("an object without `properties` may hold any JSON value: not supported", place)
-        member = self.whitespace.member(json_text.string(), self.node(additional, place.inside("additionalProperties")))
+            return self.whitespace.container("{}", None, place.depth)
+        value = self.any_value(place) if additional is True else self.node(additional, place.inside("additionalProperties"))
+        member = self.whitespace.member(json_text.string(), value)
         members = Sequence((member, Repeat(Sequence((self.whitespace.comma(place.depth), member)), 0, None)))
-        return either(empty, self.whitespace.container("{}", members, place.depth))
+        return self.filled("{}", members, place.depth, is_optional=True)
+
+    def any_value(self, place: Place) -> Node:
+        raise refusal("this may hold any JSON value, which is not supported", place)
 
     def bounds(self, schema: Mapping[str, Any], low: str, high: str, place: Place) -> tuple[int, int | None]:
         for keyword in (low, high):
@@ -377,7 +394,7 @@ def _is_exact_combination(keyword: str, schemas: Any, root: Any) -> bool:
         return len(schemas) == 1
     if len(schemas) > MAX_COMPARED:
         return False
-    return all(are_disjoint(root, left, right) for left, right in itertools.combinations(schemas, 2))
+    return all(Overlap(root).are_disjoint(left, right) for left, right in itertools.combinations(schemas, 2))
 
 
 def _is_translated(pattern: Any) -> bool:

@@ -71,12 +71,13 @@ class LlguidanceBackend(GrammarBackend):
         grammar = self._source(spec, leaves)
         has_schemas_only = spec.kind not in _CLIENT_GRAMMARS and all(part.kind not in _CLIENT_GRAMMARS for part in leaves.specs)
         start = self._start(grammar, has_schemas_only)
-        if start.is_error() and _CIRCLE in start.get_error() and not leaves.is_inlined:
+        is_circular = start.is_error() and _CIRCLE in start.get_error()
+        if is_circular:
             leaves = _Leaves(is_inlined=True)
             grammar = self._source(spec, leaves)
             start = self._start(grammar, has_schemas_only)
         if start.is_error() and any(part.is_lenient for part in leaves.specs):
-            leaves = _Leaves(is_relaxed=True)
+            leaves = _Leaves(is_relaxed=True, is_inlined=is_circular)
             grammar = self._source(spec, leaves)
             start = self._start(grammar, has_schemas_only)
         if start.is_error():
@@ -181,16 +182,14 @@ class LlguidanceBackend(GrammarBackend):
 class _Leaves:
     """Remembers the parts of one grammar."""
 
-    def __init__(self, *, is_relaxed: bool = False, is_inlined: bool | None = None) -> None:
+    def __init__(self, *, is_relaxed: bool = False, is_inlined: bool = False) -> None:
         self._is_relaxed = is_relaxed
-        self._are_inlined = is_inlined
-        self.is_inlined = True  # wherever that makes a difference
+        self._is_inlined = is_inlined
         self.specs: list[GrammarSpec] = []
         self.warnings: list[str] = []
 
     def make(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Leaf:
-        leaf = make_leaf(spec, vocabulary, is_relaxed=self._is_relaxed, is_inlined=self._are_inlined)
+        leaf = make_leaf(spec, vocabulary, is_relaxed=self._is_relaxed, is_inlined=self._is_inlined)
         self.specs.append(spec)
-        self.is_inlined = self.is_inlined and leaf.is_inlined
         self.warnings += leaf.warnings
         return leaf

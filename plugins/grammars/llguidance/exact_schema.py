@@ -217,14 +217,13 @@ _UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 
 @dataclass(frozen=True, slots=True)
 class ExactSchema:
-    """`content` is what to compile, `warnings` what of a lenient schema is left out. `is_inlined` says how references were taken.
+    """`content` is what to compile, `warnings` what of a lenient schema is left out.
 
     `origins` tell the places of definitions in `content` in the client's document.
     """
 
     content: Any
     warnings: tuple[str, ...] = ()
-    is_inlined: bool = False
     origins: Mapping[str, Callable[[], Steps]] = field(default_factory=dict)
 
     def origin(self, steps: Steps) -> Steps:
@@ -234,21 +233,19 @@ class ExactSchema:
         return steps
 
 
-def read_schema(spec: GrammarSpec, *, is_inlined: bool | None = None) -> ExactSchema:
+def read_schema(spec: GrammarSpec, *, is_inlined: bool = False) -> ExactSchema:
     """The schema to compile, checked and made exact.
 
     Where `is_inlined`, what `allOf` refers to takes the reference's place: no circle is followed in which other keywords are beside it.
-    None is for where llguidance would have to follow one. Raises `UnsupportedGrammar` with the path of what is at fault.
+    Raises `UnsupportedGrammar` with the path of what is at fault.
     """
     if spec.kind is GrammarKind.JSON_OBJECT:
         return ExactSchema(_ANY_OBJECT)
     document = read_document(spec.text, spec.param)
-    if is_inlined is None:
-        is_inlined = document.can_be_circular
     reading = _Reading(document, spec.param, is_lenient=spec.is_lenient, is_inlined=is_inlined)
     content = reading.whole()
     origins = {name: partial(reading.steps, place) for name, place in reading.definitions.origins.items()}
-    return ExactSchema(content, tuple(dict.fromkeys(reading.warnings)), is_inlined, origins)
+    return ExactSchema(content, tuple(dict.fromkeys(reading.warnings)), origins)
 
 
 class _Reading:

@@ -263,16 +263,15 @@ class Leaf:
     """`expression` belongs in a Lark rule or, where `is_terminal`, in a terminal, which a rule then names.
 
     A terminal takes the longest text that it matches, so what may go on with what it allows must be joined to it in one terminal.
-    `warnings` are the keywords of a lenient spec that are not enforced, each with its path. For `is_inlined` see `read_schema`.
+    `warnings` are the keywords of a lenient spec that are not enforced, each with its path.
     """
 
     expression: str
     is_terminal: bool = False
     warnings: tuple[str, ...] = ()
-    is_inlined: bool = False
 
 
-def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = False, is_inlined: bool | None = None) -> Leaf:
+def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = False, is_inlined: bool = False) -> Leaf:
     """Any constraint but a structure. Raises `UnsupportedGrammar` for what can be seen without compiling.
 
     Where `is_relaxed`, a lenient schema is made one that compiles, by compiling parts of it, which is slow.
@@ -293,7 +292,7 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
                 content, more = relaxed(schema, _schema_errors(spec), spec)
                 warnings += more
             source = schema_source(content, spec.whitespace_pattern, spec.param)
-            return Leaf(SCHEMA_PREFIX + source, warnings=warnings, is_inlined=schema.is_inlined)
+            return Leaf(SCHEMA_PREFIX + source, warnings=warnings)
         case GrammarKind.LARK | GrammarKind.GBNF:
             return Leaf(f"%lark {{\n{client_grammar(spec, vocabulary)}\n}}")
         case GrammarKind.STRUCTURE:
@@ -303,7 +302,7 @@ def make_leaf(spec: GrammarSpec, vocabulary: Vocabulary, *, is_relaxed: bool = F
 def explain(spec: GrammarSpec, complaint: Complaint) -> UnsupportedGrammar:
     """Why llguidance refuses `spec`, with the keyword and its path, or the place in a grammar."""
     if spec.kind is GrammarKind.JSON_SCHEMA and not complaint.is_about_size:
-        schema = read_schema(spec, is_inlined=False)
+        schema = read_schema(spec)
         fault = find_fault(schema.content, _schema_errors(spec))
         if fault is not None:
             return refusal(fault, schema, spec)

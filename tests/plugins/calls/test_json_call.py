@@ -96,8 +96,8 @@ def test_arguments_are_given_out_as_they_were_written(document: object, name_fir
     assert whole.is_complete
     assert by_character.is_complete
     assert whole.name == by_character.name == "f"
-    arguments = whole.take_arguments()
-    assert arguments == by_character.take_arguments()
+    arguments = whole.arguments.take()
+    assert arguments == by_character.arguments.take()
     assert arguments in text
     assert json.loads(arguments) == document
 
@@ -105,25 +105,25 @@ def test_arguments_are_given_out_as_they_were_written(document: object, name_fir
 def test_a_name_written_with_escapes_is_decoded() -> None:
     call = JsonCall()
     call.feed(r'{"n\u0061me": "\u0066\n"}', 0)
-    assert (call.name, call.take_arguments(), call.is_complete) == ("f\n", "{}", True)
+    assert (call.name, call.arguments.take(), call.is_complete) == ("f\n", "{}", True)
 
 
 def test_parameters_are_arguments_too() -> None:
     call = JsonCall()
     call.feed('{"name": "f", "parameters": {"x": 1}}', 0)
-    assert call.take_arguments() == '{"x": 1}'
+    assert call.arguments.take() == '{"x": 1}'
 
 
 def test_only_the_outer_object_names_the_call() -> None:
     call = JsonCall()
     call.feed('{"a": {"name": "g", "arguments": 1}, "name": "f", "arguments": {"name": "h"}}', 0)
-    assert (call.name, call.take_arguments()) == ("f", '{"name": "h"}')
+    assert (call.name, call.arguments.take()) == ("f", '{"name": "h"}')
 
 
 def test_a_key_that_comes_again_is_passed_over() -> None:
     call = JsonCall()
     call.feed('{"name": "f", "name": "g", "arguments": {}, "arguments": 2}', 0)
-    assert (call.name, call.take_arguments()) == ("f", "{}")
+    assert (call.name, call.arguments.take()) == ("f", "{}")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def arguments_of(value: str) -> str:
     call = JsonCall()
     call.feed(f'{{"name": "f", "arguments": {value}}}', 0)
     assert call.is_complete
-    return call.take_arguments()
+    return call.arguments.take()
 
 
 @pytest.mark.parametrize("value", ["null", '""', '" "', "{}", '"{}"', '"\\n{}"'])
@@ -170,15 +170,15 @@ def test_any_other_value_makes_it_no_call(value: str) -> None:
 def test_a_string_that_is_cut_is_given_out_as_far_as_it_came() -> None:
     call = JsonCall()
     call.feed(r'{"name": "f", "arguments": "{\"x\": ', 0)
-    assert call.take_arguments() == ""
-    call.stop()
-    assert call.take_arguments() == r'"{\"x\": '
+    assert call.arguments.take() == ""
+    call.arguments.stop()
+    assert call.arguments.take() == r'"{\"x\": '
 
 
 def test_the_keys_are_those_of_the_format() -> None:
     call = JsonCall(CallKeys("tool_name", ("parameters",), "id"))
     call.feed('{"id": "7", "name": "g", "arguments": {}, "tool_name": "f", "parameters": {"x": 1}}', 0)
-    assert (call.name, call.call_id, call.take_arguments(), call.is_complete) == ("f", "7", '{"x": 1}', True)
+    assert (call.name, call.call_id, call.arguments.take(), call.is_complete) == ("f", "7", '{"x": 1}', True)
 
 
 def test_a_call_with_an_id_starts_once_that_is_known_or_comes_too_late() -> None:
@@ -193,7 +193,7 @@ def test_a_call_with_an_id_starts_once_that_is_known_or_comes_too_late() -> None
 def test_the_one_key_may_be_the_name() -> None:
     call = JsonCall(CallKeys(name=None))
     call.feed('{"f": {"x": 1}}', 0)
-    assert (call.name, call.take_arguments(), call.is_complete) == ("f", '{"x": 1}', True)
+    assert (call.name, call.arguments.take(), call.is_complete) == ("f", '{"x": 1}', True)
     several = JsonCall(CallKeys(name=None))
     assert several.feed('{"f": {}, "g": {}}', 0) == len('{"f": {}, "g"')
     assert several.is_malformed
@@ -222,7 +222,7 @@ def test_a_bare_object_that_begins_like_no_call_is_refused() -> None:
 def test_named_arguments_are_an_object_or_hold_one(text: str, length: int, arguments: str) -> None:
     call = NamedCall("f")
     assert call.feed(text, 0) == length
-    assert (call.is_complete, call.take_arguments()) == (True, arguments)
+    assert (call.is_complete, call.arguments.take()) == (True, arguments)
 
 
 @pytest.mark.parametrize("text", ["x", "[1]", "1", " nil"])
