@@ -10,8 +10,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 from torch import Tensor
 
-from penstock.api.bodies import read_admitted_body, served_model
-from penstock.api.context import POOLING, begin_pooling_timer
+from penstock.api.bodies import POOLING, begin_pooling_timer, read_admitted_body, served_model
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.engine import PoolingOutput, ScoreLimits

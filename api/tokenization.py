@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from penstock.api.bodies import read_body, served_model
-from penstock.api.context import SHARED
+from penstock.api.bodies import SHARED, read_body, served_model
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN

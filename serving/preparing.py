@@ -18,12 +18,11 @@ from penstock.engine.sequence import Request
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.constraints.conformance import AnswerCheck
 from penstock.serving.constraints.sources import JsonReading, chosen_backend, in_reading, json_reading
 from penstock.serving.constraints.specs import grammar_spec, grammar_spec_in, open_schema
 from penstock.serving.context import ServerContext
 from penstock.serving.conversations import check_prompt_ids, check_text_length, encode_prompt, path_of, render_prompt, split_prompts
-from penstock.serving.messages import ReasoningView
+from penstock.serving.messages import AnswerCheck, ReasoningView
 from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
     ChatCompletionRequest,
