@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
+from penstock.engine.contracts.grammar import AdditionalProperties, GrammarSpec
 from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRow, as_processor, per_row
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
-from penstock.serving.constraints.sources import JsonReading, check_text, in_reading, schema_spec
-from penstock.serving.constraints.structural_tag import TagReader
+from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading
+from penstock.serving.constraints.specs import Form
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -241,6 +241,14 @@ class GuideType(Enum):
     STRUCTURAL_TAG = 4
 
 
+FORMS = {  # as requests over HTTP have them
+    GuideType.JSON_SCHEMA: "json",
+    GuideType.REGEX: "regex",
+    GuideType.EBNF_GRAMMAR: "ebnf",
+    GuideType.STRUCTURAL_TAG: "structural_tag",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class GuidedDecodingParams:
     """JSON takes no `guide` and allows any object or array; for the others it is a schema, a regex, a grammar or a tag, as text.
@@ -258,24 +266,17 @@ class GuidedDecodingParams:
 
     def spec(self, additional_properties: AdditionalProperties) -> GrammarSpec:
         """Raises `InvalidRequest` for a guide that is missing, superfluous or not to be read."""
-        return in_reading(JsonReading(additional_properties=additional_properties), self._spec_in)
+        return in_reading(JsonReading(additional_properties=additional_properties), self._form().spec)
 
-    def _spec_in(self, reading: JsonReading) -> GrammarSpec:
+    def _form(self) -> Form:
         if self.guide_type is GuideType.JSON:
             if self.guide is not None:
                 raise InvalidRequest("a guide of type JSON has no text: for a schema there is JSON_SCHEMA", PARAM)
-            return GrammarSpec(GrammarKind.JSON_SCHEMA, ANY_JSON, PARAM)
+            return Form(PARAM, "json", ANY_JSON)
         if not self.guide:
             raise InvalidRequest(f"a guide of type {self.guide_type.name} needs its text", PARAM)
         check_text(self.guide, PARAM)
-        match self.guide_type:
-            case GuideType.JSON_SCHEMA:
-                return schema_spec(self.guide, PARAM, reading)
-            case GuideType.REGEX:
-                return GrammarSpec(GrammarKind.REGEX, self.guide, PARAM)
-            case GuideType.EBNF_GRAMMAR:
-                return GrammarSpec(GrammarKind.GBNF, self.guide, PARAM)
-        return TagReader(reading).read(self.guide, PARAM)
+        return Form(PARAM, FORMS[self.guide_type], self.guide)
 
 
 BATCHED = "batched"  # the name by which a request asks for the batched callback
