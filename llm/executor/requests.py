@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from enum import Enum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
 from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading
 from penstock.serving.constraints.specs import Form
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def check_type(value: object, name: str, kinds: type | tuple[type, ...], what: str) -> None:
@@ -394,7 +391,7 @@ class Request:
     _: KW_ONLY
     bad_words: Sequence[Sequence[int] | str] | None = None
     stop_words: Sequence[Sequence[int] | str] | None = None
-    embedding_bias: "Tensor | None" = None
+    embedding_bias: Tensor | None = None
     client_id: int | str | None = None
     priority: float = DEFAULT_PRIORITY
     num_return_sequences: int | None = None
@@ -441,7 +438,7 @@ class Request:
         check_type(self.output_config, "output_config", OutputConfig, "an OutputConfig")
         check_type(self.client_id, "client_id", (int, str), "an integer or a string")
         check_type(self.logits_post_processor_name, "logits_post_processor_name", str, "a name")
-        check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "those of penstock.llm.executor.executor")
+        check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "those of penstock.llm.executor")
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")
         check_type(self.allotted_time, "allotted_time", (int, float, timedelta), "a number of seconds or a timedelta")
         check_type(self.cache_salt, "cache_salt", str, "a string")

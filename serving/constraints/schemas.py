@@ -24,13 +24,7 @@ from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind,
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.grammars.json_schema.document import SCHEMA_KEYWORDS, schemas_below
 from penstock.plugins.grammars.json_schema.negation import Overlap
-from penstock.plugins.grammars.json_schema.values import (
-    ANNOTATIONS,
-    ASSERTIONS,
-    has_lone_references,
-    lone_reference,
-    unknown_keywords,
-)
+from penstock.plugins.grammars.json_schema.values import ANNOTATIONS, ASSERTIONS, has_lone_references, lone_reference, unknown_keywords
 from penstock.plugins.grammars.regex.syntax import Dialect, RegexError, parse
 from penstock.plugins.grammars.regex.tree import (
     Chars,
