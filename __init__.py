@@ -4,77 +4,92 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.contracts import structure
-    from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-    from penstock.engine.contracts.hooks import Register, hookimpl
-    from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRow, per_row, per_sequence
-    from penstock.engine.contracts.parsing import (
-        CallableTool,
-        Event,
-        Format,
-        FormatInfo,
-        Parser,
-        Phase,
-        Reasoning,
-        ReasoningParser,
-        SpecialText,
-        Text,
-        ToolCallArguments,
-        ToolCallStart,
-        ToolFormat,
-        ToolParser,
-        Turn,
-    )
-    from penstock.engine.errors import (
-        ConfigurationError,
-        ConstraintTooLarge,
-        EngineUnavailable,
-        GenerationFailed,
-        InvalidRequest,
-        PenstockError,
-        QueueFull,
-        UnsupportedGrammar,
-        UnsupportedKind,
-    )
-    from penstock.engine.pooling.model import PoolingParams
-    from penstock.engine.sampling.params import BeamSearchParams
-    from penstock.engine.system.process import uncounted
-    from penstock.engine.system.sandbox import Limits, Sandbox
-    from penstock.llm.executor.executor import Executor
-    from penstock.llm.executor.requests import KvCacheRetentionConfig, OutputConfig, Request, SamplingConfig
-    from penstock.llm.executor.responses import Response, Result
-    from penstock.llm.llm import LLM, AsyncLLM
-    from penstock.llm.outputs import (
-        BeamSearchOutput,
-        BeamSearchSequence,
-        ClassificationOutput,
-        ClassificationRequestOutput,
-        CompletionOutput,
-        EmbeddingOutput,
-        EmbeddingRequestOutput,
-        Logprob,
-        PoolingOutput,
-        PoolingRequestOutput,
-        RequestMetrics,
-        RequestOutput,
-        ScoringOutput,
-        ScoringRequestOutput,
-    )
-    from penstock.llm.preparing import TextPrompt, TokensPrompt
-    from penstock.llm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
-    from penstock.plugins.calls.elements import ElementFormat
-    from penstock.plugins.calls.expression_formats import NotationFormat, PythonFormat
-    from penstock.plugins.calls.json_call import CallKeys
-    from penstock.plugins.calls.json_format import JsonFormat
-    from penstock.plugins.calls.json_stream import CallEnvelope
-    from penstock.plugins.calls.markup_format import MarkupFormat
-    from penstock.plugins.calls.stream import new_call_id
-    from penstock.plugins.markers import MarkerBuffer
-    from penstock.plugins.reasoning.think_format import ThinkFormat, Thinking
+    from penstock.engine.contracts import structure as structure
+    from penstock.engine.contracts.grammar import CompiledGrammar as CompiledGrammar
+    from penstock.engine.contracts.grammar import GrammarBackend as GrammarBackend
+    from penstock.engine.contracts.grammar import GrammarKind as GrammarKind
+    from penstock.engine.contracts.grammar import GrammarMatcher as GrammarMatcher
+    from penstock.engine.contracts.grammar import GrammarSpec as GrammarSpec
+    from penstock.engine.contracts.grammar import Vocabulary as Vocabulary
+    from penstock.engine.contracts.hooks import Register as Register
+    from penstock.engine.contracts.hooks import hookimpl as hookimpl
+    from penstock.engine.contracts.logits_processor import LogitsProcessor as LogitsProcessor
+    from penstock.engine.contracts.logits_processor import LogitsRow as LogitsRow
+    from penstock.engine.contracts.logits_processor import per_row as per_row
+    from penstock.engine.contracts.logits_processor import per_sequence as per_sequence
+    from penstock.engine.contracts.parsing import CallableTool as CallableTool
+    from penstock.engine.contracts.parsing import Event as Event
+    from penstock.engine.contracts.parsing import Format as Format
+    from penstock.engine.contracts.parsing import FormatInfo as FormatInfo
+    from penstock.engine.contracts.parsing import Parser as Parser
+    from penstock.engine.contracts.parsing import Phase as Phase
+    from penstock.engine.contracts.parsing import Reasoning as Reasoning
+    from penstock.engine.contracts.parsing import ReasoningParser as ReasoningParser
+    from penstock.engine.contracts.parsing import SpecialText as SpecialText
+    from penstock.engine.contracts.parsing import Text as Text
+    from penstock.engine.contracts.parsing import ToolCallArguments as ToolCallArguments
+    from penstock.engine.contracts.parsing import ToolCallStart as ToolCallStart
+    from penstock.engine.contracts.parsing import ToolFormat as ToolFormat
+    from penstock.engine.contracts.parsing import ToolParser as ToolParser
+    from penstock.engine.contracts.parsing import Turn as Turn
+    from penstock.engine.errors import ConfigurationError as ConfigurationError
+    from penstock.engine.errors import ConstraintTooLarge as ConstraintTooLarge
+    from penstock.engine.errors import EngineUnavailable as EngineUnavailable
+    from penstock.engine.errors import GenerationFailed as GenerationFailed
+    from penstock.engine.errors import InvalidRequest as InvalidRequest
+    from penstock.engine.errors import PenstockError as PenstockError
+    from penstock.engine.errors import QueueFull as QueueFull
+    from penstock.engine.errors import UnsupportedGrammar as UnsupportedGrammar
+    from penstock.engine.errors import UnsupportedKind as UnsupportedKind
+    from penstock.engine.pooling.model import PoolingParams as PoolingParams
+    from penstock.engine.sampling.params import BeamSearchParams as BeamSearchParams
+    from penstock.engine.system.process import uncounted as uncounted
+    from penstock.engine.system.sandbox import Limits as Limits
+    from penstock.engine.system.sandbox import Sandbox as Sandbox
+    from penstock.llm.executor.executor import Executor as Executor
+    from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRetentionConfig
+    from penstock.llm.executor.requests import OutputConfig as OutputConfig
+    from penstock.llm.executor.requests import Request as Request
+    from penstock.llm.executor.requests import SamplingConfig as SamplingConfig
+    from penstock.llm.executor.responses import Response as Response
+    from penstock.llm.executor.responses import Result as Result
+    from penstock.llm.llm import LLM as LLM
+    from penstock.llm.llm import AsyncLLM as AsyncLLM
+    from penstock.llm.outputs import BeamSearchOutput as BeamSearchOutput
+    from penstock.llm.outputs import BeamSearchSequence as BeamSearchSequence
+    from penstock.llm.outputs import ClassificationOutput as ClassificationOutput
+    from penstock.llm.outputs import ClassificationRequestOutput as ClassificationRequestOutput
+    from penstock.llm.outputs import CompletionOutput as CompletionOutput
+    from penstock.llm.outputs import EmbeddingOutput as EmbeddingOutput
+    from penstock.llm.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from penstock.llm.outputs import Logprob as Logprob
+    from penstock.llm.outputs import PoolingOutput as PoolingOutput
+    from penstock.llm.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from penstock.llm.outputs import RequestMetrics as RequestMetrics
+    from penstock.llm.outputs import RequestOutput as RequestOutput
+    from penstock.llm.outputs import ScoringOutput as ScoringOutput
+    from penstock.llm.outputs import ScoringRequestOutput as ScoringRequestOutput
+    from penstock.llm.preparing import TextPrompt as TextPrompt
+    from penstock.llm.preparing import TokensPrompt as TokensPrompt
+    from penstock.llm.sampling_params import GuidedDecodingParams as GuidedDecodingParams
+    from penstock.llm.sampling_params import RequestOutputKind as RequestOutputKind
+    from penstock.llm.sampling_params import SamplingParams as SamplingParams
+    from penstock.llm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from penstock.plugins.calls.elements import ElementFormat as ElementFormat
+    from penstock.plugins.calls.expression_formats import NotationFormat as NotationFormat
+    from penstock.plugins.calls.expression_formats import PythonFormat as PythonFormat
+    from penstock.plugins.calls.json_call import CallKeys as CallKeys
+    from penstock.plugins.calls.json_format import JsonFormat as JsonFormat
+    from penstock.plugins.calls.json_stream import CallEnvelope as CallEnvelope
+    from penstock.plugins.calls.markup_format import MarkupFormat as MarkupFormat
+    from penstock.plugins.calls.stream import new_call_id as new_call_id
+    from penstock.plugins.markers import MarkerBuffer as MarkerBuffer
+    from penstock.plugins.reasoning.think_format import ThinkFormat as ThinkFormat
+    from penstock.plugins.reasoning.think_format import Thinking as Thinking
 
 __version__ = "0.1.0"
 
-# A new public name goes into one of these two, into the imports above, which are for type checkers, and into `__all__`.
+# A new public name goes into one of these two and into the imports above, which are for type checkers.
 _PLUGIN_API = {
     "penstock.engine.system.process": ("uncounted",),
     "penstock.engine.errors": ("ConstraintTooLarge", "UnsupportedGrammar", "UnsupportedKind"),
@@ -152,91 +167,7 @@ _LIBRARY = {
 }
 _MODULE_OF = {name: module for module, names in (*_PLUGIN_API.items(), *_LIBRARY.items()) for name in names}
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "CallEnvelope",
-    "CallKeys",
-    "CallableTool",
-    "ClassificationOutput",
-    "ClassificationRequestOutput",
-    "CompiledGrammar",
-    "CompletionOutput",
-    "ConfigurationError",
-    "ConstraintTooLarge",
-    "ElementFormat",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "EngineUnavailable",
-    "Event",
-    "Executor",
-    "Format",
-    "FormatInfo",
-    "GenerationFailed",
-    "GrammarBackend",
-    "GrammarKind",
-    "GrammarMatcher",
-    "GrammarSpec",
-    "GuidedDecodingParams",
-    "InvalidRequest",
-    "JsonFormat",
-    "KvCacheRetentionConfig",
-    "Limits",
-    "LogitsProcessor",
-    "LogitsRow",
-    "Logprob",
-    "MarkerBuffer",
-    "MarkupFormat",
-    "NotationFormat",
-    "OutputConfig",
-    "Parser",
-    "PenstockError",
-    "Phase",
-    "PoolingOutput",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "PythonFormat",
-    "QueueFull",
-    "Reasoning",
-    "ReasoningParser",
-    "Register",
-    "Request",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "Response",
-    "Result",
-    "SamplingConfig",
-    "SamplingParams",
-    "Sandbox",
-    "ScoringOutput",
-    "ScoringRequestOutput",
-    "SpecialText",
-    "StructuredOutputsParams",
-    "Text",
-    "TextPrompt",
-    "ThinkFormat",
-    "Thinking",
-    "TokensPrompt",
-    "ToolCallArguments",
-    "ToolCallStart",
-    "ToolFormat",
-    "ToolParser",
-    "Turn",
-    "UnsupportedGrammar",
-    "UnsupportedKind",
-    "Vocabulary",
-    "__version__",
-    "hookimpl",
-    "new_call_id",
-    "per_row",
-    "per_sequence",
-    "structure",
-    "uncounted",
-]
+__all__ = ["__version__", "structure", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,9 +32,10 @@ from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence, Registry
 from penstock.serving.context import PoolingContext, ServerContext, description
+from penstock.serving.conversations import RESERVED_KWARGS
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
-from penstock.serving.templates.messages import RESERVED_KWARGS, ToolPrompt
+from penstock.serving.tools import ToolPrompt
 from penstock.serving.workers import Workers
 
 log = logging.getLogger(__name__)

@@ -1,20 +1,30 @@
-"""Sends answers as one body or as server-sent events, over the merged deltas of their sequences. The engine's request is always closed."""
+"""Sends an answer, as one body or as server-sent events, and what the bodies of all endpoints share.
+
+Whatever happens on the way, the engine's request is closed.
+"""
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Self
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.context import SHARED
+from penstock.api.bodies import SHARED
 from penstock.api.errors import body_of, json_response
-from penstock.engine.deltas import SequenceDelta
+from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import QueueFull
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.serving.context import ServerContext
+from penstock.serving.messages import TokenCounts
+from penstock.serving.requests import GenerationFields, StreamOptions
 from penstock.serving.workers import Lane
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -24,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_event(chunk: msgspec.Struct) -> bytes:
+def encode_event(chunk: Struct) -> bytes:
     return b"data: %b\n\n" % _encode(chunk)
 
 
@@ -69,7 +79,7 @@ class EventStream:
             return True
         return True
 
-    async def send(self, chunks: Iterable[msgspec.Struct]) -> None:
+    async def send(self, chunks: Iterable[Struct]) -> None:
         """One write for all that one step brought."""
         data = b"".join(map(encode_event, chunks))
         if data:
@@ -240,25 +250,123 @@ class FirstDelta:
         await self._stream.aclose()
 
 
-class AnswerFold(Protocol):
-    """One request's deltas as an endpoint writes them.
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def usage_of(counts: TokenCounts) -> Usage:
+    num_prompt_tokens, num_completion_tokens = counts.num_prompt_tokens, counts.num_completion_tokens
+    return Usage(
+        num_prompt_tokens,
+        num_completion_tokens,
+        num_prompt_tokens + num_completion_tokens,
+        PromptTokensDetails(counts.num_cached_tokens),
+        CompletionTokensDetails(counts.num_reasoning_tokens),
+    )
+
+
+class PromptLogprob(Struct):
+    """One candidate for one position of the prompt; keyed by token id on the wire. `rank` counts from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+LOWEST = -9999.0  # JSON has no -inf
+
+
+def clamp(logprob: float) -> float:
+    return max(logprob, LOWEST)
+
+
+class TokenWriter:
+    """Names tokens as the client asked: by their text, or as `token_id:123`, which is never ambiguous."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_token_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_token_ids = as_token_ids
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_token_ids else self._tokenizer.token_text(token_id)
+
+    def bytes(self, token_id: int) -> bytes:
+        """An added token counts with its text, as it appears where special tokens are not skipped."""
+        content = self._tokenizer.token_bytes(token_id)
+        return self._tokenizer.token_text(token_id).encode() if content is None else content
+
+    def prompt(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> PromptLogprobs:
+        """One entry per token of the prompt, None for the first. Each holds the token itself and the best `num_top`, keyed by id."""
+        return [None if token is None else self._prompt_candidates(token, num_top) for token in logprobs]
+
+    def _prompt_candidates(self, token: TokenLogprobs, num_top: int) -> dict[str, PromptLogprob]:
+        best = [(other, logprob, rank) for rank, (other, logprob) in enumerate(token.top[:num_top], start=1)]
+        return {
+            str(token_id): PromptLogprob(clamp(logprob), rank, self._tokenizer.token_text(token_id))
+            for token_id, logprob, rank in (*best, (token.token_id, token.logprob, token.rank))
+        }
+
+
+def prompt_logprobs(prompt: PromptInfo | None, num_top: int | None, tokens: TokenWriter) -> PromptLogprobs | UnsetType:
+    """Those of the prompt, where they were asked for and are known."""
+    return UNSET if num_top is None or prompt is None or prompt.logprobs is None else tokens.prompt(prompt.logprobs, num_top)
+
+
+class AnswerFold(ABC):
+    """One request's deltas as an endpoint writes them: `n` sequences for each prompt.
 
     Streaming: `opening`, then `chunks` of each delta, then `closing`. Otherwise: `add` each delta, then `body`, in a worker where that
     `is_long` to write.
     """
 
+    def __init__(self, context: ServerContext, body: GenerationFields, request_id: str, model: str, n: int) -> None:
+        self._id, self._created, self._model, self._fingerprint = request_id, int(time.time()), model, context.system_fingerprint
+        self._stream_options = body.stream_options or StreamOptions()
+        self._num_prompt_top = body.prompt_logprobs
+        self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._counts = TokenCounts(n)
+
     @property
-    def is_long(self) -> bool: ...
+    def is_long(self) -> bool:
+        return self._num_prompt_top is not None
 
-    def opening(self) -> Sequence[msgspec.Struct]: ...
+    def opening(self) -> Sequence[Struct]:
+        return []
 
-    def chunks(self, delta: SequenceDelta) -> Sequence[msgspec.Struct]: ...
+    @abstractmethod
+    def chunks(self, delta: SequenceDelta) -> Sequence[Struct]: ...
 
-    def closing(self) -> Sequence[msgspec.Struct]: ...
+    def closing(self) -> Sequence[Struct]:
+        return [self._chunk([], usage_of(self._counts))] if self._stream_options.include_usage else []
 
+    @abstractmethod
     def add(self, delta: SequenceDelta) -> None: ...
 
-    def body(self) -> msgspec.Struct: ...
+    @abstractmethod
+    def body(self) -> Struct: ...
+
+    @abstractmethod
+    def _chunk(self, choices: list[Any], usage: Usage | UnsetType | None) -> Struct: ...
+
+    def _usage_so_far(self) -> Usage | UnsetType | None:
+        """OpenAI sends `usage: null` on every chunk but the last where usage was asked for."""
+        if not self._stream_options.include_usage:
+            return UNSET
+        return usage_of(self._counts) if self._stream_options.continuous_usage_stats else None
 
 
 async def answer(

@@ -3,10 +3,9 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.bodies import leave_expectation
+from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, leave_expectation
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
-from penstock.api.context import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, show_metrics
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -21,7 +20,7 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.models import list_models, show_health, show_model, show_version
+from penstock.api.models import list_models, show_health, show_metrics, show_model, show_version
 from penstock.api.pooling import classify, create_embeddings, create_scores, pool, rerank, rerank_v2
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest

@@ -1,4 +1,4 @@
-"""From an HTTP request to its decoded body: within bounds, typed, with the JSON path of every mistake, and refused fields by name."""
+"""What a handler reads of an HTTP request: the server's objects, the request's timer, and its body, bounded and typed."""
 
 import asyncio
 import difflib
@@ -12,15 +12,48 @@ import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 from msgspec import inspect
 
-from penstock.api.context import CONTEXT, SHARED
 from penstock.engine.errors import InvalidRequest, NoSuchModel
-from penstock.serving.context import SharedContext
+from penstock.serving.context import PoolingContext, ServerContext, SharedContext
 from penstock.serving.json_limits import check_json
+from penstock.serving.metrics import LoggedTimer, Metrics, PoolingTimer, RequestMetrics, RequestTimer
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import RequestFields, mistaken_path
 from penstock.serving.workers import LONG, Lane
 
 T = TypeVar("T")
+
+SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
+
+# One of these two is there. No route leads to handlers of the other kind, so that each takes its own context without asking.
+CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)
+
+POOLING: web.AppKey[PoolingContext] = web.AppKey("pooling", PoolingContext)
+
+
+REQUEST_METRICS: web.AppKey[RequestMetrics] = web.AppKey("request_metrics", RequestMetrics)
+
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)  # the same, where the model generates
+
+ARRIVED: web.RequestKey[float] = web.RequestKey("arrived", float)
+
+TIMER: web.RequestKey[LoggedTimer] = web.RequestKey("timer", LoggedTimer)
+
+
+def begin_timer(request: web.Request) -> RequestTimer:
+    """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log.
+
+    A handler writes `begin_timer(request).watch(engine.generate(...))` in place of `engine.generate(...)`.
+    """
+    timer = request.app[METRICS].begin(request[ARRIVED])
+    request[TIMER] = timer
+    return timer
+
+
+def begin_pooling_timer(request: web.Request) -> PoolingTimer:
+    """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log."""
+    timer = PoolingTimer(request.app[REQUEST_METRICS], request[ARRIVED])
+    request[TIMER] = timer
+    return timer
 
 
 def client_of(http: web.Request) -> str | None:

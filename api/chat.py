@@ -1,37 +1,99 @@
 """POST /v1/chat/completions."""
 
-import time
 from collections.abc import Mapping, Sequence
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import answer
-from penstock.api.bodies import client_of, read_admitted_body, served_model
-from penstock.api.context import CONTEXT, begin_timer
-from penstock.api.protocol import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatLogprobs,
-    FunctionDelta,
-    PromptLogprobs,
-    TokenWriter,
-    ToolCallDelta,
-    Usage,
-    usage_of,
-)
+from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, answer, clamp, prompt_logprobs, usage_of
+from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
-from penstock.engine.sequence import Request
-from penstock.serving.constraints.conformance import Conformance, warning_header
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import Message, MessageReader, MessageStep, ReasoningView, TokenCounts
-from penstock.serving.preparing import ChatOptions, answer_check, prepare_chat
-from penstock.serving.requests import ChatCompletionRequest, ReasoningField, StreamOptions, searched
+from penstock.serving.messages import AssistantMessage, Conformance, Message, MessageReader, MessageStep, warning_header
+from penstock.serving.preparing import ChatOptions, PreparedChat, answer_check, prepare_chat
+from penstock.serving.requests import ChatCompletionRequest, ReasoningField, searched
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """`content` are the tokens of content and calls; those of the reasoning are apart, where any are shown."""
+
+    content: list[TokenLogprob]
+    reasoning_content: list[TokenLogprob] | UnsetType = UNSET
+
+
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """The first one of a call has its id, type and name; the following ones only more of the arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType = UNSET
+    structured_output: Conformance | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    structured_output: Conformance | UnsetType = UNSET
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    system_fingerprint: str | None = None
 
 
 def name_reasoning(answer: ChatDelta | AssistantMessage, field: ReasoningField) -> None:
@@ -55,30 +117,16 @@ def chat_delta(event: Event) -> ChatDelta:
             return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(str(fragment)))])
 
 
-class LogprobsWriter:
-    """Log probabilities in chat's form: `num_top` alternatives for each token, or none at all where it is None."""
-
-    def __init__(self, tokens: TokenWriter, num_top: int | None) -> None:
-        self._tokens = tokens
-        self._num_top = num_top
-
-    def write(self, content: Sequence[TokenLogprobs], reasoning: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
-        if self._num_top is None or not (content or reasoning):
-            return None
-        num_top = self._num_top
-        written = [self._tokens.chat(token, num_top) for token in reasoning]
-        return ChatLogprobs([self._tokens.chat(token, num_top) for token in content], written or UNSET)
-
-
 class ChoiceWriter:
-    """The steps of one message as the choices of chunks.
+    """The steps of one message as the choices of chunks, or as one whole choice. `num_top` is None where no log probabilities are shown.
 
     `found` is what checking complete choices has found, by their index: it is in there before a choice's last step comes.
     """
 
-    def __init__(self, index: int, logprobs: LogprobsWriter, found: Mapping[int, Conformance] | None = None) -> None:
+    def __init__(self, index: int, tokens: TokenWriter, num_top: int | None, found: Mapping[int, Conformance] | None = None) -> None:
         self._index = index
-        self._logprobs = logprobs
+        self._tokens = tokens
+        self._num_top = num_top
         self._found = {} if found is None else found
         self._content: list[TokenLogprobs] = []  # of tokens whose text has not been sent
         self._reasoning: list[TokenLogprobs] = []
@@ -96,68 +144,80 @@ class ChoiceWriter:
             choices.append(ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), step.finish_reason, stop, found))
         return choices
 
-    def whole(self, message: Message, *, has_reasoning_parser: bool, is_call_forced: bool) -> ChatChoice:
-        """The choice of a body."""
-        return ChatChoice(
-            self._index,
-            AssistantMessage.of(message, has_reasoning_parser=has_reasoning_parser, is_call_forced=is_call_forced),
-            self._logprobs.write(message.content_logprobs, message.reasoning_logprobs),
-            message.finish_reason or "",
-            message.stop_reason,
-            self._found.get(self._index, UNSET),
-        )
+    def whole(self, message: Message, answer: AssistantMessage) -> ChatChoice:
+        """The choice of a body: the message as `answer` shows it."""
+        logprobs = self.logprobs(message.content_logprobs, message.reasoning_logprobs)
+        found = self._found.get(self._index, UNSET)
+        return ChatChoice(self._index, answer, logprobs, message.finish_reason or "", message.stop_reason, found)
+
+    def logprobs(self, content: Sequence[TokenLogprobs], reasoning: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if self._num_top is None or not (content or reasoning):
+            return None
+        num_top = self._num_top
+        written = [chat_logprob(token, num_top, self._tokens) for token in reasoning]
+        return ChatLogprobs([chat_logprob(token, num_top, self._tokens) for token in content], written or UNSET)
 
     def _take_logprobs(self) -> ChatLogprobs | None:
         content, reasoning = self._content, self._reasoning
         self._content, self._reasoning = [], []
-        return self._logprobs.write(content, reasoning)
+        return self.logprobs(content, reasoning)
 
 
-class ChatFold:
+def chat_logprob(token: TokenLogprobs, num_top: int, tokens: TokenWriter) -> TokenLogprob:
+    top = [TopLogprob(tokens.name(other), clamp(logprob), list(tokens.bytes(other))) for other, logprob in token.top[:num_top]]
+    return TokenLogprob(tokens.name(token.token_id), clamp(token.logprob), list(tokens.bytes(token.token_id)), top)
+
+
+class ChatFold(AnswerFold):
     """One request's deltas as chunks, and as the body that the same chunks add up to."""
 
     def __init__(
-        self,
-        context: ServerContext,
-        body: ChatCompletionRequest,
-        request: Request,
-        view: ReasoningView,
-        model: str,
-        found: Mapping[int, Conformance],
-        *,
-        is_call_forced: bool = False,
+        self, context: ServerContext, body: ChatCompletionRequest, prepared: PreparedChat, model: str, found: Mapping[int, Conformance]
     ) -> None:
-        self._id, self._created, self._model = request.request_id, int(time.time()), model
-        self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
-        self._num_prompt_top = body.prompt_logprobs
-        self._is_call_forced = is_call_forced
+        params = prepared.request.params
+        super().__init__(context, body, prepared.request.request_id, model, params.n)
+        self._is_call_forced = prepared.tools.is_forced
         self._has_reasoning_parser = context.reasoning_parser is not None
-        self._reasoning_field, self._fingerprint = context.options.reasoning_field, context.system_fingerprint
-        self._without_role = set(range(request.params.n)) if self._has_reasoning_parser else set[int]()
-        self._options = body.stream_options or StreamOptions()
-        logprobs = LogprobsWriter(self._tokens, request.params.logprobs)
-        self._readers = [MessageReader(view) for _ in range(request.params.n)]
-        self._choices = [ChoiceWriter(index, logprobs, found) for index in range(request.params.n)]
-        self._messages = [Message() for _ in range(request.params.n)]
-        self._counts = TokenCounts(request.params.n)
-
-    @property
-    def is_long(self) -> bool:
-        return self._num_prompt_top is not None
+        self._reasoning_field: ReasoningField = context.options.reasoning_field
+        self._without_role = set(range(params.n)) if self._has_reasoning_parser else set[int]()
+        self._readers = [MessageReader(prepared.view) for _ in range(params.n)]
+        self._choices = [ChoiceWriter(index, self._tokens, params.logprobs, found) for index in range(params.n)]
+        self._messages = [Message() for _ in range(params.n)]
 
     def opening(self) -> list[ChatCompletionChunk]:
         """A chunk of the role for each choice; where the answer may begin with reasoning, its first delta has the role instead.
 
         Clients print a heading at the first `content`, be it empty, and take what is not reasoning for content.
         """
-        return [] if self._has_reasoning_parser else [self._chunk([choice.opening()]) for choice in self._choices]
+        return [] if self._has_reasoning_parser else [self._chunk([choice.opening()], self._usage_so_far()) for choice in self._choices]
 
     def chunks(self, delta: SequenceDelta) -> list[ChatCompletionChunk]:
-        self._counts.add(delta)
-        choices = self._choices[delta.index].write(self._readers[delta.index].feed(delta))
+        choices = self._choices[delta.index].write(self._read(delta))
         if self._has_reasoning_parser:
             self._show_reasoning(choices)
-        return [self._chunk([choice]) for choice in choices]
+        return [self._chunk([choice], self._usage_so_far()) for choice in choices]
+
+    def add(self, delta: SequenceDelta) -> None:
+        self._messages[delta.index].add(self._read(delta))
+
+    def body(self) -> ChatCompletion:
+        choices = [
+            choice.whole(message, self._shown(message))
+            for choice, message in zip(self._choices, self._messages, strict=True)
+            if message.finish_reason is not None  # beam search may find fewer than were asked for
+        ]
+        usage, written = usage_of(self._counts), prompt_logprobs(self._counts.prompts.get(0), self._num_prompt_top, self._tokens)
+        return ChatCompletion(self._id, "chat.completion", self._created, self._model, choices, usage, written, self._fingerprint)
+
+    def _read(self, delta: SequenceDelta) -> MessageStep:
+        self._counts.add(delta)
+        return self._readers[delta.index].feed(delta)
+
+    def _shown(self, message: Message) -> AssistantMessage:
+        answer = AssistantMessage.of(message, has_reasoning_parser=self._has_reasoning_parser, is_call_forced=self._is_call_forced)
+        if self._has_reasoning_parser:
+            name_reasoning(answer, self._reasoning_field)
+        return answer
 
     def _show_reasoning(self, choices: list[ChatChunkChoice]) -> None:
         for choice in choices:
@@ -168,46 +228,8 @@ class ChatFold:
                 choice.delta.content = ""  # clients read `content` of each delta without reasoning, as DeepSeek's API lets them
             name_reasoning(choice.delta, self._reasoning_field)
 
-    def closing(self) -> list[ChatCompletionChunk]:
-        if not self._options.include_usage:
-            return []
-        return [self._chunk([], usage_of(self._counts))]
-
-    def add(self, delta: SequenceDelta) -> None:
-        self._counts.add(delta)
-        self._messages[delta.index].add(self._readers[delta.index].feed(delta))
-
-    def body(self) -> ChatCompletion:
-        choices = [
-            choice.whole(message, has_reasoning_parser=self._has_reasoning_parser, is_call_forced=self._is_call_forced)
-            for choice, message in zip(self._choices, self._messages, strict=True)
-            if message.finish_reason is not None  # beam search may find fewer than were asked for
-        ]
-        if self._has_reasoning_parser:
-            for choice in choices:
-                name_reasoning(choice.message, self._reasoning_field)
-        return ChatCompletion(
-            self._id,
-            "chat.completion",
-            self._created,
-            self._model,
-            choices,
-            usage_of(self._counts),
-            self._prompt_logprobs(),
-            self._fingerprint,
-        )
-
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None = UNSET) -> ChatCompletionChunk:
-        """OpenAI sends `usage: null` on every chunk but the last where usage was asked for."""
-        if usage is UNSET and self._options.include_usage:
-            usage = usage_of(self._counts) if self._options.continuous_usage_stats else None
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatCompletionChunk:
         return ChatCompletionChunk(self._id, "chat.completion.chunk", self._created, self._model, choices, usage, self._fingerprint)
-
-    def _prompt_logprobs(self) -> PromptLogprobs | UnsetType:
-        prompt = self._counts.prompts.get(0)
-        if self._num_prompt_top is None or prompt is None or prompt.logprobs is None:
-            return UNSET
-        return self._tokens.prompt(prompt.logprobs, self._num_prompt_top)
 
 
 async def create_chat_completion(http: web.Request) -> web.StreamResponse:
@@ -218,7 +240,7 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(context, body, size, ChatOptions(client=client_of(http)))
     request = prepared.request
     check = await answer_check(context, body, size, request.grammar, prepared.tools)
-    fold = ChatFold(context, body, request, prepared.view, model, check.found, is_call_forced=prepared.tools.is_forced)
+    fold = ChatFold(context, body, prepared, model, check.found)
     deltas = check.watch(timer.watch(searched(body, context.engine.generate(request))))
     headers |= warning_header(request.grammar)
     return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)

@@ -1,94 +1,139 @@
 """POST /v1/completions."""
 
-import time
+import codecs
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import answer, merge
-from penstock.api.bodies import client_of, read_admitted_body, served_model
-from penstock.api.context import CONTEXT, begin_timer
-from penstock.api.protocol import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionLogprobsWriter,
-    PromptLogprobs,
-    TokenWriter,
-    Usage,
-    usage_of,
-)
+from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, answer, clamp, merge, prompt_logprobs, usage_of
+from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.engine.contracts.parsing import Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.sequence import Request
-from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.constraints.conformance import Conformance, warning_header
-from penstock.serving.messages import TokenCounts, check_delta
-from penstock.serving.preparing import Prompt, answer_check, prepare_completion, special_token_ids
-from penstock.serving.requests import CompletionRequest, StreamOptions, searched
+from penstock.serving.context import ServerContext
+from penstock.serving.messages import Conformance, check_delta, warning_header
+from penstock.serving.preparing import PreparedCompletion, Prompt, answer_check, prepare_completion, special_token_ids
+from penstock.serving.requests import CompletionRequest, searched
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionView:
-    """What of a sequence the client wants to see. `hidden` tokens make no text.
+class CompletionLogprobs(Struct):
+    """Parallel lists, one entry per token. `text_offset` counts characters from the start of the choice's text."""
 
-    `num_top` and `num_prompt_top` count alternatives; None where the client asked for no logprobs.
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    structured_output: Conformance | UnsetType = UNSET
+
+
+class Completion(Struct):
+    """A whole completion, and also one chunk of a streamed one: OpenAI gives both the same shape."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
+
+
+class CompletionLogprobsWriter:
+    """Completions' parallel lists, token by token, with offsets into the choice's text.
+
+    Offsets count whole characters of what the tokens' bytes decode to, so a character made of several tokens counts once.
+    `hidden` tokens are named but take no room in the text.
     """
 
-    echo: bool
-    num_top: int | None
-    num_prompt_top: int | None
-    tokens: TokenWriter
-    hidden: frozenset[int]
+    def __init__(self, tokens: TokenWriter, hidden: frozenset[int]) -> None:
+        self._tokens = tokens
+        self._hidden = hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def write(self, entries: Sequence[tuple[int, TokenLogprobs | None]], num_top: int) -> CompletionLogprobs:
+        """`entries` are (token id, its logprobs); None for a prompt's first token, which has none."""
+        written = CompletionLogprobs([], [], [], [])
+        for token_id, token in entries:
+            written.text_offset.append(self._offset)
+            written.tokens.append(self._tokens.name(token_id))
+            written.token_logprobs.append(None if token is None else clamp(token.logprob))
+            written.top_logprobs.append(None if token is None else self._top(token, num_top))
+            if token_id not in self._hidden:
+                self._offset += len(self._decoder.decode(self._tokens.bytes(token_id)))
+        return written
+
+    def _top(self, token: TokenLogprobs, num_top: int) -> dict[str, float]:
+        """The best `num_top` and the token itself: one more entry than asked for where it is not among them."""
+        top: dict[str, float] = {}
+        for other, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
+            top.setdefault(self._tokens.name(other), clamp(logprob))
+        return top
 
 
 class TextFold:
-    """One sequence's steps as completion choices: what a step added, or nothing where its text is held back."""
+    """One sequence's steps as completion choices: what a step added, or nothing where its text is held back.
 
-    def __init__(self, index: int, prompt: Prompt, view: CompletionView, found: Mapping[int, Conformance]) -> None:
+    `hidden` tokens make no text. `found` is what checking complete choices has found, by their index.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        body: CompletionRequest,
+        tokens: TokenWriter,
+        hidden: frozenset[int],
+        found: Mapping[int, Conformance],
+    ) -> None:
         self._index = index
-        self._found = found
         self._prompt = prompt
-        self._view = view
-        self._logprobs = CompletionLogprobsWriter(view.tokens, view.hidden)
+        self._body = body
+        self._tokens = tokens
+        self._found = found
+        self._logprobs = CompletionLogprobsWriter(tokens, hidden)
         self._pending: list[tuple[int, TokenLogprobs | None]] = []
         self._is_first = True
 
     def feed(self, delta: SequenceDelta, prompt: PromptInfo | None) -> CompletionChoice | None:
-        """Raises `GenerationFailed` or `EngineUnavailable` where the delta says that the sequence was cut off."""
+        """Raises as `check_delta` where the delta says that the sequence was cut off."""
         check_delta(delta)
-        text = self._echo(prompt) if self._is_first else ""
-        prompt_logprobs = self._prompt_logprobs(prompt) if self._is_first else UNSET
+        text, of_prompt = self._begin(prompt) if self._is_first else ("", UNSET)
         self._is_first = False
         self._pending += [(token.token_id, token) for token in delta.logprobs]
         text += "".join(event.text for event in delta.events if isinstance(event, Text))
-        if not text and delta.finish_reason is None and prompt_logprobs is UNSET:
+        if not text and delta.finish_reason is None and of_prompt is UNSET:
             return None
         reason = None if delta.finish_reason is None else str(delta.finish_reason)
         found = UNSET if reason is None else self._found.get(self._index, UNSET)
-        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, prompt_logprobs, found)
+        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, of_prompt, found)
 
-    def _echo(self, prompt: PromptInfo | None) -> str:
-        if not self._view.echo:
-            return ""
+    def _begin(self, prompt: PromptInfo | None) -> tuple[str, PromptLogprobs | UnsetType]:
+        """What the first choice has of the prompt: its text where it is echoed, and its log probabilities."""
+        of_prompt = prompt_logprobs(prompt, self._body.prompt_logprobs, self._tokens)
+        if not self._body.echo:
+            return "", of_prompt
         if prompt is not None and prompt.logprobs is not None:
             self._pending += zip(self._prompt.token_ids, prompt.logprobs, strict=True)
-        return self._prompt.text
-
-    def _prompt_logprobs(self, prompt: PromptInfo | None) -> PromptLogprobs | UnsetType:
-        if self._view.num_prompt_top is None or prompt is None or prompt.logprobs is None:
-            return UNSET
-        return self._view.tokens.prompt(prompt.logprobs, self._view.num_prompt_top)
+        return self._prompt.text, of_prompt
 
     def _take_logprobs(self) -> CompletionLogprobs | None:
-        if self._view.num_top is None:
+        if self._body.logprobs is None:
             return None
         entries, self._pending = self._pending, []
-        return self._logprobs.write(entries, self._view.num_top)
+        return self._logprobs.write(entries, self._body.logprobs)
 
 
 def join(whole: CompletionChoice, part: CompletionChoice) -> None:
@@ -102,73 +147,50 @@ def join(whole: CompletionChoice, part: CompletionChoice) -> None:
             getattr(whole.logprobs, name).extend(getattr(part.logprobs, name))
 
 
-class CompletionFold:
+class CompletionFold(AnswerFold):
     """The deltas of one request with one prompt or several: prompt p's sequence s is choice p * n + s."""
 
     def __init__(
         self,
+        context: ServerContext,
+        body: CompletionRequest,
+        prepared: PreparedCompletion,
         request_id: str,
         model: str,
-        body: CompletionRequest,
-        prompts: Sequence[Prompt],
-        n: int,
-        tokenizer: Tokenizer,
-        hidden: frozenset[int],
         found: Mapping[int, Conformance],
-        fingerprint: str | None = None,
     ) -> None:
-        self._id, self._created, self._model, self._fingerprint = request_id, int(time.time()), model, fingerprint
-        self._options = body.stream_options or StreamOptions()
-        view = CompletionView(
-            echo=bool(body.echo),
-            num_top=body.logprobs,
-            num_prompt_top=body.prompt_logprobs,
-            tokens=TokenWriter(tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids)),
-            hidden=hidden,
-        )
-        self.is_long = body.prompt_logprobs is not None or (bool(body.echo) and body.logprobs is not None)
-        self._n = n
-        self._texts = [TextFold(index, prompts[index // n], view, found) for index in range(len(prompts) * n)]
+        params, prompts = prepared.requests[0].params, prepared.prompts
+        super().__init__(context, body, request_id, model, params.n)
+        hidden = special_token_ids(context.tokenizer) if params.skip_special_tokens else frozenset[int]()
+        self._n = params.n
+        self._has_echoed_logprobs = bool(body.echo) and body.logprobs is not None
+        self._texts = [
+            TextFold(index, prompts[index // self._n], body, self._tokens, hidden, found) for index in range(len(prompts) * self._n)
+        ]
         self._choices: dict[int, CompletionChoice] = {}
-        self._counts = TokenCounts(n)
 
-    def opening(self) -> list[Completion]:
-        return []
+    @property
+    def is_long(self) -> bool:
+        return super().is_long or self._has_echoed_logprobs
 
     def chunks(self, delta: SequenceDelta) -> list[Completion]:
-        choice = self._feed(delta)
-        return [] if choice is None else [self._chunk([choice])]
-
-    def closing(self) -> list[Completion]:
-        return [self._chunk([], usage_of(self._counts))] if self._options.include_usage else []
+        choice = self._read(delta)
+        return [] if choice is None else [self._chunk([choice], self._usage_so_far())]
 
     def add(self, delta: SequenceDelta) -> None:
-        choice = self._feed(delta)
-        if choice is None:
-            return
-        if choice.index in self._choices:
+        choice = self._read(delta)
+        if choice is not None and self._choices.setdefault(choice.index, choice) is not choice:
             join(self._choices[choice.index], choice)
-        else:
-            self._choices[choice.index] = choice
 
     def body(self) -> Completion:
-        choices = [choice for _, choice in sorted(self._choices.items())]
-        return self._completion(choices, usage_of(self._counts))
+        return self._chunk([choice for _, choice in sorted(self._choices.items())], usage_of(self._counts))
 
-    def _feed(self, delta: SequenceDelta) -> CompletionChoice | None:
+    def _read(self, delta: SequenceDelta) -> CompletionChoice | None:
         self._counts.add(delta)
         return self._texts[delta.index].feed(delta, self._counts.prompts.get(delta.index // self._n))
 
-    def _chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> Completion:
-        if usage is UNSET and self._options.include_usage:
-            usage = usage_of(self._counts) if self._options.continuous_usage_stats else None
-        return self._completion(choices, usage)
-
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+    def _chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self._id, "text_completion", self._created, self._model, choices, usage, self._fingerprint)
-
-
-MAX_SEQUENCES = 4096  # over all prompts
 
 
 async def create_completion(http: web.Request) -> web.StreamResponse:
@@ -178,15 +200,14 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     model = served_model(context, body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prepared = await prepare_completion(context, body, size, request_id, client_of(http))
-    requests, params, grammar = prepared.requests, prepared.requests[0].params, prepared.requests[0].grammar
-    hidden = special_token_ids(context.tokenizer) if params.skip_special_tokens else frozenset()
+    requests, grammar = prepared.requests, prepared.requests[0].grammar
     check = await answer_check(context, body, size, grammar)
-    fingerprint = context.system_fingerprint
-    fold = CompletionFold(request_id, model, body, prepared.prompts, params.n, context.tokenizer, hidden, check.found, fingerprint)
+    fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 
     def deltas_of(request: Request) -> AsyncGenerator[SequenceDelta, None]:
         return timer.watch(searched(body, context.engine.generate(request)))
 
-    deltas = deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], params.n)
+    n = requests[0].params.n
+    deltas = deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n)
     headers |= warning_header(grammar)
     return await answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)

@@ -15,11 +15,10 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.bodies import IGNORED_HEADER, REQUEST_ID, offered_key
-from penstock.api.context import ARRIVED, SHARED, TIMER
+from penstock.api.bodies import ARRIVED, IGNORED_HEADER, REQUEST_ID, SHARED, TIMER, offered_key
 from penstock.api.errors import ErrorBody, error_body, error_response, json_response, shortened
 from penstock.engine.errors import EngineUnavailable, PenstockError
-from penstock.serving.constraints.conformance import WARNING_HEADER
+from penstock.serving.messages import WARNING_HEADER
 from penstock.serving.options import ServerOptions
 
 access_log = logging.getLogger("penstock.access")

@@ -1,12 +1,13 @@
-"""GET /v1/models, /health, /ping and /version."""
+"""GET /v1/models, /health, /ping, /version and /metrics."""
 
 import time
 
 import msgspec
 from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
-from penstock.api.context import SHARED
+from penstock.api.bodies import REQUEST_METRICS, SHARED
 from penstock.api.errors import json_response
 from penstock.api.middleware import GATE
 from penstock.engine.errors import NoSuchModel
@@ -70,3 +71,8 @@ async def show_health(request: web.Request) -> web.Response:
 
 async def show_version(request: web.Request) -> web.Response:
     return json_response(Version(__version__))
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    """GET /metrics."""
+    return web.Response(body=request.app[REQUEST_METRICS].expose(), headers={"Content-Type": CONTENT_TYPE_LATEST})

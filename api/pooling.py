@@ -1,20 +1,19 @@
-"""POST /v1/embeddings, /pooling, /classify, /v1/score, /v1/rerank and /v2/rerank."""
+"""POST /v1/embeddings, /pooling, /classify, /v1/score and /v1/rerank."""
 
 import base64
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 from torch import Tensor
 
-from penstock.api.bodies import read_admitted_body, served_model
-from penstock.api.context import POOLING, begin_pooling_timer
+from penstock.api.bodies import POOLING, begin_pooling_timer, read_admitted_body, served_model
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.engine import PoolingOutput, ScoreLimits
+from penstock.engine.pooling.engine import ScoreLimits
 from penstock.engine.pooling.model import PoolingParams, PoolingTask
 from penstock.serving.context import check_task
 from penstock.serving.pooling import (
@@ -41,13 +40,24 @@ def written(data: Tensor, encoding: EncodingFormat | None) -> Any:
     return base64.b64encode(data.numpy().astype("<f4", copy=False).tobytes()).decode("ascii")
 
 
-class PoolingRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
-    """Without `task` the model's own first one is computed."""
-
-    task: PoolingTask | None = None
+class VectorFields(InputFields, kw_only=True):
     encoding_format: EncodingFormat | None = None
     dimensions: Int32 | None = None
     normalize: bool | None = None
+
+
+class PoolingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
+    """Without `task` the model's own first one is computed."""
+
+    task: PoolingTask | None = None
+
+
+class ClassificationRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
+    """All its fields are those of every endpoint with inputs."""
+
+
+class EmbeddingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
+    """All its fields are those of vectors."""
 
 
 class PooledData(Struct):
@@ -56,38 +66,6 @@ class PooledData(Struct):
     index: int
     data: Any
     object: str = "pooling"
-
-
-class PoolingResponse(Struct):
-    id: str
-    created: int
-    model: str
-    data: list[PooledData]
-    usage: PoolingUsage
-    object: str = "list"
-
-
-async def pool(http: web.Request) -> web.Response:
-    """One tensor for each input, in their order."""
-    context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, size, headers = await read_admitted_body(http, PoolingRequest)
-    model = served_model(context, body.model)
-    task = body.task or context.engine.model.default_task
-    check_task(context, task)
-    inputs = await read_inputs(context, body, size)
-    params = PoolingParams(task=task, dimensions=body.dimensions, normalize=body.normalize)
-    outputs = await timer.pool(context.engine, inputs, params, priority=body.priority)
-
-    def write() -> web.Response:
-        data = [PooledData(index, written(output.data, body.encoding_format)) for index, output in enumerate(outputs)]
-        answer = PoolingResponse(f"pool-{uuid.uuid4().hex}", int(time.time()), model, data, usage_of(inputs))
-        return json_response(answer, headers=headers)
-
-    return await context.workers.run(lane_of(sum(output.data.numel() for output in outputs)), write)
-
-
-class ClassificationRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
-    """All its fields are those of every endpoint with inputs."""
 
 
 class Classification(Struct):
@@ -99,44 +77,6 @@ class Classification(Struct):
     num_classes: int
 
 
-class ClassificationResponse(Struct):
-    id: str
-    created: int
-    model: str
-    data: list[Classification]
-    usage: PoolingUsage
-    object: str = "list"
-
-
-async def classify(http: web.Request) -> web.Response:
-    """A classification for each input, in their order."""
-    context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, size, headers = await read_admitted_body(http, ClassificationRequest)
-    model = served_model(context, body.model)
-    check_task(context, "classify")
-    inputs = await read_inputs(context, body, size)
-    outputs = await timer.pool(context.engine, inputs, PoolingParams(task="classify"), priority=body.priority)
-
-    def write() -> web.Response:
-        labels = context.engine.model.id2label
-        data = [classification(index, output, labels) for index, output in enumerate(outputs)]
-        answer = ClassificationResponse(f"classify-{uuid.uuid4().hex}", int(time.time()), model, data, usage_of(inputs))
-        return json_response(answer, headers=headers)
-
-    return await context.workers.run(lane_of(sum(output.data.numel() for output in outputs)), write)
-
-
-def classification(index: int, output: PoolingOutput, labels: Mapping[int, str]) -> Classification:
-    probs: list[float] = output.data.tolist()
-    return Classification(index, labels.get(probs.index(max(probs))), probs, len(probs))
-
-
-class EmbeddingRequest(InputFields, kw_only=True, forbid_unknown_fields=True):
-    encoding_format: EncodingFormat | None = None
-    dimensions: Int32 | None = None
-    normalize: bool | None = None
-
-
 class Embedding(Struct):
     """`embedding` is a list of numbers, or base64 of their little-endian float32."""
 
@@ -145,29 +85,78 @@ class Embedding(Struct):
     object: str = "embedding"
 
 
-class EmbeddingResponse(Struct):
+class PoolingResponse(Struct):
+    """`data` has an entry for each input, or each pair of texts, in their order."""
+
     id: str
     created: int
     model: str
-    data: list[Embedding]
+    data: Sequence[Struct]
     usage: PoolingUsage
     object: str = "list"
 
+    @classmethod
+    def of(cls, kind: str, model: str, data: Sequence[Struct], usage: PoolingUsage) -> "PoolingResponse":
+        return cls(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model, data, usage)
+
+
+async def pool(http: web.Request) -> web.Response:
+    """One tensor for each input."""
+
+    def params(body: PoolingRequest) -> PoolingParams:
+        return PoolingParams(task=body.task, dimensions=body.dimensions, normalize=body.normalize)
+
+    def entry(body: PoolingRequest, index: int, data: Tensor) -> Struct:
+        return PooledData(index, written(data, body.encoding_format))
+
+    return await _answer(http, PoolingRequest, "pool", params, entry)
+
 
 async def create_embeddings(http: web.Request) -> web.Response:
-    """One vector for each input, in their order."""
+    """One vector for each input."""
+
+    def params(body: EmbeddingRequest) -> PoolingParams:
+        return PoolingParams(task="embed", dimensions=body.dimensions, normalize=body.normalize)
+
+    def entry(body: EmbeddingRequest, index: int, data: Tensor) -> Struct:
+        return Embedding(index, written(data, body.encoding_format))
+
+    return await _answer(http, EmbeddingRequest, "embd", params, entry)
+
+
+async def classify(http: web.Request) -> web.Response:
+    """A classification for each input."""
+    labels = http.app[POOLING].engine.model.id2label
+
+    def entry(body: ClassificationRequest, index: int, data: Tensor) -> Struct:
+        probs: list[float] = data.tolist()
+        return Classification(index, labels.get(probs.index(max(probs))), probs, len(probs))
+
+    return await _answer(http, ClassificationRequest, "classify", lambda body: PoolingParams(task="classify"), entry)
+
+
+Body = TypeVar("Body", bound=InputFields)
+
+
+async def _answer(
+    http: web.Request,
+    kind: type[Body],
+    prefix: str,
+    params_of: Callable[[Body], PoolingParams],
+    entry: Callable[[Body, int, Tensor], Struct],
+) -> web.Response:
+    """Without a task, it is the model's own first one."""
     context, timer = http.app[POOLING], begin_pooling_timer(http)
-    body, size, headers = await read_admitted_body(http, EmbeddingRequest)
+    body, size, headers = await read_admitted_body(http, kind)
     model = served_model(context, body.model)
-    check_task(context, "embed")
-    params = PoolingParams(task="embed", dimensions=body.dimensions, normalize=body.normalize)
+    params = params_of(body)
+    check_task(context, params.task or context.engine.model.default_task)
     inputs = await read_inputs(context, body, size)
     outputs = await timer.pool(context.engine, inputs, params, priority=body.priority)
 
     def write() -> web.Response:
-        data = [Embedding(index, written(output.data, body.encoding_format)) for index, output in enumerate(outputs)]
-        answer = EmbeddingResponse(f"embd-{uuid.uuid4().hex}", int(time.time()), model, data, usage_of(inputs))
-        return json_response(answer, headers=headers)
+        data = [entry(body, index, output.data) for index, output in enumerate(outputs)]
+        return json_response(PoolingResponse.of(prefix, model, data, usage_of(inputs)), headers=headers)
 
     return await context.workers.run(lane_of(sum(output.data.numel() for output in outputs)), write)
 
@@ -193,15 +182,6 @@ class ScoreEntry(Struct):
     object: str = "score"
 
 
-class ScoreResponse(Struct):
-    id: str
-    created: int
-    model: str
-    data: list[ScoreEntry]
-    usage: PoolingUsage
-    object: str = "list"
-
-
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
@@ -215,7 +195,7 @@ async def create_scores(http: web.Request) -> web.Response:
     limits = ScoreLimits(token_limit(context, body.truncate_prompt_tokens))
     scores, usage = await score_pairs(context, timer, first, second, limits, body.priority)
     data = [ScoreEntry(index, score.value) for index, score in enumerate(scores)]
-    return json_response(ScoreResponse(f"score-{uuid.uuid4().hex}", int(time.time()), model, data, usage), headers=headers)
+    return json_response(PoolingResponse.of("score", model, data, usage), headers=headers)
 
 
 def sides(body: ScoreRequest) -> tuple[Side, Side]:

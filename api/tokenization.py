@@ -5,16 +5,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from penstock.api.bodies import read_body, served_model
-from penstock.api.context import SHARED
+from penstock.api.bodies import SHARED, read_body, served_model
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.context import SharedContext
-from penstock.serving.conversations import encode_prompt, render_prompt
+from penstock.serving.conversations import check_template_fields, encode_prompt, render_prompt, rendering_lane, template_kwargs
 from penstock.serving.requests import ChatMessage, Messages
-from penstock.serving.templates.chat_template import RenderedPrompt, check_template_fields, rendering_lane
-from penstock.serving.templates.messages import template_kwargs
+from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.workers import lane_of
 
 MAX_TEXT = 2**21  # bytes, each of which may become a token; where the context holds more, what fits it

@@ -6,9 +6,9 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from penstock.cli.flags import (
     CommandParser,
@@ -22,24 +22,32 @@ from penstock.cli.flags import (
 from penstock.engine.config import integer
 from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.engine.errors import ConfigurationError
+from penstock.serving.options import OPTIONS
 
 KINDS = {"json": "json_schema", "regex": "regex", "lark": "lark", "gbnf": "gbnf", "choice": "choice"}  # each with its `GrammarKind`
 KINDS_BY_SUFFIX = {".json": "json", ".lark": "lark", ".gbnf": "gbnf", ".ebnf": "gbnf", ".regex": "regex"}
+Given = TypeVar("Given")
 _EPILOG = "Only the tokenizer and the config of the model are read, not its weights. FILE may be -, which is standard input."
+
+
+def read_arguments(parser: argparse.ArgumentParser, argv: list[str], kind: type[Given], **others: Any) -> Given:
+    """What the command line said, and `others`, which it cannot say. Exits with code 2 for what cannot be read, and with 0 after help."""
+    given = {OPTIONS[name].field if name in OPTIONS else name: value for name, value in vars(parser.parse_args(argv)).items()}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}, **others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarArguments:
-    """What the command line said. `backend` is None for `auto`; `kind` is one of `KINDS`, for `check` only."""
+    """`backend` is None for `auto`; `kind` is one of `KINDS`, for `check` only."""
 
     action: Literal["check", "test"]
     path: str
-    kind: str
+    kind: str | None = None
     backend: str | None
     is_strict: bool
     additional_properties: AdditionalProperties
     is_json: bool
-    limit: int | None
+    limit: int | None = None
     model: str | None
     trust_remote_code: bool
     plugins: tuple[str, ...]
@@ -47,30 +55,17 @@ class GrammarArguments:
 
 
 def parse_grammar_arguments(argv: list[str]) -> GrammarArguments:
-    """Of what follows `penstock grammar`. Exits with code 2 for what cannot be read, and with 0 after help."""
+    """Of what follows `penstock grammar`."""
     if not argv or argv[0] not in PARSERS:
         parser = build_overview_parser()
         parser.parse_args(argv)
         parser.error("say which: check or test")
     parser = PARSERS[argv[0]]()
-    given = parser.parse_args(argv[1:])
-    kind = getattr(given, "kind", None) or KINDS_BY_SUFFIX.get(PurePath(given.file).suffix.lower())
-    if kind is None and argv[0] == "check":
-        parser.error(f"{given.file} does not say what it holds: add --kind {'|'.join(KINDS)}")
-    return GrammarArguments(
-        action="check" if argv[0] == "check" else "test",
-        path=given.file,
-        kind=kind or "json",
-        backend=None if given.backend == "auto" else given.backend,
-        is_strict=given.strict,
-        additional_properties=given.additional_properties,
-        is_json=given.json,
-        limit=getattr(given, "limit", None),
-        model=given.model,
-        trust_remote_code=given.trust_remote_code,
-        plugins=tuple(given.plugin),
-        without=tuple(given.without),
-    )
+    given = read_arguments(parser, argv[1:], GrammarArguments, action=argv[0])
+    kind = given.kind or KINDS_BY_SUFFIX.get(PurePath(given.path).suffix.lower())
+    if kind is None:
+        parser.error(f"{given.path} does not say what it holds: add --kind {'|'.join(KINDS)}")
+    return replace(given, kind=kind)
 
 
 def build_overview_parser() -> argparse.ArgumentParser:
@@ -95,7 +90,7 @@ def build_check_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("file", metavar="FILE", help="the constraint: a JSON Schema, a regex, a grammar, or a JSON array of choices")
+    parser.add_argument("path", metavar="FILE", help="the constraint: a JSON Schema, a regex, a grammar, or a JSON array of choices")
     parser.add_argument(
         "--kind", choices=tuple(KINDS), help="kind of FILE (default: by its suffix: .json is a JSON Schema; .lark, .gbnf, .ebnf, .regex)"
     )
@@ -118,26 +113,40 @@ def build_test_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("file", metavar="FILE.jsonl", help="schemas with instances, one schema a line")
+    parser.set_defaults(kind="json")
+    parser.add_argument("path", metavar="FILE.jsonl", help="schemas with instances, one schema a line")
     parser.add_argument("--limit", type=reported(integer(1)), metavar="N", help="only the first N schemas (default: all)")
     _add_common_flags(parser, "open")
     return parser
 
 
 def _add_common_flags(parser: argparse.ArgumentParser, reading: AdditionalProperties) -> None:
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="one backend (default: auto, as for a request that names none)")
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        metavar="NAME",
+        type=_named_backend,
+        help="one backend (default: auto, as for a request that names none)",
+    )
     fallback = parser.add_mutually_exclusive_group()
     fallback.add_argument(
-        "--strict", action="store_true", help="as `strict: true`: refuse what cannot be enforced completely (default: try it leniently)"
+        "--strict",
+        dest="is_strict",
+        action="store_true",
+        help="as `strict: true`: refuse what cannot be enforced completely (default: try it leniently)",
     )
     fallback.add_argument(
-        "--lenient", dest="strict", action="store_false", help="the default: leave out what cannot be enforced, with a warning"
+        "--lenient", dest="is_strict", action="store_false", help="the default: leave out what cannot be enforced, with a warning"
     )
     add_reading_choice(parser, reading)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", dest="is_json", action="store_true", help="print one JSON object")
     add_model_choice(parser.add_argument_group("model"))
     add_plugin_choice(parser.add_argument_group("plug-ins"), "load a plug-in and ask its grammar backends too; repeatable")
-    parser.set_defaults(strict=False)
+    parser.set_defaults(is_strict=False)
+
+
+def _named_backend(name: str) -> str | None:
+    return None if name == "auto" else name
 
 
 PARSERS = {"check": build_check_parser, "test": build_test_parser}
@@ -145,7 +154,7 @@ PARSERS = {"check": build_check_parser, "test": build_test_parser}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParseArguments:
-    """What the command line said. `prompt_tail` is None for the usual one of the reasoning parser's family.
+    """`prompt_tail` is None for the usual one of the reasoning parser's family.
 
     A parser that is not named is `auto`, which is the one that `--plugin` names, as there is no model to decide.
     """
@@ -174,8 +183,10 @@ def build_parse_parser() -> CommandParser:
         "cannot be read. Exit code: 0; 1 where a line cannot be read; 2 wrong usage or an unreadable file.",
         allow_abbrev=False,
     )
-    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="the text, exactly as written (default: standard input)")
-    parser.add_argument("--tools", metavar="FILE.json", help="an array of tools as in a request: types of arguments come from it")
+    parser.add_argument("path", nargs="?", default="-", metavar="FILE", help="the text, exactly as written (default: standard input)")
+    parser.add_argument(
+        "--tools", dest="tools_path", metavar="FILE.json", help="an array of tools as in a request: types of arguments come from it"
+    )
     parser.add_argument(
         "--prompt-tail",
         metavar="TEXT",
@@ -183,50 +194,39 @@ def build_parse_parser() -> CommandParser:
     )
     parser.add_argument(
         "--response-template",
+        dest="response_template_path",
         metavar="FILE.json",
         help="for the parser response_template: the template, or a tokenizer_config.json that holds one",
     )
     parser.add_argument(
         "--special-token",
+        dest="special_tokens",
         action="append",
         default=[],
         metavar="TEXT",
         help="a marker that is a special token in the text; repeatable (default: none, all markers are plain text)",
     )
-    parser.add_argument("--chunks", type=reported(integer(1)), metavar="N", help="feed N characters at a time (default: all at once)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--jsonl", action="store_true", help="read one JSON object a line, and print one for each")
+    parser.add_argument(
+        "--chunks", dest="chunk_size", type=reported(integer(1)), metavar="N", help="feed N characters at a time (default: all at once)"
+    )
+    parser.add_argument("--json", dest="is_json", action="store_true", help="print one JSON object")
+    parser.add_argument("--jsonl", dest="is_jsonl", action="store_true", help="read one JSON object a line, and print one for each")
     group = parser.add_argument_group("plug-ins")
     add_named_parser_choice(group)
     return parser
 
 
 def parse_parse_arguments(argv: list[str]) -> ParseArguments:
-    """Of what follows `penstock parse`. Exits with code 2 for what cannot be read, and with 0 after help."""
+    """Of what follows `penstock parse`."""
     parser = build_parse_parser()
-    given = parser.parse_args(argv)
-    if "auto" in (given.reasoning_parser, given.tool_parser, *given.plugin):
+    given = read_arguments(parser, argv, ParseArguments)
+    if "auto" in (given.reasoning_parser, given.tool_parser, *given.plugins):
         parser.error("auto needs a model's files: name the parsers")
-    return ParseArguments(
-        path=given.file,
-        plugins=tuple(given.plugin),
-        without=tuple(given.without),
-        reasoning_parser=given.reasoning_parser or "auto",
-        tool_parser=given.tool_parser or "auto",
-        tools_path=given.tools,
-        prompt_tail=given.prompt_tail,
-        response_template_path=given.response_template,
-        special_tokens=tuple(given.special_token),
-        chunk_size=given.chunks,
-        is_json=given.json,
-        is_jsonl=given.jsonl,
-    )
+    return replace(given, reasoning_parser=given.reasoning_parser or "auto", tool_parser=given.tool_parser or "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginsArguments:
-    """What the command line said."""
-
     plugins: tuple[str, ...]
     without: tuple[str, ...]
     reasoning_parser: str
@@ -241,22 +241,17 @@ def build_plugins_parser() -> CommandParser:
         "names those that it chose from the model's files.",
         allow_abbrev=False,
     )
-    parser.add_argument("--markdown", action="store_true", help="print the page docs/parsers.md: every parser with what it reads")
+    parser.add_argument(
+        "--markdown", dest="is_markdown", action="store_true", help="print the page docs/parsers.md: every parser with what it reads"
+    )
     group = parser.add_argument_group("plug-ins")
     add_parser_choice(group)
     return parser
 
 
 def parse_plugins_arguments(argv: list[str]) -> PluginsArguments:
-    """Of what follows `penstock plugins`. Exits with code 2 for what cannot be read, and with 0 after help."""
-    given = build_plugins_parser().parse_args(argv)
-    return PluginsArguments(
-        plugins=tuple(given.plugin),
-        without=tuple(given.without),
-        reasoning_parser=given.reasoning_parser,
-        tool_parser=given.tool_parser,
-        is_markdown=given.markdown,
-    )
+    """Of what follows `penstock plugins`."""
+    return read_arguments(build_plugins_parser(), argv, PluginsArguments)
 
 
 PLUGIN_KINDS = ("reasoning", "tool", "logits", "grammar")
@@ -265,11 +260,11 @@ RESERVED = ("auto", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewPluginArguments:
-    """What the command line said. `name` is an identifier in lower case, `kinds` are different; the package is made in `directory`."""
+    """`name` is an identifier in lower case, `kinds` are different. Without a `directory`, it is named after the package."""
 
     name: str
     kinds: tuple[str, ...]
-    directory: Path
+    directory: Path | None
 
 
 def build_new_plugin_parser() -> CommandParser:
@@ -282,6 +277,7 @@ def build_new_plugin_parser() -> CommandParser:
     parser.add_argument("name", type=plugin_name, metavar="NAME", help="its name for --plugin and requests, such as my_format")
     parser.add_argument(
         "--kind",
+        dest="kinds",
         choices=PLUGIN_KINDS,
         action="append",
         required=True,
@@ -297,13 +293,9 @@ def build_new_plugin_parser() -> CommandParser:
 
 
 def parse_new_plugin_arguments(argv: list[str]) -> NewPluginArguments:
-    """Of what follows `penstock new-plugin`. Exits with code 2 for what cannot be read, and with 0 after help."""
-    given = build_new_plugin_parser().parse_args(argv)
-    return NewPluginArguments(
-        name=given.name,
-        kinds=tuple(dict.fromkeys(given.kind)),
-        directory=given.directory or Path(f"penstock-plugin-{given.name.replace('_', '-')}"),
-    )
+    """Of what follows `penstock new-plugin`."""
+    given = read_arguments(build_new_plugin_parser(), argv, NewPluginArguments)
+    return replace(given, kinds=tuple(dict.fromkeys(given.kinds)))
 
 
 def plugin_name(text: str) -> str:

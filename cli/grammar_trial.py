@@ -18,8 +18,8 @@ from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGram
 from penstock.engine.errors import ConfigurationError, PenstockError, UnsupportedGrammar
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.document import resolve
-from penstock.serving.constraints.closed_schema import closed
-from penstock.serving.constraints.sources import INSTALLABLE, known_backend
+from penstock.serving.constraints.schemas import closed
+from penstock.serving.constraints.specs import INSTALLABLE, known_backend
 
 # A schema that no trial contains, since that one would then come from the cache. It makes backends load what they load on first use.
 WARM_UP_SCHEMA = """

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.api.protocol import AssistantMessage
 from penstock.cli.arguments import ParseArguments, opened
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.parsing import SpecialText, Turn
@@ -19,7 +18,7 @@ from penstock.engine.text.answer import BlankText, ParserChain, visible_events
 from penstock.plugins.manager import Plugins
 from penstock.plugins.markers import join_pieces, split_symbols
 from penstock.plugins.registry import NONE, Registry
-from penstock.serving.messages import Message, MessageReader
+from penstock.serving.messages import AssistantMessage, Message, MessageReader
 from penstock.serving.tools import read_tool
 
 

@@ -161,7 +161,7 @@ def run_new_plugin_command(arguments: NewPluginArguments) -> int:
     plugins = Plugins()
     plugins.load_builtins()
     check_name(arguments.name, arguments.kinds, plugins)
-    directory = arguments.directory
+    directory = arguments.directory or Path(f"penstock-plugin-{arguments.name.replace('_', '-')}")
     files = package_files(arguments.name, arguments.kinds)
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

@@ -17,8 +17,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
-from penstock.serving.constraints.sources import chosen_backend
-from penstock.serving.constraints.specs import grammar_spec
+from penstock.serving.constraints.specs import chosen_backend, grammar_spec
 from penstock.serving.context import ServerContext
 from penstock.serving.conversations import check_prompt_ids, check_text_length
 from penstock.serving.messages import ReasoningView

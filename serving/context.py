@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.model import PoolingModel, PoolingTask
-from penstock.serving.constraints.conformance import ConformanceChecker
+from penstock.serving.messages import ConformanceChecker
 from penstock.serving.options import ServerOptions
 from penstock.serving.workers import Workers
 

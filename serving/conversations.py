@@ -1,9 +1,10 @@
-"""Prompts: from a conversation or texts to token ids, with the special tokens in messages parsed or kept as text."""
+"""From a body's conversation, texts or token ids to the prompt, with the special tokens in messages read or kept as text."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 from jinja2 import nodes
@@ -12,26 +13,96 @@ from msgspec import structs
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.text.tokenizer import ContentTokenizer
 from penstock.serving.context import SharedContext
+from penstock.serving.json_limits import check_json
 from penstock.serving.requests import ChatMessage
-from penstock.serving.templates.chat_template import RenderedPrompt, TemplateFields, render_conversation
+from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.environment import TemplateEnvironment
-from penstock.serving.templates.messages import check_arguments
+from penstock.serving.workers import Lane, lane_of
 
-LOOKING = frozenset(
-    {"count", "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition"}
-    | {"rsplit", "split", "startswith"}
+RESERVED_KWARGS = frozenset(
+    {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message", "self"}
 )
+
+
+def template_kwargs(given: dict[str, Any] | None, reasoning_effort: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What templates read beside the conversation. An effort of `none` is also said in the two words that templates without efforts know.
+
+    `defaults` are the server's, and give way to what the request says. Raises `InvalidRequest` for a name that is the request's own: a
+    template, above all, must not come in through here.
+    """
+    kwargs = dict(given or {})
+    for name in kwargs:
+        if name in RESERVED_KWARGS:
+            reserved = ", ".join(sorted(RESERVED_KWARGS))
+            raise InvalidRequest(f"`{name}` is not an argument for the template, nor are: {reserved}", f"chat_template_kwargs.{name}")
+    if reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", reasoning_effort)
+        if reasoning_effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+            kwargs.setdefault("thinking", False)
+    return {**defaults, **kwargs}
+
+
+class TemplateFields(Protocol):
+    """What a body says of the template and of where the prompt ends."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+
+    @property
+    def continue_final_message(self) -> bool | None: ...
+
+
+def check_template_fields(context: SharedContext, body: TemplateFields) -> None:
+    """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
+    if body.chat_template is not None and not context.options.trust_request_chat_template:
+        raise InvalidRequest(
+            "a chat template in the request is refused: start the server with --trust-request-chat-template", "chat_template"
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
+
+
+def rendering_lane(size: int, template: str | None) -> Lane:
+    """Where a conversation of `size` is rendered and tokenized: never on the event loop, whatever its template does."""
+    lane = lane_of(size) or Lane.SHORT
+    return lane if template is None or lane is Lane.HUGE else Lane.SANDBOXED
+
+
+def check_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Raises `InvalidRequest` where the arguments of tool calls, which are JSON in a string, hold more than a body may."""
+    functions = [call.get("function") for message in messages for call in message.tool_calls or ()]
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    documents = (text.encode() for text in texts if isinstance(text, str))
+    check_json(*documents, what="arguments of tool calls", param="messages")
 
 
 def render_prompt(
     context: SharedContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
 ) -> RenderedPrompt:
-    """As `render_conversation`; where content is text, what it holds of special tokens is marked in the prompt's `text`."""
-    tokenizer = context.content_tokenizer
+    """The prompt, by the body's own template where it brings one. Raises `InvalidRequest` for what the template cannot take.
+
+    Where content is text, what it holds of special tokens is marked in the prompt's `text`.
+    """
+    check_arguments(messages)
+    template, tokenizer = context.chat_template, context.content_tokenizer
+    if tokenizer is not None:
+        source = body.chat_template or template.source_for(tools) or ""
+        messages, tools, kwargs = _marked(tokenizer, source, messages, tools, kwargs)
+    continues = bool(body.continue_final_message)
+    prompt = template.render(
+        [structs.asdict(message) for message in messages],
+        tools or None,
+        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continues,
+        template_kwargs=kwargs,
+        template=body.chat_template,
+    )
     if tokenizer is None:
-        return render_conversation(context, body, messages, tools, kwargs)
-    source = body.chat_template or context.chat_template.source_for(tools) or ""
-    prompt = render_conversation(context, body, *_marked(tokenizer, source, messages, tools, kwargs))
+        return prompt
     return replace(prompt, tail=tokenizer.unmark(prompt.tail), continued=tokenizer.unmark(prompt.continued))
 
 
@@ -39,6 +110,12 @@ def encode_prompt(context: SharedContext, prompt: RenderedPrompt, *, add_special
     """The token ids of what `render_prompt` gave."""
     tokenizer = context.content_tokenizer or context.tokenizer
     return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+
+
+LOOKING = frozenset(
+    {"count", "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition"}
+    | {"rsplit", "split", "startswith"}
+)
 
 
 @lru_cache(maxsize=16)
@@ -60,7 +137,6 @@ def looked_for(source: str) -> str:
 def _marked(
     tokenizer: ContentTokenizer, source: str, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
 ) -> tuple[list[ChatMessage], list[dict[str, Any]], dict[str, Any]]:
-    check_arguments(messages)
     marked = []
     for index, message in enumerate(messages):
         # The template finds by them what is reasoning in an answer; in other messages they mean nothing.

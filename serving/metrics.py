@@ -1,11 +1,11 @@
 """Prometheus metrics: vLLM's core names under the prefix `penstock:`, in a registry of the server's own."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,64 +17,98 @@ from penstock.engine.deltas import PromptInfo, SequenceDelta
 from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput, PoolingStats, pool_all
 from penstock.engine.pooling.model import PoolingParams
 
-
-@dataclass(frozen=True, slots=True)
-class MetricFamilies:
-    """Names begin with `prefix`."""
-
-    prefix: str
-    model_name: str
-
-    def gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(self.prefix + name, help_text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
-        return family
-
-    def counter(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(self.prefix + name, help_text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
-        return family
-
-
 PREFIX = "penstock:"
 TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 SLOW_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class EngineCollector(Collector):
-    """Reads the engine's counters when metrics are scraped, so that the token loop pays nothing."""
+Stats = TypeVar("Stats")
 
-    def __init__(self, read: Callable[[], EngineStats], model_name: str) -> None:
+
+class StatsCollector(Collector, Generic[Stats]):
+    """Counters that are read when metrics are scraped, so that the token loop pays nothing. Names begin with `prefix`."""
+
+    prefix = PREFIX
+
+    def __init__(self, read: Callable[[], Stats], model_name: str) -> None:
         self._read = read
         self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._read()
-        families = MetricFamilies(PREFIX, self._model_name)
-        yield families.gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
-        yield families.gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting)
-        yield families.gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all of them.", stats.kv_cache_usage)
-        yield families.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_cache_queries)
-        yield families.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_cache_hits)
-        yield families.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
-        yield families.counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
-        yield families.counter("forced_tokens", "Tokens that were not sampled: a grammar allowed no other.", stats.num_forced_tokens)
-        yield families.counter("spec_decode_num_drafts", "Drafts of speculative decoding.", stats.num_drafts)
-        yield families.counter("spec_decode_num_draft_tokens", "Draft tokens of speculative decoding.", stats.num_draft_tokens)
-        yield families.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.num_accepted_tokens)
-        yield self._accepted_by_place(stats)
-        yield families.counter("num_preemptions", "Sequences preempted because the KV cache was full.", stats.num_preemptions)
 
     def describe(self) -> list[Metric]:
         return []  # the registry must not ask the engine before it runs
 
-    def _accepted_by_place(self, stats: EngineStats) -> Metric:
-        help_text = "Drafts whose tokens were accepted up to this position, from 0."
-        family = CounterMetricFamily(PREFIX + "spec_decode_num_accepted_tokens_per_pos", help_text, labels=["model_name", "position"])
-        for position, count in enumerate(stats.accepted_by_place):
-            family.add_metric([self._model_name, str(position)], count)
+    def gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(self.prefix + name, help_text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
         return family
+
+    def counter(self, name: str, help_text: str, value: float) -> Metric:
+        return self.counters(name, help_text, (), [((), value)])
+
+    def counters(self, name: str, help_text: str, labels: Sequence[str], values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+        """One counter for each combination of the labels' values."""
+        family = CounterMetricFamily(self.prefix + name, help_text, labels=["model_name", *labels])
+        for key, value in values:
+            family.add_metric([self._model_name, *key], value)
+        return family
+
+
+class EngineCollector(StatsCollector[EngineStats]):
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        yield self.gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
+        yield self.gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting)
+        yield self.gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all of them.", stats.kv_cache_usage)
+        yield self.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_cache_queries)
+        yield self.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_cache_hits)
+        yield self.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
+        yield self.counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
+        yield self.counter("forced_tokens", "Tokens that were not sampled: a grammar allowed no other.", stats.num_forced_tokens)
+        yield self.counter("spec_decode_num_drafts", "Drafts of speculative decoding.", stats.num_drafts)
+        yield self.counter("spec_decode_num_draft_tokens", "Draft tokens of speculative decoding.", stats.num_draft_tokens)
+        yield self.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.num_accepted_tokens)
+        yield self.counters(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts whose tokens were accepted up to this position, from 0.",
+            ["position"],
+            (((str(position),), count) for position, count in enumerate(stats.accepted_by_place)),
+        )
+        yield self.counter("num_preemptions", "Sequences preempted because the KV cache was full.", stats.num_preemptions)
+
+
+class PoolingCollector(StatsCollector[PoolingStats]):
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        yield self.gauge("num_requests_running", "Inputs in the running batch.", stats.num_running)
+        yield self.gauge("num_requests_waiting", "Inputs waiting to be computed.", stats.num_waiting)
+        yield self.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
+
+
+class GrammarCollector(StatsCollector[GrammarStats]):
+    prefix = PREFIX + "grammar_"
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        attempts = "Compilations of constraints, by backend and outcome."
+        yield self.counters("compilations", attempts, ["backend", "outcome"], stats.num_attempts.items())
+        seconds = HistogramMetricFamily(
+            self.prefix + "compile_seconds", "Time to compile a constraint, by backend.", labels=["model_name", "backend"]
+        )
+        for backend, times in stats.seconds.items():
+            seconds.add_metric([self._model_name, backend], _grammar_buckets(times), times.total)
+        yield seconds
+        yield self.counter("cache_queries", "Constraints looked up in the cache.", stats.num_cache_queries)
+        yield self.counter("cache_hits", "Constraints found in the cache, refused ones among them.", stats.num_cache_hits)
+        yield self.gauge("cache_entries", "Compiled constraints in the cache.", stats.num_cache_entries)
+        yield self.gauge("cache_bytes", "Memory of the compiled constraints in the cache.", stats.num_cache_bytes)
+        yield self.gauge("num_compiling", "Constraints being compiled.", stats.num_running)
+        yield self.gauge("num_waiting", "Constraints waiting to be compiled.", stats.num_waiting)
+
+
+def _grammar_buckets(times: CompileSeconds) -> list[tuple[str, float]]:
+    """As Prometheus has them: each holds what is in those before it."""
+    return list(zip((*map(str, BOUNDS), "+Inf"), accumulate(times.counts), strict=True))
 
 
 class RequestMetrics:
@@ -182,67 +216,6 @@ class LoggedTimer(Protocol):
 
     @property
     def summary(self) -> str: ...
-
-
-GRAMMAR_PREFIX = "penstock:grammar_"
-
-
-class GrammarCollector(Collector):
-    """Reads the counters when they are asked for."""
-
-    def __init__(self, read: Callable[[], GrammarStats], model_name: str) -> None:
-        self._read = read
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._read()
-        families = MetricFamilies(GRAMMAR_PREFIX, self._model_name)
-        attempts = CounterMetricFamily(
-            GRAMMAR_PREFIX + "compilations",
-            "Compilations of constraints, by backend and outcome.",
-            labels=["model_name", "backend", "outcome"],
-        )
-        for (backend, outcome), number in stats.num_attempts.items():
-            attempts.add_metric([self._model_name, backend, outcome], number)
-        yield attempts
-        seconds = HistogramMetricFamily(
-            GRAMMAR_PREFIX + "compile_seconds", "Time to compile a constraint, by backend.", labels=["model_name", "backend"]
-        )
-        for backend, times in stats.seconds.items():
-            seconds.add_metric([self._model_name, backend], _grammar_buckets(times), times.total)
-        yield seconds
-        yield families.counter("cache_queries", "Constraints looked up in the cache.", stats.num_cache_queries)
-        yield families.counter("cache_hits", "Constraints found in the cache, refused ones among them.", stats.num_cache_hits)
-        yield families.gauge("cache_entries", "Compiled constraints in the cache.", stats.num_cache_entries)
-        yield families.gauge("cache_bytes", "Memory of the compiled constraints in the cache.", stats.num_cache_bytes)
-        yield families.gauge("num_compiling", "Constraints being compiled.", stats.num_running)
-        yield families.gauge("num_waiting", "Constraints waiting to be compiled.", stats.num_waiting)
-
-    def describe(self) -> list[Metric]:
-        return []  # as the engine's
-
-
-def _grammar_buckets(times: CompileSeconds) -> list[tuple[str, float]]:
-    """As Prometheus has them: each holds what is in those before it."""
-    return list(zip((*map(str, BOUNDS), "+Inf"), accumulate(times.counts), strict=True))
-
-
-class PoolingCollector(Collector):
-    """Reads the engine's counters when they are asked for."""
-
-    def __init__(self, read: Callable[[], PoolingStats], model_name: str) -> None:
-        self._read = read
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._read()
-        families = MetricFamilies(PREFIX, self._model_name)
-        yield families.gauge("num_requests_running", "Inputs in the running batch.", stats.num_running)
-        yield families.gauge("num_requests_waiting", "Inputs waiting to be computed.", stats.num_waiting)
-        yield families.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
-
-    def describe(self) -> list[Metric]:
-        return []  # the registry must not ask the engine before it runs
 
 
 class PoolingTimer:

@@ -11,11 +11,18 @@ from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.engine import EncodedText, Score, ScoreLimits, check_counts, paired, scoring_of
 from penstock.serving.context import PoolingContext, check_task
-from penstock.serving.conversations import MAX_PROMPTS, check_prompt_ids, check_text_length, split_prompts
+from penstock.serving.conversations import (
+    MAX_PROMPTS,
+    check_prompt_ids,
+    check_template_fields,
+    check_text_length,
+    rendering_lane,
+    split_prompts,
+    template_kwargs,
+)
 from penstock.serving.metrics import PoolingTimer
 from penstock.serving.requests import Messages, RequestFields
-from penstock.serving.templates.chat_template import check_template_fields, render_conversation, rendering_lane
-from penstock.serving.templates.messages import template_kwargs
+from penstock.serving.templates.chat_template import render_prompt
 from penstock.serving.workers import lane_of
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
@@ -115,8 +122,7 @@ def rendered(context: PoolingContext, body: InputFields) -> str:
     if body.add_generation_prompt is None:
         body.add_generation_prompt = False
     kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.default_chat_template_kwargs)
-    prompt = render_conversation(context, body, body.messages or [], [], kwargs)
-    return prompt.text
+    return render_prompt(context, body, body.messages or [], [], kwargs).text
 
 
 def token_limit(context: PoolingContext, asked: int | None) -> int | None:

@@ -18,12 +18,21 @@ from penstock.engine.sequence import Request
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.constraints.conformance import AnswerCheck
-from penstock.serving.constraints.sources import JsonReading, chosen_backend, in_reading, json_reading
-from penstock.serving.constraints.specs import grammar_spec, grammar_spec_in, open_schema
+from penstock.serving.constraints.schemas import JsonReading, in_reading
+from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
-from penstock.serving.conversations import check_prompt_ids, check_text_length, encode_prompt, path_of, render_prompt, split_prompts
-from penstock.serving.messages import ReasoningView
+from penstock.serving.conversations import (
+    check_prompt_ids,
+    check_template_fields,
+    check_text_length,
+    encode_prompt,
+    path_of,
+    render_prompt,
+    rendering_lane,
+    split_prompts,
+    template_kwargs,
+)
+from penstock.serving.messages import AnswerCheck, ReasoningView
 from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
     ChatCompletionRequest,
@@ -36,8 +45,6 @@ from penstock.serving.requests import (
     searched_defaults,
     token_limit,
 )
-from penstock.serving.templates.chat_template import check_template_fields, rendering_lane
-from penstock.serving.templates.messages import template_kwargs
 from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
 from penstock.serving.workers import lane_of
 

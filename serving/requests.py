@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from penstock.engine.contracts.grammar import AdditionalProperties
+from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams, parameters_of
@@ -91,6 +91,10 @@ class GrammarDefinition(Struct, forbid_unknown_fields=True):
 
     definition: str
     syntax: Literal["lark", "gbnf", "ebnf"]
+
+    @property
+    def kind(self) -> GrammarKind:
+        return GrammarKind.LARK if self.syntax == "lark" else GrammarKind.GBNF
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):

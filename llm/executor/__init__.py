@@ -1,69 +1,33 @@
 """TensorRT-LLM's Executor API: the names that its users import."""
 
-from penstock.llm.executor.executor import (
-    AdditionalModelOutput,
-    AdditionalOutput,
-    BatchingType,
-    CapacitySchedulerPolicy,
-    Executor,
-    ExecutorConfig,
-    FinishReason,
-    GuidedDecodingParams,
-    GuideType,
-    InflightBatchingStats,
-    IterationStats,
-    KvCacheConfig,
-    KvCacheMetrics,
-    KvCacheRetentionConfig,
-    KvCacheStats,
-    LogitsPostProcessorConfig,
-    LogitsProcessorConfig,
-    ModelType,
-    OutputConfig,
-    Request,
-    RequestPerfMetrics,
-    RequestStage,
-    RequestStats,
-    RequestStatsPerIteration,
-    RequestType,
-    Response,
-    Result,
-    SamplingConfig,
-    SchedulerConfig,
-    TimingMetrics,
-    TokenRangeRetentionConfig,
-)
-
-__all__ = [
-    "AdditionalModelOutput",
-    "AdditionalOutput",
-    "BatchingType",
-    "CapacitySchedulerPolicy",
-    "Executor",
-    "ExecutorConfig",
-    "FinishReason",
-    "GuideType",
-    "GuidedDecodingParams",
-    "InflightBatchingStats",
-    "IterationStats",
-    "KvCacheConfig",
-    "KvCacheMetrics",
-    "KvCacheRetentionConfig",
-    "KvCacheStats",
-    "LogitsPostProcessorConfig",
-    "LogitsProcessorConfig",
-    "ModelType",
-    "OutputConfig",
-    "Request",
-    "RequestPerfMetrics",
-    "RequestStage",
-    "RequestStats",
-    "RequestStatsPerIteration",
-    "RequestType",
-    "Response",
-    "Result",
-    "SamplingConfig",
-    "SchedulerConfig",
-    "TimingMetrics",
-    "TokenRangeRetentionConfig",
-]
+from penstock.llm.executor.config import BatchingType as BatchingType
+from penstock.llm.executor.config import CapacitySchedulerPolicy as CapacitySchedulerPolicy
+from penstock.llm.executor.config import ExecutorConfig as ExecutorConfig
+from penstock.llm.executor.config import KvCacheConfig as KvCacheConfig
+from penstock.llm.executor.config import LogitsPostProcessorConfig as LogitsPostProcessorConfig
+from penstock.llm.executor.config import ModelType as ModelType
+from penstock.llm.executor.config import SchedulerConfig as SchedulerConfig
+from penstock.llm.executor.executor import Executor as Executor
+from penstock.llm.executor.requests import AdditionalModelOutput as AdditionalModelOutput
+from penstock.llm.executor.requests import GuidedDecodingParams as GuidedDecodingParams
+from penstock.llm.executor.requests import GuideType as GuideType
+from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRetentionConfig
+from penstock.llm.executor.requests import LogitsProcessorConfig as LogitsProcessorConfig
+from penstock.llm.executor.requests import OutputConfig as OutputConfig
+from penstock.llm.executor.requests import Request as Request
+from penstock.llm.executor.requests import RequestType as RequestType
+from penstock.llm.executor.requests import SamplingConfig as SamplingConfig
+from penstock.llm.executor.requests import TokenRangeRetentionConfig as TokenRangeRetentionConfig
+from penstock.llm.executor.responses import AdditionalOutput as AdditionalOutput
+from penstock.llm.executor.responses import FinishReason as FinishReason
+from penstock.llm.executor.responses import KvCacheMetrics as KvCacheMetrics
+from penstock.llm.executor.responses import RequestPerfMetrics as RequestPerfMetrics
+from penstock.llm.executor.responses import Response as Response
+from penstock.llm.executor.responses import Result as Result
+from penstock.llm.executor.responses import TimingMetrics as TimingMetrics
+from penstock.llm.executor.stats import InflightBatchingStats as InflightBatchingStats
+from penstock.llm.executor.stats import IterationStats as IterationStats
+from penstock.llm.executor.stats import KvCacheStats as KvCacheStats
+from penstock.llm.executor.stats import RequestStage as RequestStage
+from penstock.llm.executor.stats import RequestStats as RequestStats
+from penstock.llm.executor.stats import RequestStatsPerIteration as RequestStatsPerIteration

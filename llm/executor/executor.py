@@ -21,50 +21,11 @@ from penstock.engine.contracts.hooks import RegisteredLogitsProcessor
 from penstock.engine.deltas import FinishReason as EngineFinishReason
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.llm.executor.config import (
-    BatchingType,
-    CapacitySchedulerPolicy,
-    ExecutorConfig,
-    KvCacheConfig,
-    LogitsPostProcessorConfig,
-    ModelType,
-    SchedulerConfig,
-    check_model_type,
-)
+from penstock.llm.executor.config import ExecutorConfig, LogitsPostProcessorConfig, ModelType, check_model_type
 from penstock.llm.executor.preparing import fold_settings, prepare
-from penstock.llm.executor.requests import (
-    AdditionalModelOutput,
-    GuidedDecodingParams,
-    GuideType,
-    KvCacheRetentionConfig,
-    LogitsProcessorConfig,
-    OutputConfig,
-    Request,
-    RequestType,
-    SamplingConfig,
-    TokenRangeRetentionConfig,
-    check_type,
-    wrong,
-)
-from penstock.llm.executor.responses import (
-    AdditionalOutput,
-    FinishReason,
-    KvCacheMetrics,
-    RequestPerfMetrics,
-    Response,
-    ResponseFold,
-    Result,
-    TimingMetrics,
-)
-from penstock.llm.executor.stats import (
-    InflightBatchingStats,
-    IterationStats,
-    KvCacheStats,
-    RequestStage,
-    RequestStats,
-    RequestStatsPerIteration,
-    StepRecorder,
-)
+from penstock.llm.executor.requests import Request, check_type, wrong
+from penstock.llm.executor.responses import Response, ResponseFold
+from penstock.llm.executor.stats import IterationStats, RequestStatsPerIteration, StepRecorder
 from penstock.llm.model import LocalModel, LoopThread, threads_as_they_were
 from penstock.serving.context import ServerContext
 
@@ -294,40 +255,6 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-__all__ = [
-    "AdditionalModelOutput",
-    "AdditionalOutput",
-    "BatchingType",
-    "CapacitySchedulerPolicy",
-    "Executor",
-    "ExecutorConfig",
-    "FinishReason",
-    "GuideType",
-    "GuidedDecodingParams",
-    "InflightBatchingStats",
-    "IterationStats",
-    "KvCacheConfig",
-    "KvCacheMetrics",
-    "KvCacheRetentionConfig",
-    "KvCacheStats",
-    "LogitsPostProcessorConfig",
-    "LogitsProcessorConfig",
-    "ModelType",
-    "OutputConfig",
-    "Request",
-    "RequestPerfMetrics",
-    "RequestStage",
-    "RequestStats",
-    "RequestStatsPerIteration",
-    "RequestType",
-    "Response",
-    "Result",
-    "SamplingConfig",
-    "SchedulerConfig",
-    "TimingMetrics",
-    "TokenRangeRetentionConfig",
-]
-
 MAX_ITERATIONS = 1000
 T = TypeVar("T")
 Timeout = float | timedelta | None
@@ -400,7 +327,7 @@ class Executor:
         for index, request in enumerate(requests):
             if not isinstance(request, Request):
                 where = f" as requests[{index}]" if len(requests) > 1 else ""
-                raise TypeError(f"expected a Request of penstock.llm.executor.executor{where}, got {request!r:.100}")
+                raise TypeError(f"expected a Request of penstock.llm.executor{where}, got {request!r:.100}")
         requests = [own_copy(request) for request in requests]  # the caller may change its own, and use it again
         arrival_time = time.monotonic()
         with self._jobs.lock:  # a shutdown either sees them or refuses them

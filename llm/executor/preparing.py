@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, chosen_processors, per_row
 from penstock.engine.errors import InvalidRequest
@@ -14,9 +17,6 @@ from penstock.llm.executor.responses import FoldSettings
 from penstock.serving.context import ServerContext
 from penstock.serving.preparing import answer_reader
 from penstock.serving.workers import lane_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OF_REQUESTS = {
     "position_ids": "positions are counted from the first token",
@@ -247,9 +247,7 @@ def _stop_token_ids(context: ServerContext, request: Request) -> frozenset[int]:
     return own if request.end_id in (None, NO_END) else own | {request.end_id}
 
 
-def _checked_bias(bias: "Tensor", vocab_size: int) -> "Tensor":
-    import torch
-
+def _checked_bias(bias: Tensor, vocab_size: int) -> Tensor:
     if not isinstance(bias, torch.Tensor) or bias.shape != (vocab_size,) or not bias.is_floating_point():
         shape = f"one of shape {tuple(bias.shape)} and {bias.dtype}" if isinstance(bias, torch.Tensor) else type(bias).__name__
         raise InvalidRequest(f"`embedding_bias` must be a tensor of {vocab_size} floats, got {shape}", "embedding_bias")
@@ -258,8 +256,8 @@ def _checked_bias(bias: "Tensor", vocab_size: int) -> "Tensor":
     return bias.detach().float()
 
 
-def _adding(bias_V: "Tensor") -> LogitsProcessor:
-    def process(row: LogitsRow, logits: "Tensor") -> "Tensor":
+def _adding(bias_V: Tensor) -> LogitsProcessor:
+    def process(row: LogitsRow, logits: Tensor) -> Tensor:
         return logits + bias_V.to(logits.device)
 
     return per_row(process)

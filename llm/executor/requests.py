@@ -7,20 +7,17 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from enum import Enum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
+from penstock.engine.contracts.grammar import AdditionalProperties, GrammarSpec
 from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRow, as_processor, per_row
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
-from penstock.serving.constraints.sources import JsonReading, check_text, in_reading, schema_spec
-from penstock.serving.constraints.structural_tag import TagReader
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading
+from penstock.serving.constraints.specs import Form
 
 
 def check_type(value: object, name: str, kinds: type | tuple[type, ...], what: str) -> None:
@@ -241,6 +238,14 @@ class GuideType(Enum):
     STRUCTURAL_TAG = 4
 
 
+FORMS = {  # as requests over HTTP have them
+    GuideType.JSON_SCHEMA: "json",
+    GuideType.REGEX: "regex",
+    GuideType.EBNF_GRAMMAR: "ebnf",
+    GuideType.STRUCTURAL_TAG: "structural_tag",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class GuidedDecodingParams:
     """JSON takes no `guide` and allows any object or array; for the others it is a schema, a regex, a grammar or a tag, as text.
@@ -258,24 +263,17 @@ class GuidedDecodingParams:
 
     def spec(self, additional_properties: AdditionalProperties) -> GrammarSpec:
         """Raises `InvalidRequest` for a guide that is missing, superfluous or not to be read."""
-        return in_reading(JsonReading(additional_properties=additional_properties), self._spec_in)
+        return in_reading(JsonReading(additional_properties=additional_properties), self._form().spec)
 
-    def _spec_in(self, reading: JsonReading) -> GrammarSpec:
+    def _form(self) -> Form:
         if self.guide_type is GuideType.JSON:
             if self.guide is not None:
                 raise InvalidRequest("a guide of type JSON has no text: for a schema there is JSON_SCHEMA", PARAM)
-            return GrammarSpec(GrammarKind.JSON_SCHEMA, ANY_JSON, PARAM)
+            return Form(PARAM, "json", ANY_JSON)
         if not self.guide:
             raise InvalidRequest(f"a guide of type {self.guide_type.name} needs its text", PARAM)
         check_text(self.guide, PARAM)
-        match self.guide_type:
-            case GuideType.JSON_SCHEMA:
-                return schema_spec(self.guide, PARAM, reading)
-            case GuideType.REGEX:
-                return GrammarSpec(GrammarKind.REGEX, self.guide, PARAM)
-            case GuideType.EBNF_GRAMMAR:
-                return GrammarSpec(GrammarKind.GBNF, self.guide, PARAM)
-        return TagReader(reading).read(self.guide, PARAM)
+        return Form(PARAM, FORMS[self.guide_type], self.guide)
 
 
 BATCHED = "batched"  # the name by which a request asks for the batched callback
@@ -393,7 +391,7 @@ class Request:
     _: KW_ONLY
     bad_words: Sequence[Sequence[int] | str] | None = None
     stop_words: Sequence[Sequence[int] | str] | None = None
-    embedding_bias: "Tensor | None" = None
+    embedding_bias: Tensor | None = None
     client_id: int | str | None = None
     priority: float = DEFAULT_PRIORITY
     num_return_sequences: int | None = None
@@ -440,7 +438,7 @@ class Request:
         check_type(self.output_config, "output_config", OutputConfig, "an OutputConfig")
         check_type(self.client_id, "client_id", (int, str), "an integer or a string")
         check_type(self.logits_post_processor_name, "logits_post_processor_name", str, "a name")
-        check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "those of penstock.llm.executor.executor")
+        check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "those of penstock.llm.executor")
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")
         check_type(self.allotted_time, "allotted_time", (int, float, timedelta), "a number of seconds or a timedelta")
         check_type(self.cache_salt, "cache_salt", str, "a string")

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from penstock.engine.deltas import FinishReason as EngineReason
 from penstock.engine.errors import GenerationFailed
 from penstock.engine.text.stops import StopSequences
 from penstock.llm.executor.requests import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +68,7 @@ class AdditionalOutput:
     """A named output of the model: [beams, tokens, ...] of the generated tokens, or [tokens, ...] of the prompt's, named `context_...`."""
 
     name: str
-    output: "Tensor"
+    output: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +90,8 @@ class Result:
     finish_reasons: list[FinishReason]
     cum_log_probs: list[float] | None = None
     log_probs: list[list[float]] | None = None
-    context_logits: "Tensor | None" = None
-    generation_logits: "Tensor | None" = None
+    context_logits: Tensor | None = None
+    generation_logits: Tensor | None = None
     additional_outputs: list[AdditionalOutput] = field(default_factory=list)
     first_context_token: int = 0
     decoding_iter: int = 0

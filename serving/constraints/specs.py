@@ -1,13 +1,15 @@
-"""Every spelling of a constraint as one `GrammarSpec`; docs/requests.md lists them."""
+"""Every spelling of a constraint as one `GrammarSpec`, and the backend that it names. docs/requests.md has the table of them."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from penstock.engine.constraints.limits import MAX_GRAMMAR
 from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGrammar, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.sources import JsonReading, check_text, grammar_of, in_reading, json_reading, schema_spec, write_json
+from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading, schema_spec, whitespace_regex, write_json
 from penstock.serving.constraints.structural_tag import TagReader
-from penstock.serving.requests import GenerationFields, ResponseFormat
+from penstock.serving.requests import GenerationFields, GrammarDefinition, ResponseFormat, StructuredOutputs
 
 RESPONSE_FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),
@@ -19,10 +21,36 @@ RESPONSE_FORMATS: dict[str, tuple[str, ...]] = {
 
 
 class Form(NamedTuple):
-    """A constraint that the request has: the path of its field, and how to read it."""
+    """A constraint as the request has it: the path of its field, what kind of form that is, and its value."""
 
     param: str
-    spec: Callable[[], GrammarSpec]
+    kind: str
+    value: Any
+    is_lenient: bool = False
+
+    def spec(self, reading: JsonReading) -> GrammarSpec:
+        """With its schemas read in this way. Raises `InvalidRequest` for what cannot be read."""
+        param, value = self.param, self.value
+        match self.kind:
+            case "json":
+                return schema_spec(value, param, reading, is_lenient=self.is_lenient)
+            case "json_object":
+                return GrammarSpec(GrammarKind.JSON_OBJECT, "", param, reading.whitespace_pattern)
+            case "regex":
+                return GrammarSpec(GrammarKind.REGEX, value, param)
+            case "choice":
+                check_text(value, param)
+                if not value or not all(value):
+                    raise InvalidRequest(f"`{param}` must be a list of non-empty strings", param)
+                return GrammarSpec(GrammarKind.CHOICE, write_json(value, param), param)
+            case "grammar":
+                return grammar_of(value, param)
+            case "ebnf":
+                return GrammarSpec(GrammarKind.GBNF, value, param)
+            case "structural_tag":
+                check_text(value, param)
+                return TagReader(reading).read(value, param)
+        raise AssertionError(self.kind)
 
 
 def grammar_spec(body: GenerationFields, additional_properties: AdditionalProperties) -> GrammarSpec | None:
@@ -35,14 +63,14 @@ def grammar_spec(body: GenerationFields, additional_properties: AdditionalProper
 
 def grammar_spec_in(reading: JsonReading, body: GenerationFields) -> GrammarSpec | None:
     """The same with its schemas read in this way alone."""
-    forms = list(_Forms(body, reading).all())
+    forms = list(forms_of(body))
     if len(forms) > 1:
         fields = " and ".join(f"`{form.param}`" for form in forms)
         raise InvalidRequest(f"only one constraint may be given, got {fields}", forms[1].param)
     if not forms and body.structured_outputs is not None:
         message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
         raise InvalidRequest(message, "structured_outputs")
-    return forms[0].spec() if forms else None
+    return forms[0].spec(reading) if forms else None
 
 
 def open_schema(body: GenerationFields, grammar: CompiledGrammar | None) -> str | None:
@@ -51,109 +79,28 @@ def open_schema(body: GenerationFields, grammar: CompiledGrammar | None) -> str 
     return spec.text if spec is not None and spec.kind is GrammarKind.JSON_SCHEMA else None
 
 
-class _Forms:
+def forms_of(body: GenerationFields) -> Iterator[Form]:
     """The constraints of one request, in the order of its fields."""
-
-    def __init__(self, body: GenerationFields, reading: JsonReading) -> None:
-        self._body = body
-        self._reading = reading
-
-    def all(self) -> Iterator[Form]:
-        yield from self._guided()
-        yield from self._structured_outputs()
-        yield from self._response_format()
-        yield from self._bare()
-
-    def _guided(self) -> Iterator[Form]:
-        body = self._body
-        if body.guided_json is not None:
-            yield Form("guided_json", lambda: self._json_schema(body.guided_json, "guided_json"))
-        if (regex := body.guided_regex) is not None:
-            yield Form("guided_regex", lambda: GrammarSpec(GrammarKind.REGEX, regex, "guided_regex"))
-        if (choices := body.guided_choice) is not None:
-            yield Form("guided_choice", lambda: _choice(choices, "guided_choice"))
-        if (grammar := body.guided_grammar) is not None:
-            yield Form("guided_grammar", lambda: grammar_of(grammar, "guided_grammar"))
-
-    def _structured_outputs(self) -> Iterator[Form]:
-        outputs, at = self._body.structured_outputs, "structured_outputs"
-        if outputs is None:
-            return
-        if outputs.json is not None:
-            yield Form(f"{at}.json", lambda: self._json_schema(outputs.json, f"{at}.json"))
-        if (regex := outputs.regex) is not None:
-            yield Form(f"{at}.regex", lambda: GrammarSpec(GrammarKind.REGEX, regex, f"{at}.regex"))
-        if (choices := outputs.choice) is not None:
-            yield Form(f"{at}.choice", lambda: _choice(choices, f"{at}.choice"))
-        if (grammar := outputs.grammar) is not None:
-            yield Form(f"{at}.grammar", lambda: grammar_of(grammar, f"{at}.grammar"))
-        if outputs.json_object:
-            yield Form(f"{at}.json_object", lambda: self._json_object(f"{at}.json_object"))
-        if (tag := outputs.structural_tag) is not None:
-            yield Form(f"{at}.structural_tag", lambda: self._structural_tag(tag, f"{at}.structural_tag"))
-
-    def _response_format(self) -> Iterator[Form]:
-        given = self._body.response_format
-        if given is None:
-            return
-        _check_fields(given)
-        match given.type:
-            case "json_object" if given.schema is not None:
-                yield Form("response_format.schema", lambda: self._json_schema(given.schema, "response_format.schema", is_lenient=True))
-            case "json_object":
-                yield Form("response_format", lambda: self._json_object("response_format"))
-            case "json_schema":
-                yield Form("response_format.json_schema.schema", lambda: self._json_schema_format(given))
-            case "grammar":
-                yield Form("response_format.grammar", lambda: self._grammar_format(given))
-            case "structural_tag":
-                members = {name: getattr(given, name) for name in RESPONSE_FORMATS["structural_tag"]}
-                tag = {name: value for name, value in members.items() if value is not None}
-                yield Form("response_format", lambda: self._structural_tag(tag, "response_format"))
-
-    def _bare(self) -> Iterator[Form]:
-        """SGLang's fields. Empty ones are off."""
-        body = self._body
-        if body.json_schema is not None and body.json_schema != "":
-            yield Form("json_schema", lambda: self._json_schema(body.json_schema, "json_schema"))
-        if regex := body.regex:
-            yield Form("regex", lambda: GrammarSpec(GrammarKind.REGEX, regex, "regex"))
-        if ebnf := body.ebnf:
-            yield Form("ebnf", lambda: GrammarSpec(GrammarKind.GBNF, ebnf, "ebnf"))
-        if tag := body.structural_tag:
-            yield Form("structural_tag", lambda: self._structural_tag(tag, "structural_tag"))
-
-    def _json_schema_format(self, given: ResponseFormat) -> GrammarSpec:
-        param = "response_format.json_schema.schema"
-        if given.json_schema is None or given.json_schema.schema is None:
-            raise InvalidRequest("`response_format` of type `json_schema` needs a schema", param)
-        return self._json_schema(given.json_schema.schema, param, is_lenient=given.json_schema.strict is not True)
-
-    def _grammar_format(self, given: ResponseFormat) -> GrammarSpec:
-        if given.grammar is None:
-            raise InvalidRequest("`response_format` of type `grammar` needs a grammar", "response_format.grammar")
-        return grammar_of(given.grammar, "response_format.grammar")
-
-    def _structural_tag(self, tag: str | dict[str, Any], param: str) -> GrammarSpec:
-        check_text(tag, param)
-        return TagReader(self._reading).read(tag, param)
-
-    def _json_object(self, param: str) -> GrammarSpec:
-        return GrammarSpec(GrammarKind.JSON_OBJECT, "", param, self._reading.whitespace_pattern)
-
-    def _json_schema(self, schema: Any, param: str, *, is_lenient: bool = False) -> GrammarSpec:
-        return schema_spec(schema, param, self._reading, is_lenient=is_lenient)
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{kind}")) is not None:
+            yield Form(f"guided_{kind}", kind, value)
+    if (outputs := body.structured_outputs) is not None:
+        for kind in ("json", "regex", "choice", "grammar", "json_object", "structural_tag"):
+            value = getattr(outputs, kind)
+            if value is not None and not (kind == "json_object" and value is False):
+                yield Form(f"structured_outputs.{kind}", kind, value)
+    if body.response_format is not None and (form := format_form(body.response_format)) is not None:
+        yield form
+    # SGLang's fields, which are off where they are empty.
+    if body.json_schema is not None and body.json_schema != "":
+        yield Form("json_schema", "json", body.json_schema)
+    for kind in ("regex", "ebnf", "structural_tag"):
+        if value := getattr(body, kind):
+            yield Form(kind, kind, value)
 
 
-def _choice(choices: list[str], param: str) -> GrammarSpec:
-    check_text(choices, param)
-    if not choices or not all(choices):
-        raise InvalidRequest(f"`{param}` must be a list of non-empty strings", param)
-    return GrammarSpec(GrammarKind.CHOICE, write_json(choices, param), param)
-
-
-def _check_fields(given: ResponseFormat) -> None:
-    """Raises `InvalidRequest` for a type that there is not, and for a field of another type's."""
+def format_form(given: ResponseFormat) -> Form | None:
+    """Raises `InvalidRequest` for a type that there is not, for a field of another type's, and where its own is missing."""
     own = RESPONSE_FORMATS.get(given.type)
     if own is None:
         known = ", ".join(f"`{name}`" for name in RESPONSE_FORMATS)
@@ -161,3 +108,146 @@ def _check_fields(given: ResponseFormat) -> None:
     for name in ResponseFormat.__struct_fields__:
         if name not in ("type", *own) and getattr(given, name) is not None:
             raise InvalidRequest(f"`{name}` has no meaning in a `response_format` of type `{given.type}`", f"response_format.{name}")
+    match given.type:
+        case "json_object" if given.schema is not None:
+            return Form("response_format.schema", "json", given.schema, is_lenient=True)
+        case "json_object":
+            return Form("response_format", "json_object", True)
+        case "json_schema":
+            param = "response_format.json_schema.schema"
+            if given.json_schema is None or given.json_schema.schema is None:
+                raise InvalidRequest("`response_format` of type `json_schema` needs a schema", param)
+            return Form(param, "json", given.json_schema.schema, is_lenient=given.json_schema.strict is not True)
+        case "grammar":
+            if given.grammar is None:
+                raise InvalidRequest("`response_format` of type `grammar` needs a grammar", "response_format.grammar")
+            return Form("response_format.grammar", "grammar", given.grammar)
+        case "structural_tag":
+            members = {name: value for name in own if (value := getattr(given, name)) is not None}
+            return Form("response_format", "structural_tag", members)
+    return None
+
+
+AUTO = "auto"
+ALIASES = {"guidance": "llguidance", "outlines": "outlines_core"}  # vLLM's names of the same libraries
+INSTALLABLE = {"xgrammar": "pip install ./examples/penstock-plugin-xgrammar"}  # vLLM has them built in; in a checkout of Penstock
+NO_FALLBACK = "no-fallback"
+COMPACT = "disable-any-whitespace"
+CLOSED = "no-additional-properties"
+OPTIONS = (NO_FALLBACK, COMPACT, CLOSED)
+MAX_CHARACTERS = 1000
+
+
+class NamedBackend(NamedTuple):
+    """A backend as a request writes it, `name:option,option`, and the path of the field."""
+
+    name: str
+    options: tuple[str, ...]
+    param: str
+
+
+def named_backend(body: GenerationFields) -> NamedBackend | None:
+    """What the request says, in either place. Raises `InvalidRequest` for two different ones and for options that there are not.
+
+    Naming a backend means that no other is tried, so `no-fallback` asks for nothing more.
+    """
+    fields = [("guided_decoding_backend", body.guided_decoding_backend)]
+    if body.structured_outputs is not None:
+        fields.append(("structured_outputs.backend", body.structured_outputs.backend))
+    given = [_parsed(text, param) for param, text in fields if text]
+    if len(given) > 1 and given[0][:2] != given[1][:2]:
+        raise InvalidRequest(f"`{given[0].param}` and `{given[1].param}` differ", given[1].param)
+    return given[0] if given else None
+
+
+def chosen_backend(body: GenerationFields, known: Iterable[str]) -> str | None:
+    """The name of one of the `known` backends, or None for whichever takes the constraint. Raises `InvalidRequest` for any other name."""
+    named = named_backend(body)
+    if named is None or named.name == AUTO:
+        return None
+    names = list(known)
+    name = known_backend(named.name, names)
+    if name is None:
+        if named.name in INSTALLABLE:
+            message = f"the grammar backend {named.name!r} is not installed: {INSTALLABLE[named.name]}, and start the server again"
+            raise InvalidRequest(message, named.param)
+        raise InvalidRequest(f"no grammar backend {named.name[:100]!r}: there are {', '.join([AUTO, *names])}", named.param)
+    return name
+
+
+def known_backend(name: str, known: Collection[str]) -> str | None:
+    """The one of the `known` backends that has this name, or had it in vLLM; None for an unknown name."""
+    return next((spelling for spelling in (name, ALIASES.get(name)) if spelling in known), None)
+
+
+def _parsed(text: str, param: str) -> NamedBackend:
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(f"`{param}` may have {MAX_CHARACTERS} characters", param)
+    name, _, rest = text.partition(":")
+    options = tuple(option.strip().replace("_", "-") for option in rest.split(",") if option.strip())
+    for option in options:
+        if option not in OPTIONS:
+            raise InvalidRequest(f"no backend option {option[:100]!r}: there are {', '.join(OPTIONS)}", param)
+    return NamedBackend(name.strip(), options, param)
+
+
+def json_reading(body: GenerationFields, default: AdditionalProperties) -> JsonReading:
+    """What the request says, or else the server's `default`. Raises `InvalidRequest` where two fields differ."""
+    outputs, backend = body.structured_outputs or StructuredOutputs(), named_backend(body)
+    whitespace = {
+        "guided_whitespace_pattern": body.guided_whitespace_pattern,
+        "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
+        "structured_outputs.disable_any_whitespace": "" if outputs.disable_any_whitespace else None,
+    }
+    properties: dict[str, AdditionalProperties | None] = {
+        "guided_additional_properties": body.guided_additional_properties,
+        "structured_outputs.additional_properties": outputs.additional_properties,
+        "structured_outputs.disable_additional_properties": "closed" if outputs.disable_additional_properties else None,
+    }
+    if backend is not None and COMPACT in backend.options:
+        whitespace[backend.param] = ""
+    if backend is not None and CLOSED in backend.options:
+        properties[backend.param] = "closed"
+    asking, spacing = _agreed(properties, "additional properties"), _agreed(whitespace, "whitespace")
+    pattern = None if spacing is None else whitespace_regex(whitespace[spacing] or "", spacing)
+    return JsonReading(pattern, (properties[asking] if asking else None) or default, is_asking=asking is not None)
+
+
+def _agreed(fields: Mapping[str, str | None], subject: str) -> str | None:
+    """The first of the fields that say anything; all of them say the same."""
+    given = {param: value for param, value in fields.items() if value is not None}
+    if len(set(given.values())) > 1:
+        names = " and ".join(f"`{param}`" for param in given)
+        raise InvalidRequest(f"{names} say different things of {subject}", [*given][-1])
+    return next(iter(given), None)
+
+
+# Both dialects begin each rule on a line of its own. Lark's names may have a modifier, a priority, attributes or parameters.
+RULE = re.compile(r"^[ \t]*[?!]{0,2}([A-Za-z_][\w-]*)(?:\.-?\d+|\[[^\]\n]*\]|\{[^}\n]*\})?[ \t]*(::=|:)", re.MULTILINE)
+
+
+def grammar_of(source: str | GrammarDefinition, param: str) -> GrammarSpec:
+    """The grammar in the dialect that is stated, or that its text leaves no doubt about. Raises `InvalidRequest` where it does."""
+    if isinstance(source, str):
+        return GrammarSpec(detected_kind(source, param), source, param)
+    return GrammarSpec(source.kind, source.definition, f"{param}.definition")
+
+
+def detected_kind(text: str, param: str) -> GrammarKind:
+    """GBNF where every rule is defined by `::=` and one is `root`, Lark where each is by `:` and one is `start`."""
+    if len(text) > MAX_GRAMMAR:  # which would be refused later, and here is the event loop
+        raise InvalidRequest(f"a grammar of more than {MAX_GRAMMAR} characters is refused", param)
+    operators: set[str] = set()
+    names: set[str] = set()
+    for rule in RULE.finditer(text):
+        names.add(rule[1])
+        operators.add(rule[2])
+    if operators == {"::="} and "root" in names:
+        return GrammarKind.GBNF
+    if operators == {":"} and "start" in names:
+        return GrammarKind.LARK
+    raise InvalidRequest(
+        f"`{param}` is neither clearly GBNF (rules with `::=`, one of them `root`) nor clearly Lark (rules with `:`, one of them `start`): "
+        'say which, as {"syntax": "gbnf" or "lark", "definition": ...}',
+        param,
+    )

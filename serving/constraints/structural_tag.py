@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.sources import AS_WRITTEN, KINDS, JsonReading, read_json, schema_spec
+from penstock.serving.constraints.schemas import AS_WRITTEN, JsonReading, read_json, schema_spec
 from penstock.serving.requests import GrammarDefinition, mistaken_path
 
 MAX_ELEMENTS = 256
@@ -390,7 +390,7 @@ def _grammar(grammar: str | GrammarDefinition, path: str) -> Structure:
     """XGrammar's own are EBNF unless they say otherwise."""
     if isinstance(grammar, str):
         return Value(GrammarSpec(GrammarKind.GBNF, grammar, path))
-    return Value(GrammarSpec(KINDS[grammar.syntax], grammar.definition, f"{path}.definition"))
+    return Value(GrammarSpec(grammar.kind, grammar.definition, f"{path}.definition"))
 
 
 def _excluded(words: List[str], path: str) -> tuple[str, ...]:

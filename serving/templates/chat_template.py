@@ -1,4 +1,4 @@
-"""From a conversation to the prompt's text, and to the part of it that shows a parser where the answer starts."""
+"""Chat templates: from messages in any spelling to the prompt's text, and to the part of it that tells a parser where the answer starts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,19 +6,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest, JobLimitExceeded
 from penstock.engine.system.sandbox import Limits, Sandbox
-from penstock.serving.context import SharedContext
-from penstock.serving.requests import ChatMessage
 from penstock.serving.templates.bounds import ADDRESS
 from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
-from penstock.serving.templates.messages import Message, ToolPrompt, prepare_messages, template_messages, with_instructions, with_results
-from penstock.serving.workers import Lane, lane_of
+from penstock.serving.tools import ToolArguments, ToolPrompt, with_instructions, with_results
 
+Message = Mapping[str, Any]
 SHIPPED = Path(__file__).parent
 TIME_LIMIT_SECONDS = 5.0
 SANDBOX_LIMITS = Limits(cpu_seconds=TIME_LIMIT_SECONDS, memory_bytes=2**28)
@@ -26,6 +24,66 @@ NUM_SANDBOX_PROCESSES = 2
 MAX_MESSAGE = 1000
 MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
 PROBE = "penstock_probe"  # in JSON as it is, whatever a template escapes there
+
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+OPTIONAL = ("name", "tool_calls", "tool_call_id")
+
+
+def prepare_messages(messages: Sequence[Message], *, knows_developer: bool = True) -> list[dict[str, Any]]:
+    """Messages as templates expect them, whatever spelling the client used: with the fields that templates know and that are set.
+
+    `content` is a string, '' where it is absent; reasoning is there under both its names; a tool call's arguments are a mapping.
+    `developer` is OpenAI's newer word for `system`; a template that does not know it is given the older one.
+    Raises `InvalidRequest` for an empty conversation and for content that is not text, with its path.
+    """
+    if not messages:
+        raise InvalidRequest("`messages` must hold at least one message", "messages")
+    return [_prepare_message(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
+
+
+def _prepare_message(message: Message, path: str, knows_developer: bool) -> dict[str, Any]:
+    role = "system" if message["role"] == "developer" and not knows_developer else message["role"]
+    prepared: dict[str, Any] = {"role": role, "content": _content_text(message.get("content"), f"{path}.content")}
+    prepared |= {name: value for name in OPTIONAL if (value := message.get(name))}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str):
+        prepared["reasoning_content"] = prepared["reasoning"] = reasoning
+    if "tool_calls" in prepared:
+        prepared["tool_calls"] = [_prepare_tool_call(call) for call in prepared["tool_calls"]]
+    return prepared
+
+
+def _content_text(content: Any, path: str) -> str:
+    """Parts are joined by line ends, as vLLM does for templates that take strings."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part_text(part: Mapping[str, Any], path: str) -> str:
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise InvalidRequest(f"`{path}` is of type {str(kind)[:100]!r}: this model reads only text", path)
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise InvalidRequest(f"`{path}.{TEXT_PARTS[kind]}` must be a string", f"{path}.{TEXT_PARTS[kind]}")
+    return text
+
+
+def _prepare_tool_call(call: Any) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            values = json.loads(arguments or "{}")
+        except ValueError:
+            values = None  # a truncated call of an earlier answer stays text
+        if isinstance(values, dict):
+            function["arguments"] = ToolArguments(arguments or "{}", values)
+    return {**call, "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +158,7 @@ class ChatTemplate:
                 return self._render_in_sandbox(template, messages, list(tools or ()), template_kwargs or {}, finish)
 
             def render() -> RenderedPrompt:
-                prepared, described = prepare_messages(messages), list(tools or ())
+                prepared, described = prepare_messages(messages, knows_developer="developer" in source), list(tools or ())
                 if has_tools(prepared, described):
                     prepared, described = self._with_tools(source, prepared, described, shown_by(source, self._special_tokens))
                 return finish(source, prepared, self._variables(described, template_kwargs or {}))
@@ -119,7 +177,7 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any],
         finish: "partial[RenderedPrompt]",
     ) -> RenderedPrompt:
-        prepared = prepare_messages(messages)
+        prepared = prepare_messages(messages, knows_developer="developer" in template)
         try:
             if has_tools(prepared, tools):
                 shown = self.sandbox.run_blocking(shown_by, template, self._special_tokens)
@@ -339,51 +397,3 @@ def describe(error: Exception) -> str:
     line = getattr(error, "lineno", None)
     message = ADDRESS.sub("", str(error))[:MAX_MESSAGE] or type(error).__name__
     return f"{message} (line {line})" if line else message
-
-
-class TemplateFields(Protocol):
-    """What a body says of the template and of where the prompt ends."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def add_generation_prompt(self) -> bool | None: ...
-
-    @property
-    def continue_final_message(self) -> bool | None: ...
-
-
-def check_template_fields(context: SharedContext, body: TemplateFields) -> None:
-    """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
-    if body.chat_template is not None and not context.options.trust_request_chat_template:
-        raise InvalidRequest(
-            "a chat template in the request is refused: start the server with --trust-request-chat-template", "chat_template"
-        )
-    if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
-
-
-def rendering_lane(size: int, template: str | None) -> Lane:
-    """Where a conversation of `size` is rendered and tokenized: never on the event loop, whatever its template does."""
-    lane = lane_of(size) or Lane.SHORT
-    return lane if template is None or lane is Lane.HUGE else Lane.SANDBOXED
-
-
-def render_conversation(
-    context: SharedContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
-) -> RenderedPrompt:
-    """The prompt, by the body's own template where it brings one. Raises `InvalidRequest` for what the template cannot take."""
-    template = context.chat_template
-    source = body.chat_template or template.source_for(tools) or ""
-    knows_developer = "developer" in source
-    plain = template_messages(messages, knows_developer=knows_developer)
-    continues = bool(body.continue_final_message)
-    return template.render(
-        plain,
-        tools or None,
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continues,
-        template_kwargs=kwargs,
-        template=body.chat_template,
-    )

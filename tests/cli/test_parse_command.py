@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.api.protocol import AssistantMessage
 from penstock.cli.parse import Flags, LineParser, WrittenAnswer, as_json
 from penstock.engine.contracts.parsing import FormatInfo, SpecialText
 from penstock.engine.deltas import FinishReason, SequenceDelta
@@ -24,7 +23,7 @@ from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.server import main
-from penstock.serving.messages import Message, MessageReader
+from penstock.serving.messages import AssistantMessage, Message, MessageReader
 
 deepseek_r1 = FORMATS["deepseek_r1"]
 qwen3 = FORMATS["qwen3"]

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.loop import Engine
-from penstock.llm.executor.executor import Executor
+from penstock.llm.executor import Executor
 from penstock.llm.executor.requests import OutputConfig, Request
 from penstock.llm.executor.responses import Response, Result
 from penstock.plugins.manager import Plugins

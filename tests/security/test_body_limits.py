@@ -12,9 +12,9 @@ from penstock.api.bodies import decode
 from penstock.api.pooling import EmbeddingRequest, RerankRequest
 from penstock.engine.errors import InvalidRequest
 from penstock.serving import json_limits
+from penstock.serving.conversations import check_arguments
 from penstock.serving.json_limits import MAX_BRACKETS, MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_json
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, FieldsWithoutEffect
-from penstock.serving.templates.messages import template_messages
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def call(arguments: str) -> ChatMessage:
 def test_arguments_of_calls_count_together_like_a_body(arguments: object, what: str) -> None:
     """They are JSON in a string of the body, and are decoded for templates that take a mapping."""
     with pytest.raises(InvalidRequest, match=f"^more than 100000 .*{what}.* in arguments of tool calls are refused$") as refusal:
-        template_messages([call(json.dumps(arguments))] * 2, knows_developer=False)
+        check_arguments([call(json.dumps(arguments))] * 2)
     assert refusal.value.param == "messages"
     text = 'a:{[,"' * MAX_KEYS
-    template_messages([call(json.dumps({"text": text})), call(json.dumps(arguments))], knows_developer=False)
+    check_arguments([call(json.dumps({"text": text})), call(json.dumps(arguments))])
 
 
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest, EmbeddingRequest, RerankRequest])

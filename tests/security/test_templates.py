@@ -12,6 +12,7 @@ import pytest
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.sandbox import Limits
 from penstock.serving.context import SharedContext
+from penstock.serving.conversations import RESERVED_KWARGS
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates import chat_template
 from penstock.serving.templates.bounds import TemplateTooLarge
@@ -24,7 +25,6 @@ from penstock.serving.templates.chat_template import (
     template_sandbox,
 )
 from penstock.serving.templates.environment import render_bounded
-from penstock.serving.templates.messages import RESERVED_KWARGS
 from tests.api.running_server import CHAT, Running, serve, until
 
 USER = {"role": "user", "content": "Hello"}

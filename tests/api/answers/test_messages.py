@@ -4,12 +4,12 @@ from itertools import pairwise
 import pytest
 from msgspec import UNSET
 
-from penstock.api.chat import ChoiceWriter, LogprobsWriter
-from penstock.api.protocol import AssistantMessage, ChatChunkChoice, TokenWriter, usage_of
+from penstock.api.answering import TokenWriter, usage_of
+from penstock.api.chat import ChatChunkChoice, ChoiceWriter
 from penstock.engine.contracts.parsing import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
-from penstock.serving.messages import Message, MessageReader, MessageStep, ReasoningView, TokenCounts
+from penstock.serving.messages import AssistantMessage, Message, MessageReader, MessageStep, ReasoningView, TokenCounts
 from tests.api.scripted import byte_tokenizer
 
 EVENTS: list[Event] = [
@@ -44,7 +44,7 @@ def whole(steps: list[MessageStep]) -> Message:
 
 
 def chunks(sizes: list[int]) -> list[ChatChunkChoice]:
-    writer = ChoiceWriter(0, LogprobsWriter(TokenWriter(byte_tokenizer(), as_token_ids=True), None))
+    writer = ChoiceWriter(0, TokenWriter(byte_tokenizer(), as_token_ids=True), None)
     return [choice for step in read_in_steps(sizes) for choice in writer.write(step)]
 
 
@@ -124,9 +124,8 @@ def test_log_probabilities_are_shown_where_the_text_of_their_tokens_is(
     reader = MessageReader(view)
     steps = [reader.feed(SequenceDelta(0, events=[Text("x")], logprobs=[token])) for token in TOKENS]
     message = whole([*steps, reader.feed(SequenceDelta(0, finish_reason=FinishReason.STOP))])
-    logprobs = LogprobsWriter(TokenWriter(byte_tokenizer(), as_token_ids=True), 0).write(
-        message.content_logprobs, message.reasoning_logprobs
-    )
+    writer = ChoiceWriter(0, TokenWriter(byte_tokenizer(), as_token_ids=True), 0)
+    logprobs = writer.logprobs(message.content_logprobs, message.reasoning_logprobs)
     assert logprobs is not None
     assert [token.token for token in logprobs.content] == content
     assert [token.token for token in logprobs.reasoning_content or ()] == reasoning

@@ -1,6 +1,8 @@
 import pytest
 
-from penstock.api.protocol import CompletionLogprobsWriter, TokenWriter
+from penstock.api.answering import TokenWriter
+from penstock.api.chat import chat_logprob
+from penstock.api.completions import CompletionLogprobsWriter
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import byte_tokenizer
@@ -19,7 +21,7 @@ def test_an_impossible_token_is_minus_9999_in_every_form(tokenizer: Tokenizer) -
     writer = TokenWriter(tokenizer, as_token_ids=False)
     [a] = ids(tokenizer, "a")
     token = TokenLogprobs(a, float("-inf"), 300, ((a + 1, float("-inf")),))
-    chat = writer.chat(token, 1)
+    chat = chat_logprob(token, 1, writer)
     assert (chat.logprob, chat.top_logprobs[0].logprob) == (-9999.0, -9999.0)
     assert {entry.logprob for entry in (writer.prompt([token], 1)[0] or {}).values()} == {-9999.0}
     written = CompletionLogprobsWriter(writer, frozenset()).write([(a, token)], 1)
@@ -29,7 +31,7 @@ def test_an_impossible_token_is_minus_9999_in_every_form(tokenizer: Tokenizer) -
 def test_no_more_alternatives_are_shown_than_asked_for(tokenizer: Tokenizer) -> None:
     writer = TokenWriter(tokenizer, as_token_ids=False)
     token = TokenLogprobs(5, -2.0, 4, ((1, -0.1), (2, -0.2), (3, -0.3)))
-    assert len(writer.chat(token, 2).top_logprobs) == 2
+    assert len(chat_logprob(token, 2, writer).top_logprobs) == 2
     assert list(writer.prompt([None, token], 2)[1] or {}) == ["1", "2", "5"]
     written = CompletionLogprobsWriter(writer, frozenset()).write([(5, token)], 0)
     assert written.top_logprobs == [{tokenizer.token_text(5): -2.0}]
@@ -37,7 +39,7 @@ def test_no_more_alternatives_are_shown_than_asked_for(tokenizer: Tokenizer) -> 
 
 def test_a_character_of_several_tokens_has_its_bytes_spread_over_them(tokenizer: Tokenizer) -> None:
     writer = TokenWriter(tokenizer, as_token_ids=False)
-    tokens = [writer.chat(TokenLogprobs(token_id, -1.0, 1), 0) for token_id in ids(tokenizer, "🙂")]
+    tokens = [chat_logprob(TokenLogprobs(token_id, -1.0, 1), 0, writer) for token_id in ids(tokenizer, "🙂")]
     assert b"".join(bytes(token.bytes or ()) for token in tokens).decode() == "🙂"
 
 
@@ -55,4 +57,4 @@ def test_tokens_can_be_named_by_their_ids(tokenizer: Tokenizer) -> None:
     written = CompletionLogprobsWriter(writer, frozenset()).write([(7, TokenLogprobs(7, -1.0, 2, ((8, -0.5),)))], 1)
     assert written.tokens == ["token_id:7"]
     assert written.top_logprobs == [{"token_id:8": -0.5, "token_id:7": -1.0}]
-    assert writer.chat(TokenLogprobs(7, -1.0, 1), 0).token == "token_id:7"
+    assert chat_logprob(TokenLogprobs(7, -1.0, 1), 0, writer).token == "token_id:7"

@@ -7,8 +7,7 @@ import pytest
 from torch import Tensor
 
 from penstock import ConfigurationError
-from penstock.llm.executor.config import OF_CACHES, OF_EXECUTORS, OF_SCHEDULERS
-from penstock.llm.executor.executor import (
+from penstock.llm.executor import (
     BatchingType,
     CapacitySchedulerPolicy,
     Executor,
@@ -20,6 +19,7 @@ from penstock.llm.executor.executor import (
     Request,
     SchedulerConfig,
 )
+from penstock.llm.executor.config import OF_CACHES, OF_EXECUTORS, OF_SCHEDULERS
 from tests.llm.executors import whole
 from tests.llm.model_directory import SETTINGS
 

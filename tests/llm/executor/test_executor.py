@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest
-from penstock.llm.executor.executor import Executor
+from penstock.llm.executor import Executor
 from penstock.llm.executor.requests import Request, SamplingConfig
 from penstock.llm.executor.responses import FinishReason, Response
 from tests.fakes import ids, letter_after, make_core, runner_of

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.llm.executor.executor import Executor
+from penstock.llm.executor import Executor
 from penstock.llm.executor.responses import FinishReason
 from tests.fakes import make_core, runner_of
 from tests.llm.executors import ask, context_over, output, whole

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.engine.core import EngineCore
-from penstock.llm.executor.executor import Executor
+from penstock.llm.executor import Executor
 from penstock.llm.executor.requests import AdditionalModelOutput, OutputConfig, Request, SamplingConfig
 from penstock.llm.executor.responses import AdditionalOutput, FinishReason, Response
 from tests.engines import core_over, loaded_model

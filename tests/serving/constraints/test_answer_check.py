@@ -10,7 +10,7 @@ import pytest
 from aiohttp import ClientSession
 
 from penstock.plugins.tools.json_formats import HERMES
-from penstock.serving.constraints.conformance import MAX_HEADER, WARNING_HEADER, warning_header
+from penstock.serving.messages import MAX_HEADER, WARNING_HEADER, warning_header
 from penstock.serving.options import ServerOptions
 from tests.api.scripted import NoGrammar, Scripted, scripted_server
 

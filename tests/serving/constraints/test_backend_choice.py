@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.sources import chosen_backend
+from penstock.serving.constraints.specs import chosen_backend
 from penstock.serving.requests import GenerationFields
 
 KNOWN = ("llguidance", "outlines_core", "mine")

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.serving.constraints.closed_schema import closed
+from penstock.serving.constraints.schemas import closed
 from tests.plugins.grammars.grammar_walks import VOCABULARY, accepts, random_answer
 
 OPEN = {"type": "object", "properties": {"a": {}}}

@@ -9,7 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from penstock.engine.system.sandbox import Limits
-from penstock.serving.constraints.conformance import MAX_MESSAGE, Conformance, ConformanceChecker, conformance
+from penstock.serving.messages import MAX_MESSAGE, Conformance, ConformanceChecker, conformance
 
 HANGING = {"pattern": "^(a+)+$"}
 HANGING_TEXT = json.dumps("a" * 50 + "!")

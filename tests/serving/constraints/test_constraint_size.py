@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.api.bodies import decode
 from penstock.engine.constraints.limits import MAX_TEXT
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.sources import check_text, exceeds
+from penstock.serving.constraints.schemas import check_text, exceeds
 from penstock.serving.json_limits import MAX_BRACKETS
 from penstock.serving.requests import ChatCompletionRequest
 

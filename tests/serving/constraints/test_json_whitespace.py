@@ -4,7 +4,7 @@ import re
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.sources import whitespace_regex
+from penstock.serving.constraints.schemas import whitespace_regex
 
 PATTERNS = ["", r"\s*", "[ \n\t]*", " ?", r"\n?\ *", r"^\s{0,2}$", "( |\t){1,2}|\r", r"\r?\n[ ]{0,2}", r"[^\S\n]+"]
 TEXTS = ["".join(text) for length in range(4) for text in itertools.product(" \t\n\r", repeat=length)]

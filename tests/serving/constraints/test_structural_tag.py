@@ -12,7 +12,7 @@ from penstock.engine.contracts.structure import Either, FreeText, Literal, Marke
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.serving.constraints.sources import JsonReading
+from penstock.serving.constraints.schemas import JsonReading
 from penstock.serving.constraints.structural_tag import TagReader
 from tests.api.scripted import byte_tokenizer
 

@@ -8,7 +8,7 @@ from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import CallableTool
 from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.sources import JsonReading
+from penstock.serving.constraints.schemas import JsonReading
 from penstock.serving.tools import ToolUse, answer_grammar
 from tests.serving.test_tools import allowed, named, use_of
 

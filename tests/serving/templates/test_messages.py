@@ -4,12 +4,14 @@ import msgspec
 import pytest
 
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.conversations import template_kwargs
 from penstock.serving.requests import ChatMessage
-from penstock.serving.templates.messages import template_kwargs, template_messages
+from penstock.serving.templates.chat_template import prepare_messages
 
 
 def messages_of(*given: dict[str, Any], knows_developer: bool = False) -> list[dict[str, Any]]:
-    return template_messages(msgspec.convert(list(given), list[ChatMessage]), knows_developer=knows_developer)
+    read = msgspec.convert(list(given), list[ChatMessage])
+    return prepare_messages([msgspec.structs.asdict(message) for message in read], knows_developer=knows_developer)
 
 
 def test_developer_is_system_to_a_template_that_does_not_know_it() -> None:
@@ -30,8 +32,8 @@ def test_calls_and_their_results_go_through_and_unknown_keys_do_not() -> None:
         {"role": "assistant", "content": None, "tool_calls": calls, "audio": None, "x": 1},
         {"role": "tool", "content": [{"type": "text", "text": "7"}], "tool_call_id": "1"},
     )
-    assert called == {"role": "assistant", "content": None, "tool_calls": calls}
-    assert result == {"role": "tool", "content": [{"type": "text", "text": "7"}], "tool_call_id": "1"}
+    assert called == {"role": "assistant", "content": "", "tool_calls": [{**calls[0], "function": {"name": "f", "arguments": {}}}]}
+    assert result == {"role": "tool", "content": "7", "tool_call_id": "1"}
 
 
 @pytest.mark.parametrize(

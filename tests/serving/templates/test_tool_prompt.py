@@ -9,7 +9,7 @@ from penstock.engine.contracts.parsing import ToolCallArguments, ToolCallStart, 
 from penstock.plugins.manager import Plugins
 from penstock.plugins.tools.json_formats import HERMES, mistral
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template
-from penstock.serving.templates.messages import ToolPrompt, written_call
+from penstock.serving.tools import ToolPrompt, written_call
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "It tells.", "parameters": {"type": "object"}}}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -1,4 +1,6 @@
-"""The closed reading of a JSON Schema: an object whose properties it names has no others.
+"""JSON Schemas of requests: their text, the white space they allow, and the closed reading.
+
+Closed: where a schema names properties of an object and says nothing of others, there are no others.
 
 A pydantic model says nothing of further properties, so as written its schema allows any, and small models go on and on with them. Whatever
 the closed schema allows, the schema as written allows too, and every property that it names can still come up.
@@ -8,20 +10,193 @@ it is closed around all the names that any of them has. Alternatives without oth
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+from msgspec import Struct
+
+from penstock.engine.constraints.limits import MAX_TEXT
+from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
+from penstock.engine.errors import InvalidRequest
 from penstock.plugins.grammars.json_schema.document import SCHEMA_KEYWORDS, schemas_below
 from penstock.plugins.grammars.json_schema.negation import Overlap
-from penstock.plugins.grammars.json_schema.values import (
-    ANNOTATIONS,
-    ASSERTIONS,
-    has_lone_references,
-    lone_reference,
-    unknown_keywords,
+from penstock.plugins.grammars.json_schema.values import ANNOTATIONS, ASSERTIONS, has_lone_references, lone_reference, unknown_keywords
+from penstock.plugins.grammars.regex.syntax import Dialect, RegexError, parse
+from penstock.plugins.grammars.regex.tree import (
+    Chars,
+    CharSet,
+    Either,
+    Literal,
+    MisplacedAnchor,
+    Node,
+    Repeat,
+    Sequence,
+    full_match,
+    intersect,
+    of,
 )
+
+
+def read_json(text: str, param: str) -> Any:
+    """The value. Raises `InvalidRequest` for what is not JSON, and for an object with a name in it twice: which of them counts is open."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique_names, parse_constant=_no_constant)
+    except RecursionError:
+        raise InvalidRequest(f"`{param}` is nested too deeply", param) from None
+    except ValueError as error:
+        raise InvalidRequest(f"`{param}` is not valid JSON: {str(error)[:200]}", param) from None
+
+
+def write_json(value: Any, param: str) -> str:
+    """The value's text, its members in their order. Raises `InvalidRequest` for what has none, such as halves of surrogate pairs."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except RecursionError:
+        raise InvalidRequest(f"`{param}` is nested too deeply", param) from None
+    except ValueError as error:
+        raise InvalidRequest(f"`{param}` cannot be written as JSON: {str(error)[:200]}", param) from None
+    return text
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in members if names.count(name) > 1)
+        raise ValueError(f"an object has the name {twice[:100]!r} twice")
+    return members
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+MAX_WHITESPACE_PATTERN = 1000
+SPELLED = {" ": " ", "\t": r"\t", "\n": r"\n", "\r": r"\r"}
+WHITESPACE = of("".join(SPELLED))
+# Shorthands mean what they can mean here: Python's `\s` has characters with which a document is no JSON.
+DIALECT = Dialect(dot=WHITESPACE, digit=of("0"), word=of("a"), space=WHITESPACE)
+
+
+def whitespace_regex(pattern: str, param: str) -> str:
+    """The pattern with its sets spelled out; a shorthand for white space is JSON's white space.
+
+    Raises `InvalidRequest` for one that cannot be read, and for one that matches anything else: the answer would not be JSON.
+    Here, since a backend would say that the mistake is in the JSON that the pattern is for.
+    """
+    if len(pattern) > MAX_WHITESPACE_PATTERN:
+        raise InvalidRequest(f"`{param}` may have {MAX_WHITESPACE_PATTERN} characters", param)
+    try:
+        return _written(full_match(parse(pattern, DIALECT)))
+    except RegexError as error:
+        raise InvalidRequest(f"`{param}`: {error}", param) from None
+    except MisplacedAnchor as anchor:
+        message = f"`{param}`: {anchor} is refused where more text may lie beyond it, at position {anchor.position}"
+        raise InvalidRequest(message, param) from None
+    except _NotWhitespace:
+        message = f"`{param}` allows more between the tokens of JSON than spaces, tabs, line feeds and carriage returns"
+        raise InvalidRequest(message, param) from None
+
+
+class _NotWhitespace(Exception):
+    pass
+
+
+def _written(node: Node) -> str:
+    match node:
+        case Literal(text):
+            return "".join(_class(of(character)) for character in text)
+        case Chars(chars):
+            return _class(chars)
+        case Sequence(items):
+            return "".join(map(_written, items))
+        case Either(items):
+            return f"(?:{'|'.join(map(_written, items))})"
+        case Repeat(item, minimum, maximum):
+            return f"(?:{_written(item)}){{{minimum},{'' if maximum is None else maximum}}}"
+    raise AssertionError("anchors are resolved before a pattern is written")
+
+
+def _class(chars: CharSet) -> str:
+    if not chars or intersect(chars, WHITESPACE) != chars:
+        raise _NotWhitespace
+    return "[" + "".join(spelled for character, spelled in SPELLED.items() if intersect(of(character), chars)) + "]"
+
+
+_PARTS_BETWEEN_PAUSES = 10_000
+_PAUSE_SECONDS = 0.0005
+
+
+def check_text(value: Any, param: str) -> None:
+    """Raises `InvalidRequest` where the value's JSON is certainly too long for a constraint. For a worker where it may be long."""
+    if exceeds(value, MAX_TEXT):
+        raise InvalidRequest(f"a constraint of more than {MAX_TEXT} characters is refused", param)
+
+
+def exceeds(value: Any, limit: int) -> bool:
+    """Whether the value is certainly longer than `limit` characters as JSON. No more of it is looked at than this takes.
+
+    Writing it out would hold the interpreter's lock to the end, as every call into C does; this here pauses.
+    """
+    pending = [value]
+    num_characters = num_parts = 0
+    while pending:
+        part = pending.pop()
+        num_parts += 1
+        num_characters += 3  # a digit, a comma and a space
+        if isinstance(part, str):
+            num_characters += len(part)
+        elif isinstance(part, dict | list):
+            if 3 * len(part) > limit:
+                return True
+            pending += part if isinstance(part, list) else [*part, *part.values()]
+        elif isinstance(part, Struct):
+            pending += [getattr(part, field) for field in part.__struct_fields__]
+        if num_characters > limit:
+            return True
+        if num_parts % _PARTS_BETWEEN_PAUSES == 0:
+            time.sleep(_PAUSE_SECONDS)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class JsonReading:
+    """`whitespace_pattern` is as in `GrammarSpec`. Where the request itself `is_asking` for the closed reading, there is no other."""
+
+    whitespace_pattern: str | None = None
+    additional_properties: AdditionalProperties = "open"
+    is_asking: bool = False
+
+
+AS_WRITTEN = JsonReading()
+Spec = TypeVar("Spec", GrammarSpec, GrammarSpec | None)
+
+
+def in_reading(reading: JsonReading, spec: Callable[[JsonReading], Spec]) -> Spec:
+    """The constraint in this reading. Where the closed one was not asked for, it comes with the constraint as it is written."""
+    chosen = spec(reading)
+    if reading.additional_properties == "open" or reading.is_asking or chosen is None:
+        return chosen
+    written = spec(replace(reading, additional_properties="open"))
+    return chosen if written == chosen else replace(chosen, as_written=written)
+
+
+def schema_spec(schema: Any, param: str, reading: JsonReading, *, is_lenient: bool = False) -> GrammarSpec:
+    """A schema as an object or as its JSON text; its members keep their order, which the answer's follow. Raises `InvalidRequest`."""
+    check_text(schema, param)
+    if isinstance(schema, str):
+        schema = read_json(schema, param)
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"`{param}` must be a JSON Schema: an object, or one as a string", param)
+    if reading.additional_properties == "closed":
+        schema = closed(schema)
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, write_json(schema, param), param, reading.whitespace_pattern, is_lenient)
+
 
 MAX_STEPS = 20_000  # keywords that are read for names, and names that are added: a reference counts each time
 MAX_ALTERNATIVES = 64  # of `oneOf`: each is compared with each
