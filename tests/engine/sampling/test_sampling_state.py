@@ -57,7 +57,7 @@ def test_blocked_stop_ids_return_after_the_next_token(is_constrained: bool) -> N
 
 def test_bad_word_is_masked_only_where_the_output_ends_with_its_beginning() -> None:
     words = [[1, 2, 20], [9], [1, VOCAB + 1]]
-    assert append_all(make_state(bad_words=words), [1, 2]).masked_ids() == [9, 20]
+    assert sorted(append_all(make_state(bad_words=words), [1, 2]).masked_ids()) == [9, 20]
     assert append_all(make_state(bad_words=words), [2, 1]).masked_ids() == [9]
     assert append_all(make_state([1], words), [2]).masked_ids() == [9]
 
