@@ -2,71 +2,12 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby
 
 from penstock.engine.contracts.parsing import Event, SpecialText, Text, Turn
-
-
-class MarkerAutomaton:
-    """Aho-Corasick over a set of markers (Aho and Corasick, 1975): each symbol of the text is read once, however many markers there are.
-
-    A symbol is one character of plain text or one whole `SpecialText`. A marker is split into symbols at the vocabulary's added tokens, so
-    one that is an added token is a single symbol that no plain text matches. State 0 is the root; `depths[s]` symbols are held in state s.
-    """
-
-    def __init__(self, markers: Sequence[str], added_tokens: frozenset[str]) -> None:
-        self._texts: list[dict[str, int]] = [{}]
-        self._specials: list[dict[str, int]] = [{}]
-        self._fails = [0]
-        self.depths = [0]
-        self.found: list[tuple[str, int] | None] = [None]  # the marker that ends in this state, and its length in symbols
-        for marker in markers:
-            self._add(marker, split_symbols(marker, added_tokens))
-        self._link()
-        firsts = "".join(map(re.escape, self._texts[0]))
-        self.first = re.compile(f"[{firsts}]" if firsts else r"(?!)")
-
-    def __deepcopy__(self, memo: object) -> "MarkerAutomaton":
-        return self  # immutable
-
-    def _add(self, marker: str, symbols: list[str]) -> None:
-        state = 0
-        for symbol in symbols:
-            children = self._children(state, symbol)
-            if symbol not in children:
-                children[symbol] = len(self.depths)
-                self._texts.append({})
-                self._specials.append({})
-                self._fails.append(0)
-                self.depths.append(self.depths[state] + 1)
-                self.found.append(None)
-            state = children[symbol]
-        self.found[state] = (marker, len(symbols))
-
-    def _link(self) -> None:
-        waiting = deque([0])
-        while waiting:
-            state = waiting.popleft()
-            for children in (self._texts[state], self._specials[state]):
-                for symbol, child in children.items():
-                    if state:
-                        self._fails[child] = self.step(self._fails[state], symbol)
-                    self.found[child] = self.found[child] or self.found[self._fails[child]]
-                    waiting.append(child)
-
-    def _children(self, state: int, symbol: str) -> dict[str, int]:
-        return (self._specials if isinstance(symbol, SpecialText) else self._texts)[state]
-
-    def step(self, state: int, symbol: str) -> int:
-        """The state after one more symbol."""
-        table = self._specials if isinstance(symbol, SpecialText) else self._texts
-        while symbol not in table[state]:
-            if not state:
-                return 0
-            state = self._fails[state]
-        return table[state][symbol]
+from penstock.engine.text.patterns import PatternState
 
 
 def split_symbols(marker: str, added_tokens: frozenset[str]) -> list[str]:
@@ -80,11 +21,18 @@ def split_symbols(marker: str, added_tokens: frozenset[str]) -> list[str]:
     return symbols
 
 
+def _key(symbol: str) -> str:
+    """An added token in brackets, which no character of plain text equals even where the token is a single one."""
+    return f"[{symbol}]" if isinstance(symbol, SpecialText) else symbol
+
+
 @lru_cache(maxsize=256)
-def compile_markers(markers: tuple[str, ...], added_tokens: frozenset[str]) -> MarkerAutomaton:
-    """The automaton for these markers, made once for all answers."""
-    assert all(markers), "a marker is not empty"
-    return MarkerAutomaton(markers, added_tokens)
+def compile_markers(markers: tuple[str, ...], added_tokens: frozenset[str]) -> PatternState[str]:
+    """The initial state over these markers, made once for all answers.
+
+    The symbols are characters of plain text and whole added tokens: a marker that is one is a single symbol that no plain text matches.
+    """
+    return PatternState([[_key(symbol) for symbol in split_symbols(marker, added_tokens)] for marker in markers])
 
 
 _SPACE = " \t\r\n"
@@ -100,9 +48,8 @@ class MarkerBuffer:
 
     def __init__(self, added_tokens: frozenset[str] = frozenset()) -> None:
         self._added_tokens = added_tokens
-        self._automata: dict[tuple[str, ...], MarkerAutomaton] = {}
-        self._automaton: MarkerAutomaton | None = None
-        self._state = 0
+        self._initials: dict[tuple[str, ...], PatternState[str]] = {}  # by the markers that are looked for
+        self._initial = self._state = compile_markers((), added_tokens)
         self._held: list[str] = []  # as many symbols as the depth of the state: they may yet become a marker
         self._space: list[str] = []  # white space before a marker that `take_start` is waiting for
         self._unread: deque[str] = deque()
@@ -118,96 +65,64 @@ class MarkerBuffer:
     def take_until(self, *markers: str) -> tuple[list[str], str | None]:
         """The pieces before the first marker, and that marker as it came, which is used up too; None where no marker has come yet."""
         assert not self._space, "take_start has not decided yet"
-        automaton = self._use(markers)
+        self._use(markers)
         taken: list[str] = []
         while (piece := self.peek()) is not None:
+            start = self._offset
             if isinstance(piece, SpecialText):
-                self._offset = len(piece)
-                self._held.append(piece)
-                self._move(automaton, automaton.step(self._state, piece), 1, taken)
+                state, self._offset, num_symbols = self._state.step(_key(piece)), len(piece), 1
             else:
-                self._read(automaton, piece, taken)
-            found = automaton.found[self._state]
-            if found is not None:
-                return join_pieces(taken), self._take_marker(found[0])
+                state, self._offset = self._state.read(piece, start, len(piece))
+                num_symbols = self._offset - start
+                piece = piece[start : self._offset]
+            if state is self._state is self._initial:
+                taken.append(piece)
+                continue
+            self._held.append(piece)
+            self._release(self._state.depth + num_symbols - state.num_held, taken)
+            self._state = state
+            if state.found is not None:
+                return join_pieces(taken), self._take_marker()
         return join_pieces(taken), None
 
-    def _take_marker(self, marker: str) -> str:
+    def _take_marker(self) -> str:
         self.marker_pieces = join_pieces(self._held)
-        self._state = 0
+        self._state = self._initial
         self._held = []
-        return self.marker_pieces[0] if len(self.marker_pieces) == 1 else marker
+        return self.marker_pieces[0] if len(self.marker_pieces) == 1 else "".join(self.marker_pieces)
 
-    def _read(self, automaton: MarkerAutomaton, piece: str, taken: list[str]) -> None:
-        """Reads plain text to its end, or to the end of the first marker."""
-        start = self._offset
-        position = start
-        state = self._state
-        while position < len(piece):
-            if state == 0:
-                first = automaton.first.search(piece, position)
-                if first is None:
-                    position = len(piece)
-                    break
-                position = first.start()
-            state = automaton.step(state, piece[position])
-            position += 1
-            if automaton.found[state] is not None:
-                break
-        self._offset = position
-        num_symbols = position - start
-        num_kept = self._num_kept(automaton, state)
-        if num_kept < num_symbols:  # the symbols held before are text
-            taken.extend(self._held)
-            self._held.clear()
-            taken.append(piece[start : position - num_kept])
-            if num_kept:
-                self._held.append(piece[position - num_kept : position])
-            self._state = state
-        else:
-            self._held.append(piece[start:position])
-            self._held = join_pieces(self._held)
-            self._move(automaton, state, num_symbols, taken)
-
-    def _move(self, automaton: MarkerAutomaton, state: int, num_symbols: int, taken: list[str]) -> None:
-        """Enters `state` with `num_symbols` more held, and releases those that the state does not hold."""
-        surplus = automaton.depths[self._state] + num_symbols - self._num_kept(automaton, state)
-        while surplus > 0:
+    def _release(self, num_symbols: int, taken: list[str]) -> None:
+        """Moves the first of the symbols held to `taken`."""
+        while num_symbols:
             piece = self._held.pop(0)
-            num_symbols = 1 if isinstance(piece, SpecialText) else len(piece)
-            if num_symbols > surplus:
-                self._held.insert(0, piece[surplus:])
-                piece = piece[:surplus]
+            length = 1 if isinstance(piece, SpecialText) else len(piece)
+            if length > num_symbols:
+                self._held.insert(0, piece[num_symbols:])
+                piece, length = piece[:num_symbols], num_symbols
             taken.append(piece)
-            surplus -= num_symbols
-        self._state = state
-
-    @staticmethod
-    def _num_kept(automaton: MarkerAutomaton, state: int) -> int:
-        found = automaton.found[state]
-        return found[1] if found is not None else automaton.depths[state]
+            num_symbols -= length
 
     def take_start(self, *markers: str) -> tuple[list[str], str | None] | None:
         """White space and the marker right after it; the marker is None where something else follows, which is left in the buffer.
 
         None altogether while undecided: so far there is only white space and perhaps part of a marker.
         """
-        automaton = self._use(markers)
+        self._use(markers)
         while (piece := self.peek()) is not None:
             symbol = piece if isinstance(piece, SpecialText) else piece[self._offset]
-            if not self._state and symbol.isspace():
+            if self._state is self._initial and symbol.isspace():
                 self._space.append(symbol)
                 self._offset += len(symbol)
                 continue
-            state = automaton.step(self._state, symbol)
-            if automaton.depths[state] <= automaton.depths[self._state]:
+            state = self._state.step(_key(symbol))
+            if state.depth <= self._state.depth:
                 self._restart()
                 return self._take_space(), None
             self._offset += len(symbol)
             self._held = join_pieces([*self._held, symbol])
             self._state = state
-            if automaton.depths[state] == self._num_kept(automaton, state) and (found := automaton.found[state]):
-                return self._take_space(), self._take_marker(found[0])
+            if state.found is not None and len(state.found) == state.depth:
+                return self._take_space(), self._take_marker()
         return None
 
     def _take_space(self) -> list[str]:
@@ -251,18 +166,17 @@ class MarkerBuffer:
             self._offset = len(piece)
         return join_pieces(rest)
 
-    def _use(self, markers: tuple[str, ...]) -> MarkerAutomaton:
-        automaton = self._automata.get(markers)
-        if automaton is None:
-            automaton = self._automata[markers] = compile_markers(markers, self._added_tokens)
-        if automaton is not self._automaton:
+    def _use(self, markers: tuple[str, ...]) -> None:
+        initial = self._initials.get(markers)
+        if initial is None:
+            initial = self._initials[markers] = compile_markers(markers, self._added_tokens)
+        if initial is not self._initial:
+            self._initial = initial
             self._restart()
-            self._automaton = automaton
-        return automaton
 
     def _restart(self) -> None:
         """Puts what is held back in front again: other markers are looked for from here on, so it has to be read under those."""
-        self._state = 0
+        self._state = self._initial
         self._put_in_front(self._held)
         self._held.clear()
 

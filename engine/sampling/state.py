@@ -1,7 +1,6 @@
 """The sampler's state of one sequence: token counts for penalties, bad words, and counter-based random numbers."""
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from struct import pack
@@ -13,6 +12,7 @@ from torch import Tensor
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsRow
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.system.device import to_device
+from penstock.engine.text.patterns import compile_sequences
 
 FIRST_CAPACITY = 64
 
@@ -89,40 +89,6 @@ def apply_penalties(logits_BV: Tensor, rows: Sequence[int], counts: Sequence[Tok
     logits_BV[row_index, ids] = logits
 
 
-class BadWords:
-    """Which tokens would complete a forbidden sequence now.
-
-    A sequence is forbidden in the output alone: one that begins in the prompt is not caught. The caller tokenizes each word with and
-    without a leading space, and gives both.
-    """
-
-    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self._last_ids: dict[tuple[int, ...], list[int]] = {}  # by what comes before them
-        for sequence in sequences:
-            if sequence:
-                self._last_ids.setdefault(tuple(sequence[:-1]), []).append(sequence[-1])
-        self._lengths = sorted({len(beginning) for beginning in self._last_ids})
-        self._tail: deque[int] = deque(maxlen=max(self._lengths, default=0))
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._last_ids)
-
-    def append(self, token_id: int) -> None:
-        self._tail.append(token_id)
-
-    def copy(self) -> "BadWords":
-        """An independent copy."""
-        other = copy.copy(self)
-        other._tail = self._tail.copy()
-        return other
-
-    def completing_ids(self) -> list[int]:
-        tail = tuple(self._tail)
-        beginnings = (tail[len(tail) - length :] for length in self._lengths if length <= len(tail))
-        return [token_id for beginning in beginnings for token_id in self._last_ids.get(beginning, ())]
-
-
 MAX_LOGIT_BIAS = 100.0
 
 
@@ -187,7 +153,9 @@ class SamplingState:
         self.processors = [chosen.begin(row) for chosen in processors]
         self._vocab_size = vocab_size
         self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
-        self._bad_words = BadWords(ids for ids in bad_words_ids if all(token_id < vocab_size for token_id in ids))
+        bad_words = tuple(tuple(ids) for ids in bad_words_ids if ids and max(ids) < vocab_size)
+        self._has_bad_words = bool(bad_words)
+        self._bad_words = compile_sequences(bad_words)  # reads the output alone: a word that begins in the prompt is not caught
         self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.counts: TokenCounts | None = None
         if self.penalties != Penalties(1.0, 0.0, 0.0):
@@ -224,7 +192,7 @@ class SamplingState:
     @property
     def is_predictable(self) -> bool:
         """Whether the tokens said so far make no difference to how the next one is chosen, but for their number."""
-        return not self.processors and not self.num_candidates and self.counts is None and not self._bad_words
+        return not self.processors and not self.num_candidates and self.counts is None and not self._has_bad_words
 
     @property
     def numbers(self) -> CounterRng | None:
@@ -236,7 +204,7 @@ class SamplingState:
         self.num_output_tokens += 1
         self.block_stop = False
         self.generator = None if self.generator is None else self.generator.at_next_position()
-        self._bad_words.append(token_id)
+        self._bad_words = self._bad_words.step(token_id)
         if self.counts is not None and token_id < self._vocab_size:
             self.counts.append(token_id)
         if self.processors:
@@ -245,7 +213,6 @@ class SamplingState:
     def fork(self) -> "SamplingState":
         """An independent copy. What logits processors remember is copied, as far as `copy.deepcopy` finds it."""
         state = copy.copy(self)
-        state._bad_words = self._bad_words.copy()
         state.counts = None if self.counts is None else self.counts.copy()
         state.token_ids = list(self.token_ids)
         state.processors = [processor.fork(state.token_ids) for processor in self.processors]
@@ -269,7 +236,7 @@ class SamplingState:
 
     def masked_ids(self) -> list[int]:
         """Tokens that may not come next: the last ones of bad words, and stop ids while they are blocked."""
-        masked = self._bad_words.completing_ids()
+        masked = self._bad_words.completing
         is_too_short = self.num_output_tokens < self.params.min_tokens and not self.is_constrained
         if self.block_stop or is_too_short:
             masked += self._stop_token_ids

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
 
+from penstock.engine.text.patterns import PatternState
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.json.scanner import Chunk, JsonScanner, State
-from penstock.plugins.markers import MarkerAutomaton
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -24,7 +24,7 @@ class JsonArguments:
         self.is_complete = False
         self.is_object = False
         """More than the opening brace of an object has come."""
-        self.ends: MarkerAutomaton | None = None
+        self.ends: PatternState[str] | None = None
         """The markers that may end an object within a string."""
         self._object: JsonRepair | None = None
         self._scanner = JsonScanner(allows_control=True)  # of any other value

@@ -3,8 +3,8 @@
 import re
 from enum import Enum, auto
 
+from penstock.engine.text.patterns import PatternState
 from penstock.plugins.calls.schema_values import ANY_TYPE, TextValue, quoted, to_json
-from penstock.plugins.markers import MarkerAutomaton
 
 _SPACE = re.compile(r"[ \t\n\r]+")
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
@@ -44,7 +44,7 @@ class JsonRepair:
     from the marker on, that are not the object's.
     """
 
-    def __init__(self, ends: MarkerAutomaton | None = None) -> None:
+    def __init__(self, ends: PatternState[str] | None = None) -> None:
         self.is_complete = False
         self.is_malformed = False
         self.is_begun = False
@@ -61,8 +61,7 @@ class JsonRepair:
         self._escape = ""
         self._bare: list[str] = []
         self._bare_depth = 0
-        self._ends = ends
-        self._state = 0  # of `ends`
+        self._ends = self._state = ends
         self._is_marked = False  # one of `ends` occurs in the string
         self._is_dubious = False  # a quotation mark in the string did not end it
         self._tail: list[str] = []  # of the string, from what may be a marker on
@@ -334,32 +333,20 @@ class JsonRepair:
 
     def _read_plain(self, text: str, position: int, end: int) -> int:
         """Characters that stand for themselves, to the first marker in them."""
-        if self._ends is None or self._is_marked:
+        if self._state is None or self._is_marked:
             self._put(text[position:end])
             return end
-        while position < end and not self._is_marked:
-            if not self._state:
-                first = self._ends.first.search(text, position, end)
-                start = end if first is None else first.start()
-                self._out.append(text[position:start])
-                position = start
-            if position < end:
-                self._look_for_marker(self._ends, text[position])
-                position += 1
-        return position
-
-    def _look_for_marker(self, ends: MarkerAutomaton, char: str) -> None:
-        self._state = ends.step(self._state, char)
-        self._tail.append(char)
-        found = ends.found[self._state]
-        num_kept = ends.depths[self._state] if found is None else found[1]
-        self._out += self._tail[: len(self._tail) - num_kept]
-        del self._tail[: len(self._tail) - num_kept]
-        if found is not None:
+        self._state, end = self._state.read(text, position, end)
+        stretch = "".join(self._tail) + text[position:end]
+        num_certain = len(stretch) - self._state.num_held
+        self._out.append(stretch[:num_certain])
+        self._tail = list(stretch[num_certain:])
+        if self._state.found is not None:
             self._is_marked = True
-            self._num_marked = num_kept
+            self._num_marked = self._state.num_held
             if self._is_dubious:
                 self._fail_at_marker()
+        return end
 
     def _fail_at_marker(self) -> None:
         self.is_malformed = True
@@ -383,7 +370,7 @@ class JsonRepair:
         """What was held back is part of the string."""
         self._out += self._tail
         self._tail.clear()
-        self._state = 0
+        self._state = self._ends
         self._is_marked = False
 
     def _read_escape(self, text: str, position: int) -> int:

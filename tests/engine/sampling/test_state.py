@@ -13,7 +13,6 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.state import (
     FIRST_CAPACITY,
     MAX_LOGIT_BIAS,
-    BadWords,
     CounterRng,
     Penalties,
     SamplingState,
@@ -70,7 +69,7 @@ def test_blocked_stop_ids_return_after_the_next_token(is_constrained: bool) -> N
 
 def test_bad_word_is_masked_only_where_the_output_ends_with_its_beginning() -> None:
     words = [[1, 2, 20], [9], [1, VOCAB + 1]]
-    assert append_all(make_state(bad_words=words), [1, 2]).masked_ids() == [9, 20]
+    assert sorted(append_all(make_state(bad_words=words), [1, 2]).masked_ids()) == [9, 20]
     assert append_all(make_state(bad_words=words), [2, 1]).masked_ids() == [9]
     assert append_all(make_state([1], words), [2]).masked_ids() == [9]
 
@@ -185,17 +184,6 @@ def test_no_penalised_row_changes_nothing() -> None:
 
 
 TOKEN = st.integers(0, 3)
-
-
-@given(st.lists(st.lists(TOKEN, max_size=4), max_size=5), st.lists(TOKEN, max_size=12))
-def test_a_token_completes_a_word_exactly_where_the_output_would_end_with_it(words: list[list[int]], output: list[int]) -> None:
-    bad_words = BadWords(words)
-    for token_id in output:
-        bad_words.append(token_id)
-    completing = set(bad_words.completing_ids())
-    for token_id in range(4):
-        longer = [*output, token_id]
-        assert (token_id in completing) == any(word and longer[-len(word) :] == word for word in words)
 
 
 def numbers(seed: int, place: int, count: int = 3) -> list[float]:
