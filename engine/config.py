@@ -261,9 +261,9 @@ class EngineConfig:
     )
     quantization: QuantizationMode = option(
         "auto",
-        "how a model on the CPU keeps its weights. auto: those that a GGUF file quantizes in 4 or 8 bits, close to its own precision, "
-        "all others as --dtype says; none: all as --dtype says; int4, int8: rounded to so many bits, 32 at a time, where they do not "
-        "have as few already",
+        "how weights are stored on the CPU. auto: the quantized weights of a GGUF file in 4 or 8 bits, close to its own precision, all "
+        "others as --dtype says; none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have "
+        "fewer already",
         "model",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, ...", "model", default_help="auto, CUDA where there is one", metavar="DEVICE")
@@ -276,7 +276,10 @@ class EngineConfig:
         read=context_length,
     )
     matryoshka: bool = option(
-        False, "embeddings may be cut short, whatever the model was trained for", "model", default_help="where the model's files say so"
+        False,
+        "allow requests for fewer dimensions, whatever the model was trained for",
+        "model",
+        default_help="where the model's files say so",
     )
     max_num_seqs: int | None = option(
         None,
@@ -313,7 +316,7 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = option(
         True,
-        "reuse the KV cache of prompts that begin alike",
+        "reuse the KV cache of prompts with the same beginning",
         "engine",
         name="prefix_caching",
         default_help="on",
@@ -321,14 +324,14 @@ class EngineConfig:
     )
     max_waiting_requests: int = option(
         1024,
-        "refuse further requests with 429 when N are waiting, each of the `n` answers to one counted",
+        "refuse further requests with 429 when N are waiting, where each of the `n` answers counts",
         "engine",
         metavar="N",
         read=integer(1),
     )
     max_waiting_tokens: int | None = option(
         None,
-        "the same when the prompts that wait have so many tokens together",
+        "the same when the waiting prompts have this many tokens together",
         "engine",
         default_help=f"{WAITING_CACHES} times what the KV cache holds; with a model for pooling, no bound",
         metavar="TOKENS",
@@ -336,7 +339,7 @@ class EngineConfig:
     )
     priority_aging: float = option(
         60.0,
-        "a request that has waited for so long goes before all that have not, whatever their `priority`; 0: never",
+        "a request that has waited this long runs before all that have not, whatever their `priority`; 0: never",
         "engine",
         metavar="SECONDS",
         read=seconds,
@@ -353,7 +356,7 @@ class EngineConfig:
     native_kernels: NativeKernels = option(
         "auto",
         "run a CPU model on kernels that are built for this processor. auto: where there is a C++ compiler; none: on torch's portable "
-        "code, which is slower. The two round differently, so answers may part after some tokens",
+        "code, which is slower. The two round differently, so answers may differ after some tokens",
         "engine",
     )
     speculation: SpeculationMode = option(

@@ -20,7 +20,7 @@ class ServerOptions:
 
     default_chat_template_kwargs: Mapping[str, Any] = option(
         {},
-        "arguments for the chat template that requests do not give, such as '{\"enable_thinking\": false}'",
+        "default arguments of the chat template, for requests that do not set them, such as '{\"enable_thinking\": false}'",
         "formats and plug-ins",
         metavar="JSON",
         read=json_object,
@@ -79,7 +79,7 @@ class ServerOptions:
         None,
         "refuse requests with a lower `priority`; the lower runs first",
         "HTTP",
-        default_help="0 with several API keys, else none is refused",
+        default_help="0 with several API keys, else any is accepted",
         metavar="N",
         read=integer(-(2**31), 2**31 - 1),
         is_server_only=True,
@@ -87,8 +87,8 @@ class ServerOptions:
     metrics_without_key: bool = option(False, "answer /metrics without an API key", "HTTP", default_help="with one", is_server_only=True)
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "hosts that requests may be addressed to, without port; *.example.com for all below it, * for any. localhost and IP addresses are "
-        "always allowed",
+        "hosts that requests may be addressed to, without port; *.example.com for all its subdomains, * for any. localhost and IP "
+        "addresses are always allowed",
         "HTTP",
         default_help="--host alone at a loopback address without an API key, else any",
         metavar="NAME",
@@ -222,7 +222,7 @@ class Arguments:
     )
     generation_config: str = option(
         "auto",
-        "where defaults for sampling and max_tokens come from. auto: the model's generation_config.json; vllm: nowhere, which means "
+        "the source of defaults for sampling and max_tokens. auto: the model's generation_config.json; vllm: none, which means "
         "temperature 1 and no bound but the context; PATH: another generation_config.json, or its directory",
         "formats and plug-ins",
         metavar="auto|vllm|PATH",
@@ -237,7 +237,7 @@ class Arguments:
     )
     thinking_token_budget: int | None = option(
         None,
-        "close the reasoning after this many tokens, or after half of max_tokens, unless a request says",
+        "close the reasoning after this many tokens, or after half of max_tokens, unless a request sets a budget",
         "formats and plug-ins",
         default_help="no bound, or 64 on a model that was not trained on the parser's markers",
         metavar="TOKENS",

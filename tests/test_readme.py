@@ -198,6 +198,8 @@ def test_builtin_plugins_are_the_ones_that_are_listed() -> None:
     plugins.load_builtins()
     (line,) = re.findall(r"^- (Grammar backends.*?)(?=^\S|\Z)", section("What it serves"), re.MULTILINE | re.DOTALL)
     assert set(re.findall(r"`(\w+)`", line)) == {*plugins.grammar_backends, *plugins.logits_processors}
+    (promised,) = re.findall(r"More than (\d+) parsers", README)
+    assert len(plugins.reasoning_parsers) + len(plugins.tool_parsers) > int(promised)
     selected = {name for command in COMMANDS for name in re.findall(r"--plugin (\w+)", command)}
     assert selected <= {row.name for row in plugins.listing()} | {"auto"}
 

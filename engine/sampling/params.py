@@ -137,14 +137,14 @@ class SamplingParams:
     n: int = parameter(1, "answers per prompt", low=1, high=128)
     temperature: float = parameter(
         1.0,
-        f"divides the logits; 0 is greedy, and more is at least {MIN_TEMPERATURE}",
+        f"divides the logits; 0 is greedy, and other values below {MIN_TEMPERATURE} are raised to it",
         low=0,
         high=2,
         generation_config="temperature",
     )
     top_p: float = parameter(
         1.0,
-        "only the likeliest tokens, as many as have this probability together",
+        "only the most probable tokens whose probabilities add up to this",
         low=0,
         high=1,
         is_above=True,
@@ -154,7 +154,7 @@ class SamplingParams:
     )
     top_k: int = parameter(
         0,
-        "only so many of the likeliest tokens; 1 is greedy",
+        "only this many of the most probable tokens; 1 is greedy",
         low=-1,
         rule="-1 or 0 (off), or a positive integer",
         generation_config="top_k",
@@ -163,55 +163,57 @@ class SamplingParams:
     )
     min_p: float = parameter(
         0.0,
-        "only tokens with this share of the likeliest one's probability or more",
+        "only tokens with at least this fraction of the most probable token's probability",
         low=0,
         high=1,
         generation_config="min_p",
         has_beam_search=False,
     )
-    presence_penalty: float = parameter(0.0, "taken from the logit of each token that the answer has", low=-2, high=2)
-    frequency_penalty: float = parameter(0.0, "the same, times how often the answer has it", low=-2, high=2)
+    presence_penalty: float = parameter(0.0, "subtracted from the logits of tokens in the answer", low=-2, high=2)
+    frequency_penalty: float = parameter(0.0, "the same, times the number of occurrences", low=-2, high=2)
     repetition_penalty: float = parameter(
         1.0,
-        "divides the positive logits, and multiplies the negative ones, of tokens that prompt or answer have",
+        "divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the answer",
         low=0.01,  # logits are divided by it: much less would take them out of float32's range
         high=100,
         generation_config="repetition_penalty",
     )
     seed: int | None = parameter(
         None,
-        "the same request with the same seed draws with the same numbers, whatever else runs and with or without speculative decoding: "
-        "the same tokens, as far as rounding goes, which differs with the number of rows in a step",
+        "the same request with the same seed gives the same tokens, whatever else runs and with or without speculative decoding, up to "
+        "rounding, which differs with the number of rows in a step",
         low=-(2**63),
         high=2**63 - 1,
         rule="a 64-bit integer",
     )
     max_tokens: int | None = parameter(
         None,
-        "bound on the tokens of the answer, reasoning included",
+        "the largest number of tokens in the answer, reasoning included",
         low=0,
         rule="a positive integer",
         generation_config="max_new_tokens",
     )
-    min_tokens: int = parameter(0, "before these, no stop id or stop string ends the answer", low=0, rule="0 or a positive integer")
+    min_tokens: int = parameter(
+        0, "no stop id or stop string ends the answer before this many tokens", low=0, rule="0 or a positive integer"
+    )
     ignore_eos: bool = parameter(False, "the model's own stop ids do not end the answer")
     stop: Sequence[str] = parameter(
         (), "a string or up to 64 of them, of 1024 characters at most; they apply to content, never to reasoning"
     )
-    stop_token_ids: Sequence[int] = parameter((), "stop ids beside the model's own")
+    stop_token_ids: Sequence[int] = parameter((), "stop ids in addition to the model's own")
     include_stop_str_in_output: bool = parameter(False, "the stop string, or the token named in `stop_token_ids`, is part of the answer")
     skip_special_tokens: bool = parameter(True, "special tokens are left out of the answer's text")
     logprobs: int | None = parameter(
-        None, "alternatives to each token of the answer, with their log probabilities", low=0, high=MAX_LOGPROBS, has_beam_search=False
+        None, "number of alternatives to each token of the answer, with log probabilities", low=0, high=MAX_LOGPROBS, has_beam_search=False
     )
     prompt_logprobs: int | None = parameter(
-        None, "alternatives to each token of the prompt, with their log probabilities; not with `stream`", low=0, high=MAX_LOGPROBS
+        None, "number of alternatives to each token of the prompt, with log probabilities; not with `stream`", low=0, high=MAX_LOGPROBS
     )
     logit_bias: Mapping[int, float] = parameter({}, "added to the logits of tokens; clamped to ±100")
     allowed_token_ids: Sequence[int] = parameter((), "no other token is chosen")
-    bad_words: Sequence[str] = parameter((), "texts that the answer must not have")
+    bad_words: Sequence[str] = parameter((), "texts that the answer must not contain")
     thinking_token_budget: int | None = parameter(
-        None, "reasoning is closed after so many tokens", low=0, rule="0 or a positive integer", has_beam_search=False
+        None, "reasoning is closed after this many tokens", low=0, rule="0 or a positive integer", has_beam_search=False
     )
     length_stop_reason: str | None = None  # the answer's `stop_reason` where `max_tokens` ends it
 
