@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
 from sys import getsizeof
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2.filters import do_indent
+from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
 MAX_OUTPUT_CHARS = 2**25
@@ -27,6 +28,8 @@ PERCENT_FIELD = re.compile(r"%(?:\([^)]*\))?[-+ #0]*([\d.]*)")
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 MAX_EXPANSION = 100  # what an error handler of `encode` may write for a character
+COMPARING_FILTERS = ("dictsort", "groupby", "max", "min", "sort", "unique")
+COMPARING_TESTS = ("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=", "le")
 ITEM_FILTERS = ("groupby", "list", "slice", "sort")  # those that make a list of a text's characters
 BLANKS = "\t \xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\x1f" + LINE_ENDS
 WIDTH_FILTERS = ("batch", "center", "round", "slice", "tojson", "truncate", "wordwrap")
@@ -37,10 +40,10 @@ TEXT_FILTERS = (  # those that begin with `str` of their value
 
 TEXTS = (str, bytes)  # a union written where it is used is made anew at each operation
 SEQUENCES = (list, tuple)
-CONTAINERS = (list, tuple, dict)
+CONTAINERS = (list, tuple, dict, type({}.items()))
 TEXTS_AND_NUMBERS = (str, bytes, int)
+COMPARING = (*CONTAINERS, LoopContext)
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -141,6 +144,23 @@ def writable(value: Result) -> Result:
     return value
 
 
+def comparable(value: Result) -> Result:
+    """A value that is to be compared or hashed, which takes as long as to write it: a list may hold another many times over."""
+    if isinstance(value, CONTAINERS):
+        check_size(text_size(value))
+    return value
+
+
+def check_compared(function: Callable[..., bool]) -> Callable[..., bool]:
+    """The test, with the values that it compares checked."""
+
+    @functools.wraps(function)
+    def checked(*args: Any) -> bool:
+        return function(*map(comparable, args))
+
+    return checked
+
+
 def concatenate(pieces: Iterable[Any]) -> str:
     """What `~`, a macro and a `set` block do with their parts."""
     texts = [piece if isinstance(piece, str) else built(str(writable(piece))) for piece in pieces]
@@ -220,6 +240,9 @@ def check_method(function: Any, arguments: tuple[Any, ...]) -> None:
     owner = getattr(function, "__self__", None)
     if owner is dict:
         check_size(BYTES_PER_ITEM * sum(len(each) for each in arguments if isinstance(each, Sized)))
+    if isinstance(owner, COMPARING):
+        for value in (*arguments, owner) if function.__name__ in ("index", "count") else arguments:
+            comparable(value)
     if not isinstance(owner, TEXTS_AND_NUMBERS):
         return
     check_widths(*arguments)
@@ -244,19 +267,22 @@ def check_widths(*arguments: object) -> None:
             check_size(abs(argument))
 
 
-def bounded_filter(name: str, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def bounded_filter(name: str, function: Callable[..., Result]) -> Callable[..., Result]:
     """The filter, with its value and its numbers checked before, and its result counted."""
     writes, has_widths, takes_apart = name in TEXT_FILTERS, name in WIDTH_FILTERS, name in ITEM_FILTERS
+    compares = name in COMPARING_FILTERS
     place = int(hasattr(function, "jinja_pass_arg"))  # of the value: after the context or environment
 
     @functools.wraps(function)
-    def bounded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def bounded(*args: Any, **kwargs: Any) -> Result:
         if writes:
             writable(args[place])
         if has_widths:
             check_widths(*args[place + 1 :], *kwargs.values())
         if takes_apart and isinstance(args[place], str):
             check_size(BYTES_PER_ITEM * _size(args[place]))
+        if compares:
+            args = (*args[:place], comparable(args[place] if isinstance(args[place], Sized) else [*args[place]]), *args[place + 1 :])
         return built(function(*args, **kwargs))
 
     return bounded

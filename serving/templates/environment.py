@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 import jinja2
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.ext import Extension
 from jinja2.filters import make_attrgetter
-from jinja2.nodes import Concat, Dict, Getitem, List, Node, Slice, Tuple
+from jinja2.nodes import Compare, Concat, Const, Dict, Expr, Getitem, List, Node, Slice, Tuple
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -37,7 +37,7 @@ class GenerationBlock(Extension):
 
 
 class BoundedCodeGenerator(CodeGenerator):
-    """Lets the environment do what `~` does, and count what slices, literals and blocks build."""
+    """Lets the environment do what `~` does, count what slices, literals and blocks build, and look at what is compared."""
 
     def visit_Concat(self, node: Concat, frame: Frame) -> None:
         self.write("environment.concat((")
@@ -49,14 +49,37 @@ class BoundedCodeGenerator(CodeGenerator):
     def visit_Getitem(self, node: Getitem, frame: Frame) -> None:
         if isinstance(node.arg, Slice):
             self._counted(super().visit_Getitem, node, frame)
-        else:
+        elif isinstance(node.arg, Const):
             super().visit_Getitem(node, frame)
+        else:
+            self.write("environment.getitem(")
+            self.visit(node.node, frame)
+            self.write(", ")
+            self._compared(node.arg, frame)
+            self.write(")")
 
     def visit_List(self, node: List, frame: Frame) -> None:
         self._counted(super().visit_List, node, frame)
 
     def visit_Dict(self, node: Dict, frame: Frame) -> None:
-        self._counted(super().visit_Dict, node, frame)
+        self.write("environment.built({")
+        for item in node.items:
+            self._compared(item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("})")
+
+    def visit_Compare(self, node: Compare, frame: Frame) -> None:
+        if sum(not _is_plain(operand) for operand in (node.expr, *(other.expr for other in node.ops))) < 2:
+            super().visit_Compare(node, frame)
+            return
+        self.write("(")
+        self._compared(node.expr, frame)
+        for other in node.ops:
+            self.write(f" {operators[other.op]} ")
+            self._compared(other.expr, frame)
+        self.write(")")
 
     def visit_Tuple(self, node: Tuple, frame: Frame) -> None:
         if node.ctx == "load":
@@ -68,10 +91,23 @@ class BoundedCodeGenerator(CodeGenerator):
         frame.buffer = self.temporary_identifier()
         self.writeline(f"{frame.buffer} = environment.buffer()")
 
+    def _compared(self, node: Expr, frame: Frame) -> None:
+        if _is_plain(node):
+            self.visit(node, frame)
+            return
+        self.write("environment.comparable(")
+        self.visit(node, frame)
+        self.write(")")
+
     def _counted(self, visit: Callable[[Any, Frame], None], node: Node, frame: Frame) -> None:
         self.write("environment.built(")
         visit(node, frame)
         self.write(")")
+
+
+def _is_plain(node: Expr) -> bool:
+    """Whether a comparison with it takes no time, whatever the other side is."""
+    return isinstance(node, Const) or (isinstance(node, List | Tuple) and all(isinstance(item, Const) for item in node.items))
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -86,6 +122,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(template_bounds.concatenate)
     buffer = template_bounds.Buffer
     built = staticmethod(template_bounds.built)
+    comparable = staticmethod(template_bounds.comparable)
 
     def __init__(self) -> None:
         extensions: list[str | type[Extension]] = [GenerationBlock, "jinja2.ext.loopcontrols"]
@@ -93,6 +130,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"tojson": to_json, "join": self.join, "sum": self.sum, "indent": template_bounds.indent}
         self.filters |= {"replace": template_bounds.replace, "format": template_bounds.percent_format}
         self.filters |= {name: template_bounds.bounded_filter(name, function) for name, function in self.filters.items()}
+        self.tests |= {name: template_bounds.check_compared(self.tests[name]) for name in template_bounds.COMPARING_TESTS}
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = strftime_now
 

@@ -126,6 +126,33 @@ def test_what_all_operations_of_a_rendering_build_is_bounded(step: str, monkeypa
         render(KEEPING.replace("%s", step))
 
 
+NESTED = (
+    "{% set ns = namespace(a=[1], b=[1], c=(1,)) %}"
+    "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% set ns.c = (ns.c, ns.c) %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *("ns.a == ns.b", "ns.a < ns.b", "ns.a in [ns.b]", "ns.a is eq(ns.b)", "[ns.a] | select('eq', ns.b) | list"),
+        *("[ns.a, ns.b] | sort", "[ns.a, ns.b] | map('list') | max", "[ns.c] | unique | list", "[[ns.a, 1], [ns.b, 1]] | groupby(0)"),
+        *("[ns.a].index(ns.b)", "{}.get(ns.c)", "{}[ns.c]", "{ns.c: 1} | length", "ns.c in {}"),
+        *("{'x': ns.a, 'y': ns.b} | dictsort(by='value')", "{'x': ns.a}.items() == {'x': ns.b}.items()"),
+        "1 %}{% for i in [ns.a, ns.b] %}{{ loop.changed(i) }}{% endfor %}{% set x = 1",
+    ],
+)
+def test_comparing_and_hashing_what_holds_itself_many_times_is_refused(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MAX_OUTPUT_CHARS", 2**16)
+    with pytest.raises(TemplateTooLarge):
+        render(NESTED + "{% set y = " + operation + " %}")
+
+
+def test_comparisons_within_reason_work() -> None:
+    source = "{{ a == b }}{{ a[0] < 2 and b }}{{ 1 in a }}{{ d[k] }}{{ {k: 1} == {'x': 1} }}{{ a is eq(b) }}{{ [3, 1] | sort }}"
+    assert render(source, a=[1], b=[1], d={"x": 7}, k="x") == "True[1]True7TrueTrue[1, 3]"
+
+
 def test_each_rendering_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "MAX_BUILT_BYTES", 2**20)
     template = TemplateEnvironment().from_string("{{ ('a' * 300000 ~ wait()) | length }}{{ ('a' * 300000) | length }}")
