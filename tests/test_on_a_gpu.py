@@ -30,6 +30,7 @@ from penstock.plugins.manager import Plugins
 from penstock.server import bind, listen, load_model, run
 from tests import encoders
 from tests.api.pooling_server import Reference
+from tests.engine.test_quantization import STORED, save_stored
 from tests.engines import Recorder, loaded_model
 from tests.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens
@@ -215,6 +216,22 @@ def test_weights_go_to_the_gpu_as_they_are_read(
     else:
         load_generation_model(generator_dir)
     assert len(loaded) == 1
+
+
+def test_weights_of_few_bits_are_inflated_on_the_gpu(tmp_path: Path, cuda: FakeCuda) -> None:
+    save_stored(tmp_path, tiny_model("qwen2", tie_word_embeddings=True), STORED)
+    options: dict[str, Any] = {"quantization": "none", "attn_implementation": "eager"}
+    model = load_generation_model(tmp_path, "float32", **options).model
+    on_cpu = load_generation_model(tmp_path, "float32", "cpu", **options).model
+    tokens_1T = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens_1T.to(DEVICE)).logits.cpu(), on_cpu(tokens_1T).logits)
+
+
+def test_a_cache_of_8_bits_is_copied_for_forks(cuda: FakeCuda) -> None:
+    core = make_core("llama", DEVICE, kv_cache_dtype="fp8", enable_prefix_caching=False)
+    (deltas,) = serve(core, [request(n=2, temperature=1.0)])
+    assert [delta.error for delta in deltas] == [None] * len(deltas)
 
 
 def test_a_server_of_embeddings_gives_those_of_the_cpu(embedder_dir: Path, cuda: FakeCuda) -> None:
