@@ -231,7 +231,8 @@ def resolve_dtype(dtype: Dtype, device: torch.device, stored: torch.dtype | None
         is_half = stored == torch.float16 or torch.cuda.get_device_capability(device) < (8, 0)
         served = torch.float16 if is_half else torch.bfloat16
         if stored == torch.float32:
-            logger.info("The weights are stored in float32 and served in %s; --dtype float32 keeps them", str(served).removeprefix("torch."))
+            name = str(served).removeprefix("torch.")
+            logger.info("The weights are stored in float32 and served in %s; --dtype float32 keeps them as they are", name)
         return served
     return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 

@@ -80,9 +80,7 @@ def _check_config(config: PretrainedConfig) -> None:
         raise ConfigurationError(f"{name} cannot be served: it is a multimodal model (its config holds {parts}), and only text is served")
 
 
-def _load(
-    directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> PreTrainedModel:
+def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
     factory: Any = AutoModel
     if is_sequence_classifier(config.architectures):
         factory = AutoModelForSequenceClassification
