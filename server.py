@@ -21,18 +21,21 @@ from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
     from penstock.assembly import Assembled, AssembledPooling
+    from penstock.engine.loop import Engine
+    from penstock.engine.pooling.engine import PoolingEngine
     from penstock.plugins.manager import Plugins
 
 # How long OpenMP's idle threads keep a core busy, about 0.1 ms: by its own choice they would be in the way of the kernels' threads and of
 # the loop for most of a step. It is read when torch is loaded.
 SPIN_COUNT = "10000"
+ENGINE_FAILED = 3  # the exit code where the engine has failed for good, such as after an error of CUDA: to be started again
 CLEANUP_SECONDS = 5.0  # for handlers to send their last words once the engine has stopped
 
 log = logging.getLogger("penstock.server")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 after a shutdown that was asked for, 2 where the server cannot start as asked."""
+    """Returns the exit code: 0 after a shutdown that was asked for, 2 where the server cannot start as asked, 3 where the engine failed."""
     words = sys.argv[1:] if argv is None else argv
     try:
         if words and words[0] in COMMANDS:
@@ -48,17 +51,19 @@ def main(argv: list[str] | None = None) -> int:
             plugins = Plugins.start(
                 arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
             )
-        serve(arguments, plugins)
+        return serve(arguments, plugins)
     except (ConfigurationError, MemoryError) as error:  # where there was no memory even for a message, the error has none
         print(f"penstock: error: {' '.join(str(error).split()) or 'out of memory'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
-def serve(arguments: Arguments, plugins: "Plugins") -> None:
-    """Loads the model and serves until a signal. The address is taken first: a port that is in use should not cost a model's loading."""
+def serve(arguments: Arguments, plugins: "Plugins") -> int:
+    """Loads the model and serves until a signal, or until the engine has failed; returns the exit code.
+
+    The address is taken first: a port that is in use should not cost a model's loading.
+    """
     from penstock.api.connections import raise_descriptor_limit
 
     started = time.monotonic()
@@ -73,8 +78,9 @@ def serve(arguments: Arguments, plugins: "Plugins") -> None:
         release_heap()
         gc.freeze()
         listen(listener)
-        asyncio.run(run(arguments, assembled, listener, started))
+        code = asyncio.run(run(arguments, assembled, listener, started))
         gc.unfreeze()  # else extensions such as triton's report what was never collected as leaked, in forty lines
+    return code
 
 
 def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling":
@@ -86,8 +92,11 @@ def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | Assembl
     return assemble(arguments, plugins)
 
 
-async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", listener: socket.socket, started: float) -> None:
-    """Serves until SIGTERM or SIGINT; then answers new requests with 503, lets running ones end within the drain timeout, and stops."""
+async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", listener: socket.socket, started: float) -> int:
+    """Serves until SIGTERM or SIGINT; then answers new requests with 503, lets running ones end within the drain timeout, and stops.
+
+    So it does when the engine has failed. Returns the exit code.
+    """
     from penstock.api.app import build_app, build_runner
     from penstock.api.connections import Listener
     from penstock.api.middleware import GATE
@@ -100,7 +109,7 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     connections = Listener(runner, listener, context.options)
     connections.start()
     print(start_line(assembled, connections.address, time.monotonic() - started), flush=True)
-    await stop.wait()
+    has_failed = await ends_by_failure(stop, context.engine)
     gate = app[GATE]
     log.info("%s", stopping_line(gate.num_inside, arguments.drain_timeout))
     # Connections are accepted until the drain ends: a refused one would tell a load balancer that the server has crashed.
@@ -110,6 +119,17 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     await context.engine.stop(0)
     await runner.cleanup()
     context.close()
+    return ENGINE_FAILED if has_failed else 0
+
+
+async def ends_by_failure(stop: asyncio.Event, engine: "Engine | PoolingEngine") -> bool:
+    """Waits for a signal or the engine's failure; True where that came first."""
+    signalled, failed = asyncio.create_task(stop.wait()), asyncio.create_task(engine.failed())
+    await asyncio.wait([signalled, failed], return_when=asyncio.FIRST_COMPLETED)
+    has_failed = not stop.is_set()
+    for task in (signalled, failed):
+        task.cancel()
+    return has_failed
 
 
 def stopping_line(num_requests: int, seconds: float) -> str:

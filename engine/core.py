@@ -1,5 +1,6 @@
 """The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +245,34 @@ def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
 
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
+STEPS_UNTIL_LARGER = 256  # that a step's size stays lowered for: memory that others took may be free again
+
+
+@dataclass(slots=True)
+class StepSize:
+    """The most tokens of a step: as many as were asked for, or fewer for a while after a step that ran out of memory."""
+
+    scheduler: Scheduler
+    _usual: int = field(init=False)
+    _num_steps_left: int = 0
+
+    def __post_init__(self) -> None:
+        self._usual = self.scheduler.max_num_batched_tokens
+
+    def halve(self, num_tokens: int) -> int:
+        """Of a step of so many tokens; returns what is left."""
+        self.scheduler.max_num_batched_tokens = max(1, num_tokens // 2)
+        self._num_steps_left = STEPS_UNTIL_LARGER
+        return self.scheduler.max_num_batched_tokens
+
+    def count_step(self) -> None:
+        """A step has been computed."""
+        if self.scheduler.max_num_batched_tokens == self._usual:
+            return
+        self._num_steps_left -= 1
+        if self._num_steps_left == 0:
+            self.scheduler.max_num_batched_tokens = min(self._usual, 2 * self.scheduler.max_num_batched_tokens)
+            self._num_steps_left = STEPS_UNTIL_LARGER
 
 
 @dataclass(slots=True)
@@ -265,11 +296,13 @@ class EngineCore:
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _num_steps: int = 0
+    _step_size: StepSize = field(init=False)
     _factory: SequenceFactory = field(init=False)
     _outputs: OutputProcessor = field(init=False)
     _beams: BeamProcessor = field(init=False)
 
     def __post_init__(self) -> None:
+        self._step_size = StepSize(self.scheduler)
         self._factory = SequenceFactory(
             tokenizer=self.tokenizer,
             stop_token_ids=self.stop_token_ids,
@@ -363,6 +396,7 @@ class EngineCore:
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
         """Processes what a step computed. Requests that were aborted meanwhile are skipped; a sequence that fails, fails alone."""
         self._num_steps += 1
+        self._step_size.count_step()
         self.masks.end()
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
@@ -427,6 +461,22 @@ class EngineCore:
         self._show(step, deltas)
         return deltas
 
+    def retry_smaller(self, step: Step, batch: Batch) -> bool:
+        """After a step that the device has too little memory for: its sequences are preempted, and steps have half its tokens from now on.
+
+        False where it has a single token, and nothing has been done.
+        """
+        num_tokens = sum(step.num_tokens.values()) + sum(map(len, step.drafts.values()))
+        if num_tokens == 1:
+            return False
+        limit = self._step_size.halve(num_tokens)
+        logger.warning("Out of memory in a step of %d tokens: it is computed again, in steps of at most %d", num_tokens, limit)
+        self.masks.end()
+        for sampler in batch.samplers:
+            sampler.sequence.pending_row = None
+        self.cancel_step(step)
+        return True
+
     def _fail_request(self, request_id: str, reason: str) -> list[SequenceDelta]:
         unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
         search = beam_search_of(unfinished[0])
@@ -438,7 +488,7 @@ class EngineCore:
         return deltas
 
     def cancel_step(self, step: Step) -> None:
-        """Cancels a step whose predecessor failed: its sequences that have not ended with that one are computed anew."""
+        """Cancels a step that failed, or whose predecessor did: its sequences that have not ended are computed anew."""
         self.scheduler.cancel_step(step)
         self._show(step, {})
 

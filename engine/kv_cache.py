@@ -146,7 +146,9 @@ class KVCache:
             return
         sources, targets = to_device(torch.tensor(copies), self.keys[0].device).unbind(1)
         for cache in (*self.keys, *self.values):
-            cache[targets] = cache[sources]
+            # Not every torch can index floats of 8 bits on a GPU; bytes it can.
+            blocks = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+            blocks[targets] = blocks[sources]
 
 
 def cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -18,6 +18,7 @@ from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduler import Step
 from penstock.engine.sequence import Request
+from penstock.engine.system.device import is_device_lost, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,14 @@ class EngineLife:
     def check_accepting(self) -> None:
         """Raises `EngineUnavailable` before the start, after a failure and from the beginning of the shutdown."""
         if not self.is_accepting or not self._is_running:
-            is_stopping = self.has_begun and not self.is_accepting
-            raise EngineUnavailable("the server is shutting down" if is_stopping else "the engine is not running")
+            if self.has_begun and self.is_accepting:
+                raise EngineUnavailable(ENGINE_FAILED)
+            raise EngineUnavailable("the server is shutting down" if self.has_begun else "the engine is not running")
+
+    async def failed(self) -> None:
+        """Returns when the engine, which was started, has failed for good."""
+        assert self._task is not None
+        await asyncio.wait([self._task])
 
     async def drain(self, seconds: float, has_work: Callable[[], object]) -> bool:
         """Waits so long for the work that is left; False where some of it is left then, unless the engine has failed."""
@@ -151,6 +158,10 @@ class Engine:
         """False once several steps in a row have failed, or when the engine is not running."""
         return self._life.is_healthy
 
+    async def failed(self) -> None:
+        """Returns when the engine, which was started, has failed for good: no request can be served by this process any more."""
+        await self._life.failed()
+
     def stats(self) -> EngineStats:
         return self._core.stats()
 
@@ -204,7 +215,7 @@ class Engine:
                 else:
                     await done(flight.handle.future)
                     deltas, flight = self._collect(flight, follower)
-        except Exception:  # a defect of the scheduler: the engine ends, and no client may be left waiting
+        except Exception:  # a defect of the scheduler, or the device is lost: the engine ends, and no client may be left waiting
             logger.exception("The engine has failed")
             self._publish(deltas)
             self._end_all(FinishReason.ERROR, ENGINE_FAILED)
@@ -235,7 +246,13 @@ class Engine:
             deltas = self._core.update(step, flight.batch, output)
             self._life.num_failed_steps = 0
             return deltas, follower
-        except Exception:  # whatever the model raised: it ends the requests of this step and nothing else
+        except Exception as error:  # whatever the model raised: it ends the requests of this step and nothing else
+            if is_device_lost(error):
+                raise
+            if is_out_of_memory(error) and flight.batch is not None and self._core.retry_smaller(step, flight.batch):
+                if follower is not None:
+                    self._core.cancel_step(follower.step)
+                return {}, None
             logger.exception("A step over %d sequences failed", len(step.num_tokens))
             self._life.num_failed_steps += 1
             deltas = self._core.fail(step, STEP_FAILED)

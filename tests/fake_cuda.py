@@ -88,7 +88,7 @@ class FakeCuda:
     """The device and what has been seen of it. One at a time: `fake_cuda` makes it and takes it away.
 
     `waits` counts the places that waited for the device, "module function", by thread: "model", "results" or another's name.
-    `num_operations` counts what was launched. With `capture_error`, each capture fails with it.
+    `num_operations` counts what was launched. With `failure`, all of it fails, and with `capture_error` each capture.
     """
 
     current: "FakeCuda | None" = None
@@ -100,7 +100,9 @@ class FakeCuda:
         self.num_launches = 0
         self.num_replays = 0
         self.set_devices: dict[str, int] = {}
-        self.calls: list[str] = []
+        self.failure: Exception | None = None
+        self.capture_error: Exception | None = None
+        self._pools_captured_to: set[object] = set()
         self._pinned: dict[int, Tensor] = {}
         self._copies_under_way: list[tuple[Tensor, Tensor]] = []
         self._thread = _Thread()
@@ -152,6 +154,8 @@ class FakeCuda:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         strangers = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor) and tensor.dim() > 0]
         if packet in INDEXING:
+            if args[0].dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                raise NotImplementedError(f'"index_cuda" not implemented for {args[0].dtype}')  # in some versions of torch
             if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _indices(args)) or any(
                 tensor is index for tensor in strangers for index in _indices(args)
             ):
@@ -189,6 +193,8 @@ class FakeCuda:
         return args[0]
 
     def _compute(self, work: Callable[..., Any], args: Any, kwargs: Any, from_host: bool = False) -> Any:
+        if self.failure is not None:
+            raise self.failure
         self.num_operations += 1
         if getattr(work, "_overloadpacket", None) in WIDENED:
             work = functools.partial(_in_floats, work)
@@ -219,11 +225,25 @@ class FakeCuda:
         assert capture_error_mode == "thread_local", "the event loop's copies would end the capture"
         assert self._thread.tape is None
         self._thread.tape = tape = []
+        self._pools_captured_to.add(pool)
         try:
             yield
+            if self.capture_error is not None:
+                raise self.capture_error
         finally:
             self._thread.tape = None
+        self._pools_captured_to.discard(pool)  # as torch did before 2.13: only where the capture has not failed
         graph.tape = tape
+
+    def end_allocate_to_pool(self, index: int, pool: object) -> None:
+        assert index == DEVICE.index
+        if pool not in self._pools_captured_to:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self._pools_captured_to.discard(pool)
+
+    def empty_cache(self) -> None:
+        if self._pools_captured_to:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
 
 class FakeGraph:
@@ -366,6 +386,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeCuda, "current", device)
         patch.setattr(torch._C, "_cuda_setDevice", device.set_device, raising=False)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", device.end_allocate_to_pool, raising=False)
         properties = SimpleNamespace(multi_processor_count=NUM_MULTIPROCESSORS, total_memory=MEMORY, name="Fake", major=9, minor=0)
         stand_ins: dict[str, Any] = {
             "is_available": lambda: True,
@@ -380,7 +401,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
             "mem_get_info": lambda *_: (FREE_MEMORY, MEMORY),
             "memory_reserved": lambda *_: 0,
             "memory_allocated": lambda *_: 0,
-            "empty_cache": lambda: device.calls.append("empty_cache"),
+            "empty_cache": device.empty_cache,
             "synchronize": lambda *_: device.wait(),
             "Stream": FakeStream,
             "Event": FakeEvent,

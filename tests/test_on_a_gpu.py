@@ -4,10 +4,12 @@ import asyncio
 import json
 import os
 import signal
-import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ from penstock.engine.pooling.loader import load_pooling_model
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
-from penstock.server import bind, listen, load_model, run
+from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
 from tests import encoders
 from tests.api.pooling_server import Reference
+from tests.engine.test_quantization import STORED, save_stored
 from tests.engines import Recorder, loaded_model
 from tests.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens
@@ -78,7 +81,7 @@ def serve(core: EngineCore, requests: list[Request]) -> list[list[SequenceDelta]
     return asyncio.run(run())
 
 
-def request(request_id: str = "r", prompt: list[int] = PROMPT, **params: Any) -> Request:
+def make(request_id: str = "r", prompt: list[int] = PROMPT, **params: Any) -> Request:
     if "beam" in params:
         return beam_request(request_id, prompt, params["beam"])
     return make_request(request_id, prompt, **({"max_tokens": NUM_TOKENS, "ignore_eos": True} | params))
@@ -86,7 +89,7 @@ def request(request_id: str = "r", prompt: list[int] = PROMPT, **params: Any) ->
 
 @pytest.fixture
 def said_on_cpu(name: str) -> list[list[int]]:
-    requests = [request("long"), request("short", [9, 8, 7])]
+    requests = [make("long"), make("short", [9, 8, 7])]
     return [tokens(deltas) for deltas in serve(make_core(name, torch.device("cpu"), speculation="none"), requests)]
 
 
@@ -97,7 +100,7 @@ def test_every_architecture_says_the_same_as_on_the_cpu_and_waits_for_results_al
     core = make_core(name, DEVICE, speculation="none")
     core.runner.optimize()
     cuda.clear()
-    deltas = serve(core, [request("long"), request("short", [9, 8, 7])])
+    deltas = serve(core, [make("long"), make("short", [9, 8, 7])])
     assert [tokens(each) for each in deltas] == said_on_cpu
     num_steps = core.stats().num_steps
     assert cuda.waits == {RESULTS: num_steps}, cuda.lines
@@ -139,39 +142,53 @@ def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_
     core = make_core("llama", DEVICE, speculation="ngram" if kind == "drafts" else "none")
     core.runner.optimize()
     cuda.clear()
-    (deltas,) = serve(core, [request(**params)])
+    (deltas,) = serve(core, [make(**params)])
     assert deltas[-1].error is None
     assert cuda.waits == allowed, cuda.lines
 
 
-def ask(url: str, path: str, body: dict[str, Any]) -> str:
-    """The first line of the answer."""
-    sent = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(sent, timeout=60) as response:
-        line: bytes = response.readline()
-        return line.decode()
+def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_frees(cuda: FakeCuda) -> None:
+    core = make_core("llama", DEVICE, speculation="none")
+    cuda.capture_error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    core.runner.optimize()
+    torch.cuda.empty_cache()
+    (deltas,) = serve(core, [make()])
+    assert len(tokens(deltas)) == NUM_TOKENS
+    assert cuda.num_replays == 0
 
 
-def first_line(directory: Path, path: str, body: dict[str, Any]) -> str:
-    """Of the answer to the first request that a server sees, which starts as `penstock --model DIRECTORY` does."""
+Client = Callable[[str, dict[str, Any]], str]
+COMPLETION = ("/v1/completions", {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "stream": True, "temperature": 0})
+EMBEDDING = ("/v1/embeddings", {"model": "tiny", "input": ["Hi", "a longer text"]})
+
+
+def serve_http(directory: Path, use: Callable[[Client], None], *, ends_by_itself: bool = False) -> int:
+    """The exit code of a server that starts as `penstock --model DIRECTORY` does, and ends by a signal after `use` if not by itself.
+
+    `use` is given what posts a body to a path, and returns the first line of the answer.
+    """
     arguments = parse_arguments(["--model", str(directory), "--served-model-name", "tiny", "--no-access-log"])
     assembled = load_model(arguments, Plugins.start([]))
-    lines: list[str] = []
 
     def client(url: str) -> None:
-        try:
-            lines.append(ask(url, path, body))
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+        def ask(path: str, body: dict[str, Any]) -> str:
+            sent = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+            with urllib.request.urlopen(sent, timeout=60) as response:
+                line: bytes = response.readline()
+                return line.decode()
 
-    with bind("127.0.0.1", 0) as listener:
+        try:
+            use(ask)
+        finally:
+            if not ends_by_itself:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with bind("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
         listen(listener)
-        thread = threading.Thread(target=client, args=("http://{}:{}".format(*listener.getsockname()),))
-        thread.start()
-        asyncio.run(run(arguments, assembled, listener, time.monotonic()))
-        thread.join()
-    (line,) = lines
-    return line
+        done = pool.submit(client, "http://{}:{}".format(*listener.getsockname()))
+        code = asyncio.run(run(arguments, assembled, listener, time.monotonic()))
+        done.result()
+    return code
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +208,9 @@ def embedder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_with_default_flags_streams_its_first_answer(
     generator_dir: Path, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "stream": True, "temperature": 0}
-    assert first_line(generator_dir, "/v1/completions", body).startswith("data: {")
+    lines: list[str] = []
+    assert serve_http(generator_dir, lambda ask: lines.append(ask(*COMPLETION))) == 0
+    assert lines[0].startswith("data: {")
     assert "on cuda:0" in capsys.readouterr().out
 
 
@@ -217,8 +235,38 @@ def test_weights_go_to_the_gpu_as_they_are_read(
     assert len(loaded) == 1
 
 
+def test_weights_of_few_bits_are_inflated_on_the_gpu(tmp_path: Path, cuda: FakeCuda) -> None:
+    save_stored(tmp_path, tiny_model("qwen2", tie_word_embeddings=True), STORED)
+    options: dict[str, Any] = {"quantization": "none", "attn_implementation": "eager"}
+    model = load_generation_model(tmp_path, "float32", **options).model
+    on_cpu = load_generation_model(tmp_path, "float32", "cpu", **options).model
+    tokens_1T = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens_1T.to(DEVICE)).logits.cpu(), on_cpu(tokens_1T).logits)
+
+
+def test_a_cache_of_8_bits_is_copied_for_forks(cuda: FakeCuda) -> None:
+    core = make_core("llama", DEVICE, kv_cache_dtype="fp8", enable_prefix_caching=False)
+    (deltas,) = serve(core, [make(n=2, temperature=1.0)])
+    assert [delta.error for delta in deltas] == [None] * len(deltas)
+
+
 def test_a_server_of_embeddings_gives_those_of_the_cpu(embedder_dir: Path, cuda: FakeCuda) -> None:
-    answer = json.loads(first_line(embedder_dir, "/v1/embeddings", {"model": "tiny", "input": ["Hi", "a longer text"]}))
+    lines: list[str] = []
+    assert serve_http(embedder_dir, lambda ask: lines.append(ask(*EMBEDDING))) == 0
     expected = Reference.of(embedder_dir)
-    for text, item in zip(["Hi", "a longer text"], answer["data"], strict=True):
+    for text, item in zip(EMBEDDING[1]["input"], json.loads(lines[0])["data"], strict=True):
         torch.testing.assert_close(torch.tensor(item["embedding"]), expected.embedding(text), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["text", "embeddings"])
+def test_a_server_whose_gpu_is_lost_exits_with_a_code_of_its_own(request: pytest.FixtureRequest, cuda: FakeCuda, kind: str) -> None:
+    directory, asked = ("generator_dir", COMPLETION) if kind == "text" else ("embedder_dir", EMBEDDING)
+
+    def use(ask: Client) -> None:
+        ask(*asked)
+        cuda.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        with suppress(urllib.error.HTTPError):  # an answer that has begun ends with an error, another is a 503
+            ask(*asked)
+
+    assert serve_http(request.getfixturevalue(directory), use, ends_by_itself=True) == ENGINE_FAILED

@@ -6,6 +6,7 @@ of its own to read from, and a batch is padded to the next size. A batch that is
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,7 @@ class CudaRecorder:
     """Captures on a stream of its own. All graphs share one pool of memory, since no two of them run at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -47,9 +49,16 @@ class CudaRecorder:
             work()  # kernels are compiled and libraries set up at their first call, which is nothing that can be captured
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Only this thread is held to what may be captured: the event loop's goes on sending tensors to the device.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                work()
+            try:
+                # Only this thread is held to what may be captured: the event loop's goes on sending tensors to the device.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    work()
+            except Exception:
+                # Before 2.13, torch leaves its allocator in the belief that it still captures: `empty_cache` then fails for good,
+                # and so does freeing what is cached when memory runs out. Later versions have ended it, and say that by an error.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                raise
         replay: Callable[[], None] = graph.replay
         return replay
 

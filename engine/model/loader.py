@@ -222,15 +222,18 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    """`auto` is the stored type on a GPU, and on a CPU bfloat16 where it has instructions for it, else float32."""
+    """`auto` has 16 bits on a GPU, the stored type if it has; on a CPU it is bfloat16 where it has instructions for it, else float32."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ConfigurationError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
     if device.type == "cuda":
-        wanted = stored or torch.bfloat16
-        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.float16 if wanted == torch.bfloat16 and not has_bfloat16 else wanted
+        is_half = stored == torch.float16 or torch.cuda.get_device_capability(device) < (8, 0)
+        served = torch.float16 if is_half else torch.bfloat16
+        if stored == torch.float32:
+            name = str(served).removeprefix("torch.")
+            logger.info("The weights are stored in float32 and served in %s; --dtype float32 keeps them as they are", name)
+        return served
     return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 

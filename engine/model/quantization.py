@@ -200,7 +200,7 @@ def put_in(
             _put_in_quantized(model, quantized, weight, dtype)
         plain = [layer for path, layer in layers if (path, layer) not in quantized]
         if plain:
-            parameter = nn.Parameter(stored.dequantized().to(dtype), requires_grad=False)
+            parameter = nn.Parameter(stored.dequantized().to(model.device, dtype), requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             for layer in plain:
                 layer.weight = parameter

@@ -20,6 +20,7 @@ from penstock.engine.loop import ENGINE_FAILED, EngineLife, done
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
+from penstock.engine.system.device import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
 
 
@@ -232,6 +233,10 @@ class PoolingEngine:
         """False once several batches in a row have failed, or when the engine is not running."""
         return self._life.is_healthy
 
+    async def failed(self) -> None:
+        """Returns when the engine, which was started, has failed for good."""
+        await self._life.failed()
+
     def stats(self) -> PoolingStats:
         return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)
 
@@ -282,7 +287,7 @@ class PoolingEngine:
                     await self._wake.wait()
                     continue
                 await self._compute(self._running)
-        except Exception:  # a defect of our own: there is no going on, and no client may be left waiting
+        except Exception:  # a defect of our own, or the device is lost: there is no going on, and no client may be left waiting
             logger.exception("The engine has failed")
             self._end_all(ENGINE_FAILED)
 
@@ -299,7 +304,9 @@ class PoolingEngine:
         """Computes the inputs; False where the model failed."""
         try:
             answers = await self._in_thread([waiting.input for waiting in batch])
-        except Exception:  # whatever the model raised: it ends these texts and nothing else
+        except Exception as error:  # whatever the model raised: it ends these texts and nothing else
+            if is_device_lost(error):
+                raise
             logger.exception("A batch of %d inputs failed", len(batch))
             return False
         self._num_steps += 1

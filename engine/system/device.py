@@ -17,6 +17,17 @@ def index_on(device: torch.device, rows: Sequence[int]) -> Tensor:
     return to_device(torch.tensor(rows, dtype=torch.int64), device)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU has too little memory for what was asked of it, as torch and CUDA report it. Later work may well fit."""
+    return isinstance(error, torch.OutOfMemoryError) or ("CUDA" in str(error) and "out of memory" in str(error))
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether CUDA has reported an error that stays: all that the process asks of the device from then on fails with it."""
+    is_from_cuda = isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in ("CUDA error", "Triton Error [CUDA]"))
+    return is_from_cuda and not is_out_of_memory(error)
+
+
 class HostCopies(Protocol):
     """Copies results to the host: CUDA, or a fake of it."""
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from penstock.engine.batch import Batch
@@ -15,7 +16,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from penstock.engine.loop import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
-from penstock.engine.runner import StepHandle
+from penstock.engine.runner import StepHandle, StepOutput
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Request
 from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, saying, tokens
@@ -299,11 +300,78 @@ def test_a_defect_of_the_scheduler_leaves_no_client_waiting(monkeypatch: pytest.
         assert ends(said) == [(0, FinishReason.ERROR), (1, FinishReason.ERROR)]
         assert said[-1].error == ENGINE_FAILED
         assert not engine.is_healthy
-        with pytest.raises(EngineUnavailable, match="not running"):
+        await engine.failed()
+        with pytest.raises(EngineUnavailable, match="has failed"):
             await collect(engine, make_request())
         await engine.stop(drain_seconds=60)
 
     run(test)
+
+
+def test_an_engine_whose_gpu_is_lost_ends_its_requests_and_refuses_others() -> None:
+    core = make_core()
+    runner = runner_of(core)
+
+    async def test() -> None:
+        engine = Engine(core)
+        await engine.start()
+        runner.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        said = await collect(engine, make_request(n=2))
+        assert ends(said) == [(0, FinishReason.ERROR), (1, FinishReason.ERROR)]
+        assert {delta.error for delta in said} == {ENGINE_FAILED}
+        await engine.failed()
+        assert not engine.is_healthy
+        with pytest.raises(EngineUnavailable, match="has failed"):
+            await collect(engine, make_request())
+        await engine.stop()
+
+    run(test)
+
+
+def serve_in(core: EngineCore, most_tokens: int) -> tuple[list[list[SequenceDelta]], list[int]]:
+    """What eight clients hear where larger steps run out of memory, and the sizes of those that did."""
+    runner, too_large = runner_of(core), []
+    compute = runner.run
+
+    def run_if_small(batch: Batch) -> StepOutput:
+        if (num_tokens := batch.attention.num_real_tokens) > most_tokens:
+            too_large.append(num_tokens)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return compute(batch)
+
+    runner.run = run_if_small  # type: ignore[method-assign]
+    said: list[list[SequenceDelta]] = []
+
+    async def test() -> None:
+        async with running(core) as engine:
+            requests = [make_request(str(number), "abc" * (number + 1), max_tokens=6, ignore_eos=True) for number in range(8)]
+            said.extend(await asyncio.gather(*(collect(engine, request) for request in requests)))
+
+    run(test)
+    return said, too_large
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_step_out_of_memory_is_computed_again_in_smaller_ones(enable_prefix_caching: bool) -> None:
+    expected, _ = serve_in(make_core(enable_prefix_caching=enable_prefix_caching), most_tokens=1000)
+    core = make_core(enable_prefix_caching=enable_prefix_caching)
+    said, too_large = serve_in(core, most_tokens=5)
+    assert [tokens(deltas) for deltas in said] == [tokens(deltas) for deltas in expected]
+    assert max(too_large) > 20
+    assert core.scheduler.max_num_batched_tokens in (3, 4, 5)
+
+
+def test_a_step_of_one_token_that_runs_out_of_memory_fails() -> None:
+    said, _ = serve_in(make_core(), most_tokens=0)
+    assert {deltas[-1].error for deltas in said} == {STEP_FAILED}
+
+
+def test_steps_grow_again_where_memory_ran_out_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.core.STEPS_UNTIL_LARGER", 2)
+    core = make_core()
+    usual = core.scheduler.max_num_batched_tokens
+    serve_in(core, most_tokens=20)
+    assert core.scheduler.max_num_batched_tokens == usual
 
 
 def test_an_answer_that_cannot_be_begun_is_its_clients_alone() -> None:

@@ -137,6 +137,26 @@ def test_dtype_follows_the_device() -> None:
     assert resolve_dtype("float16", CPU, torch.bfloat16) == torch.float16
 
 
+@pytest.mark.parametrize(
+    ("stored", "capability", "served"),
+    [
+        (torch.bfloat16, (9, 0), torch.bfloat16),
+        (torch.float16, (9, 0), torch.float16),
+        (torch.float32, (9, 0), torch.bfloat16),
+        (None, (9, 0), torch.bfloat16),
+        (torch.bfloat16, (7, 5), torch.float16),
+        (torch.float32, (7, 5), torch.float16),
+    ],
+)
+def test_a_gpu_serves_16_bits_unless_asked_otherwise(
+    monkeypatch: pytest.MonkeyPatch, stored: torch.dtype | None, capability: tuple[int, int], served: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = torch.device("cuda", 0)
+    assert resolve_dtype("auto", gpu, stored) == served
+    assert resolve_dtype("float32", gpu, stored) == torch.float32
+
+
 @pytest.mark.parametrize("device", ["nonsense", "mps", "cuda:99"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--device {device}"):
