@@ -194,7 +194,6 @@ class CallStream(ToolParser):
         """An open call with a name stays a call as far as it was written; any other text held back is text."""
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         if self._is_off:
             return [Text(text)] if text else []
         self._buffer.feed(text)
@@ -404,7 +403,6 @@ class ParsersInTurn(ToolParser):
         return self._first.is_in_call or self._second.is_in_call
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         events: list[Event] = []
         for part in split_at_calls(text):
             if self._second.is_in_call:
@@ -416,7 +414,6 @@ class ParsersInTurn(ToolParser):
         return self._numbered(events)
 
     def finish(self) -> list[Event]:
-        """Emits the text that both hold back."""
         return self._numbered([*self._through(self._first.finish()), *self._second.finish()])
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
