@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from penstock.plugins.grammars.json_schema.document import SCHEMA_KEYWORDS, schemas_below
+from penstock.plugins.grammars.json_schema.document import SCHEMA_KEYWORDS, subschemas
 from penstock.plugins.grammars.json_schema.negation import Overlap
 from penstock.plugins.grammars.json_schema.values import (
     ANNOTATIONS,
@@ -124,10 +124,9 @@ class _Closing:
         is_named = schema is not self._root and any(isinstance(schema.get(name), str) for name in _IDENTIFIERS)
         if is_named or not _DYNAMIC.isdisjoint(schema):
             raise _NotClosed
-        for keyword, children in schemas_below(schema):
+        for (keyword, *_), child in subschemas(schema):
             if keyword not in _DEFINITIONS:
-                inner = self._use_below(schema, keyword, use)
-                yield from ((child, inner) for child in children)
+                yield child, self._use_below(schema, str(keyword), use)
         if isinstance(reference := schema.get("$ref"), str):
             if (target := self._overlap.target(reference)) is None:
                 raise _NotClosed
