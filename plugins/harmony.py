@@ -199,7 +199,6 @@ class Harmony(ReasoningParser):
         return self._step == self._read_arguments
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         self._buffer.feed(text)
         return self._buffer.run(lambda events: self._step(events))
 

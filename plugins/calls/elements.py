@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from penstock.engine.contracts.parsing import CallableTool, SpecialText, ToolFormat, Turn
+from penstock.engine.contracts.parsing import CallableTool, SpecialText, Turn
 from penstock.engine.contracts.structure import Either, Marker, Repeat, Sequence, Structure
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.calls.markup_format import ParameterSchema, value_structure
@@ -294,10 +294,6 @@ class ElementFormat(CallFormat):
     def _new_reader(self, buffer: StepBuffer, schemas: ToolSchemas, around: Surroundings) -> ElementReader:
         return ElementReader(buffer, self.mark, self.section, schemas, around)
 
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        return self
-
     def written_markers(self) -> tuple[str, ...]:
         return (self.mark, f"<{self.section}>", "<invoke name=", "</invoke>", f"</{self.section}>")
 
@@ -311,7 +307,6 @@ class ElementFormat(CallFormat):
         return f"{self.mark}<{self.section}>"
 
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
-        """What follows `opening`. There is at least one tool. Raises `UnsupportedGrammar` for arguments that cannot be written so."""
         call = Sequence((Marker(f'\n{self.mark}<invoke name="'), Either(tuple(map(self._call, tools)))))
         more = () if is_single else (Repeat(call),)
         return Sequence((call, *more, Marker(f"\n{self.mark}</{self.section}>")))

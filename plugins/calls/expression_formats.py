@@ -82,7 +82,6 @@ class PythonFormat(CallFormat):
 
     @property
     def opening(self) -> str:
-        """The marker before the calls."""
         return self._envelope.start
 
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
@@ -121,12 +120,7 @@ class NotationFormat(CallFormat):
         return f"{self.start}call:weather{{city:{self.delimiter}Oslo{self.delimiter}}}{self.end}"
 
     @property
-    def tool_format(self) -> ToolFormat | None:
-        return self
-
-    @property
     def opening(self) -> str:
-        """The marker before a call."""
         return self.start
 
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:

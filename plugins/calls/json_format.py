@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
-from penstock.engine.contracts.parsing import CallableTool, ToolFormat, Turn
+from penstock.engine.contracts.parsing import CallableTool, Turn
 from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
 from penstock.plugins.calls.json_call import USUAL_KEYS, CallKeys, JsonCall
 from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonStream
@@ -129,13 +129,8 @@ class JsonFormat(CallFormat):
         written = {"id": "0", "name": "weather", "escaped_name": "weather", "arguments": '{"city": "Oslo"}'}
         return SLOT.sub(lambda slot: written[slot[1]], self.block.replace("{calls}", self._spelled_call))
 
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        return self
-
     @cached_property
     def opening(self) -> str:
-        """The text with which the first call begins, and at which a grammar takes over."""
         return self.trigger or self._template[0]
 
     @property
@@ -146,7 +141,6 @@ class JsonFormat(CallFormat):
         return self.call.replace("{object}", f"{{{members}: {{arguments}}}}").replace("{quoted_name}", '"{escaped_name}"')
 
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
-        """What follows `opening`. There is at least one tool."""
         before, _, after = self.block.partition("{calls}")
         first = self._call(tools, before, taken=self.opening)
         more = () if is_single else (Repeat(self._call(tools, self.separator)),)

@@ -8,12 +8,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
-from penstock.engine.contracts.parsing import CallableTool, ToolFormat, Turn
+from penstock.engine.contracts.parsing import CallableTool, Turn
 from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.calls.markup_reader import Heads, ParameterMarkup, ParameterReader, Tag, read_attribute_tag, read_bare_tag
 from penstock.plugins.calls.schema_values import TextValue, ToolSchemas, Types, types_of
-from penstock.plugins.calls.stream import CallFormat, Envelope, SectionStream, Surroundings, tags_of
+from penstock.plugins.calls.stream import CallFormat, SectionStream, Surroundings, tags_of
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
 from penstock.plugins.markers import StepBuffer
 
@@ -85,16 +85,10 @@ class MarkupFormat(CallFormat):
     wrappers: tuple[str, ...] = ()
 
     def __call__(self, turn: Turn) -> SectionStream:
-        markup = self.markup
-        envelope = Envelope(
-            call=markup.call,
-            section=markup.section,
-            section_end=markup.section_end,
-            skipped=markup.skipped,
-            may_lack_section=markup.may_lack_section,
-            is_offered_only=markup.is_offered_only,
-        )
-        return SectionStream(turn, envelope, partial(_new_reader, markup), self.tool_format)
+        return SectionStream(turn, self.markup, self._new_reader, self.tool_format)
+
+    def _new_reader(self, buffer: StepBuffer, schemas: ToolSchemas, around: Surroundings) -> ParameterReader:
+        return ParameterReader(buffer, self.markup, schemas, around)
 
     # What is read
 
@@ -159,16 +153,10 @@ class MarkupFormat(CallFormat):
         return self.block.replace("{calls}", self.call.replace("{name}", "weather").replace("{parameters}", parameter))
 
     @property
-    def tool_format(self) -> ToolFormat | None:
-        return self
-
-    @property
     def opening(self) -> str:
-        """The marker with which the first call begins."""
         return self.markup.section or self.markup.call
 
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
-        """What follows `opening`. There is at least one tool. Raises `UnsupportedGrammar` for arguments that cannot be written so."""
         before, _, after = self.block.partition("{calls}")
         start, _, rest = self.call.partition("{name}")
         name_end, _, end = rest.partition("{parameters}")
@@ -232,10 +220,6 @@ def _json_type(parameter: ParameterSchema) -> str:
 
 def _marker(text: str) -> tuple[Marker, ...]:
     return (Marker(text),) if text else ()
-
-
-def _new_reader(markup: ParameterMarkup, buffer: StepBuffer, schemas: ToolSchemas, around: Surroundings) -> ParameterReader:
-    return ParameterReader(buffer, markup, schemas, around)
 
 
 def value_structure(

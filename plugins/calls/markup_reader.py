@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from penstock.engine.contracts.parsing import SpecialText
 from penstock.plugins.calls.schema_values import ANY_TYPE, STRING, ArgumentsSchema, TextValue, ToolSchemas, Types
-from penstock.plugins.calls.stream import CallReader, Progress, Surroundings
+from penstock.plugins.calls.stream import CallReader, Envelope, Progress, Surroundings
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.json.writer import ParameterCall
 from penstock.plugins.markers import StepBuffer, is_cut_marker
@@ -31,7 +31,7 @@ class Heads(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterMarkup:
+class ParameterMarkup(Envelope):
     """`call` opens a call and `call_end` closes it; in between each parameter has a name and, before `value_end`, a value.
 
     With `Heads.TAGS`, `call` and `parameter` are the beginnings of tags, the rest of which, up to `tag_end`, `read_tag` reads, and `lead`
@@ -39,12 +39,10 @@ class ParameterMarkup:
     name, where there are any, and `name_end` and `value` separate a parameter's name from its value; before `value`, a type may be written
     between `type_start` and `type_end`.
 
-    `section` encloses all calls, `skipped` are markers between calls that mean nothing. `implied_ends` end a value that was not
-    closed; those that are added tokens do so in all formats. A value may also be enclosed in `literal` and `literal_end`, which nothing
-    else ends. Where `may_lack_section`, a call of an offered tool may begin without it; where `is_offered_only`, others are no calls.
+    `implied_ends` end a value that was not closed; those that are added tokens do so in all formats. A value may also be enclosed in
+    `literal` and `literal_end`, which nothing else ends.
     """
 
-    call: str
     call_end: str
     parameter: str
     value_end: str
@@ -57,14 +55,9 @@ class ParameterMarkup:
     type_start: str = ""
     type_end: str = ""
     value: str = ""
-    section: str = ""
-    section_end: str = ""
-    skipped: tuple[str, ...] = ()
     implied_ends: tuple[str, ...] = ()
     literal: str = ""
     literal_end: str = ""
-    may_lack_section: bool = False
-    is_offered_only: bool = False
     trims_newline: bool = False
     reads_untyped_json: bool = False
     wrappers: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Self
 
 from penstock.engine.contracts.parsing import (
+    CallableTool,
     Event,
     Format,
     FormatInfo,
@@ -23,6 +24,7 @@ from penstock.engine.contracts.parsing import (
     ToolParser,
     Turn,
 )
+from penstock.engine.contracts.structure import Structure
 from penstock.engine.text.answer import split_at_calls
 from penstock.plugins.calls.schema_values import ToolSchemas, has_strict_tool
 from penstock.plugins.markers import StepBuffer, Waiting, is_cut_marker, join_pieces, split_symbols, text_into
@@ -160,7 +162,8 @@ class Envelope:
     is_offered_only: bool = False
 
     @property
-    def markers(self) -> tuple[str, ...]:
+    def enclosing(self) -> tuple[str, ...]:
+        """The markers around calls."""
         return tuple(marker for marker in (self.section, self.section_end, self.call) if marker)
 
 
@@ -194,7 +197,6 @@ class CallStream(ToolParser):
         """An open call with a name stays a call as far as it was written; any other text held back is text."""
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         if self._is_off:
             return [Text(text)] if text else []
         self._buffer.feed(text)
@@ -231,7 +233,7 @@ class SectionStream(CallStream):
         self._new_reader = new_reader
         self._envelope = envelope
         self._schemas = ToolSchemas(turn.tools)
-        self._around = Surroundings(envelope.markers, turn.added_tokens)
+        self._around = Surroundings(envelope.enclosing, turn.added_tokens)
         # Strict calls are held to their tool from the section's marker on, so that a call without one would evade that.
         self._may_lack_section = envelope.may_lack_section and not has_strict_tool(turn.tools)
         self._step = self._read_text
@@ -265,7 +267,7 @@ class SectionStream(CallStream):
 
     def _read_text(self, events: list[Event]) -> None:
         envelope = self._envelope
-        markers: tuple[str, ...] = envelope.markers if self._is_in_section else (envelope.section or envelope.call,)
+        markers: tuple[str, ...] = envelope.enclosing if self._is_in_section else (envelope.section or envelope.call,)
         if self._may_lack_section and envelope.call not in markers:
             markers = (*markers, envelope.call)
         marker = self._buffer.until(lambda piece: self._say([piece], events), *markers)
@@ -404,7 +406,6 @@ class ParsersInTurn(ToolParser):
         return self._first.is_in_call or self._second.is_in_call
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         events: list[Event] = []
         for part in split_at_calls(text):
             if self._second.is_in_call:
@@ -416,7 +417,6 @@ class ParsersInTurn(ToolParser):
         return self._numbered(events)
 
     def finish(self) -> list[Event]:
-        """Emits the text that both hold back."""
         return self._numbered([*self._through(self._first.finish()), *self._second.finish()])
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
@@ -495,7 +495,16 @@ class CallFormat(Format):
     @property
     def tool_format(self) -> ToolFormat | None:
         """How calls are written; None for a format that no grammar can be held to."""
-        return None
+        return self
+
+    @property
+    @abstractmethod
+    def opening(self) -> str:
+        """The text or marker with which the first call begins, and at which a grammar takes over."""
+
+    @abstractmethod
+    def calls(self, tools: Sequence[CallableTool], *, is_single: bool) -> Structure:
+        """What follows `opening`. There is at least one tool. Raises `UnsupportedGrammar` for arguments that cannot be written so."""
 
     @abstractmethod
     def __call__(self, turn: Turn) -> ToolParser:

@@ -28,16 +28,13 @@ class ContentTags(ReasoningParser):
         return self._parser.phase
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         return self._through(self._parser.feed(text))
 
     def finish(self) -> list[Event]:
-        """Emits the text held back."""
         events = self._through(self._parser.finish())
         return [*events, *self._texts(self._buffer.finish())]
 
     def release(self) -> list[Event]:
-        """Emits the text that both hold back, because a tool call has begun. Reading goes on after the call."""
         events = self._through(self._parser.release())
         return [*events, *self._texts(self._buffer.finish())]
 
@@ -95,18 +92,15 @@ class NonemptyContent(ReasoningParser):
         return self._parser.phase
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         return self._through(self._parser.feed(text))
 
     def finish(self) -> list[Event]:
-        """Emits the text held back."""
         events = self._through(self._parser.finish())
         events += [Text(event.text) if isinstance(event, Reasoning) else event for event in self._held]
         self._held = []
         return events
 
     def release(self) -> list[Event]:
-        """Emits the text that the other parser holds back, because a tool call has begun. Reading goes on after the call."""
         return self._through(self._parser.release())
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
@@ -132,7 +126,6 @@ class AppendThink(ReasoningParser):
         self._prefix = "" if turn.phase("<think>", "</think>") is Phase.CONTENT else self.start_marker
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         if not text:
             return []
         if text in (self.start_marker, self.end_marker):

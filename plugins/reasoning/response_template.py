@@ -47,11 +47,9 @@ class TemplateReasoning(ReasoningParser):
         return Phase.CONTENT if self._reader.has_begun else Phase.UNDECIDED
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         return self._events(self._reader.feed([text] if isinstance(text, SpecialText) else text))
 
     def finish(self) -> list[Event]:
-        """Emits the text held back."""
         events = self._events(self._reader.finish())
         rest = self._between or []
         return events if all(piece.isspace() for piece in rest) else [*events, *map(Text, join_pieces(rest))]

@@ -201,7 +201,6 @@ class ThinkParser(ReasoningParser):
         return self._phase
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         self._buffer.feed(text)
         return self._buffer.run(lambda events: self._step(self, events))
 
@@ -214,7 +213,6 @@ class ThinkParser(ReasoningParser):
         return events
 
     def release(self) -> list[Event]:
-        """Emits the text held back, because a tool call has begun. Reading goes on after the call."""
         return self.finish()
 
     def _enter(self, state: State, num_newlines: int = 0) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from penstock.engine.contracts.parsing import SpecialText, Turn
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.markers import join_pieces, split_symbols
-from penstock.plugins.response_templates.symbol_pattern import Captures, Program, Search
+from penstock.plugins.response_templates.symbol_pattern import Captures, Found, Program, Search
 
 REASONING_FIELDS = ("thinking", "reasoning_content", "reasoning")
 CALLS_FIELD = "tool_calls"
@@ -143,13 +143,13 @@ def after_anchor(template: ResponseTemplate, tail: str, added_tokens: frozenset[
     symbols = split_symbols(tail, added_tokens)
     program, _ = _program((template.anchor,), added_tokens)
     start = 0
-    for end in _ends(program, symbols):
-        start = end
+    for found in _matches(program, symbols):
+        start = found.end
     return symbols[start:]
 
 
-def _ends(program: Program, symbols: Sequence[str]) -> Iterable[int]:
-    """Where each match ends, one after the other."""
+def _matches(program: Program, symbols: Sequence[str]) -> Iterator[Found]:
+    """One after the other."""
     position = 0
     while program.entries and position <= len(symbols):
         search = Search(program, position)
@@ -159,7 +159,7 @@ def _ends(program: Program, symbols: Sequence[str]) -> Iterable[int]:
             search.finish()
         if search.found is None:
             return
-        yield search.found.end
+        yield search.found
         position = max(search.found.end, position + 1)
 
 
@@ -251,16 +251,8 @@ def _tags(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     program = Program(frozenset())
     program.add_pattern(arguments.get("tag_pattern", ""))
     values: dict[str, Any] = {}
-    position = 0
-    while position < len(text):
-        search = Search(program, position)
-        while search.found is None and search.position < len(text):
-            search.feed(text[search.position])
-        if search.found is None:
-            search.finish()
-        if search.found is None:
-            break
-        groups = groups_of(text, search.found.captures)
+    for found in _matches(program, text):
+        groups = groups_of(text, found.captures)
         if "key" not in groups:
             raise ValueError("`tag_pattern` has no group `key`")
         value = _nested(groups.get("value", ""), arguments)
@@ -269,17 +261,16 @@ def _tags(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
             earlier = values[key] if isinstance(values[key], list) else [values[key]]
             value = [*earlier, value]
         values[key] = value
-        position = max(search.found.end, position + 1)
     return values
 
 
-def groups_of(text: str, captures: tuple[tuple[str, int], ...]) -> dict[str, str]:
-    """The texts of named groups; of one that was passed several times, the last."""
+def groups_of(symbols: Sequence[str], captures: Captures, first: int = 0) -> dict[str, str]:
+    """The texts of named groups; of one that was passed several times, the last. The first symbol is at the place `first`."""
     groups: dict[str, str] = {}
     starts: dict[str, int] = {}
     for name, position in captures:
         if name in starts:
-            groups[name] = text[starts.pop(name) : position]
+            groups[name] = "".join(symbols[starts.pop(name) - first : position - first])
         else:
             starts[name] = position
     return groups
@@ -384,7 +375,7 @@ class TemplateReader:
         if (left is not None and left is not self.template.implicit) or (opened is None and left is not None):
             parts.append(Closed(left, join_pieces(taken)))
         if opened is not None:
-            parts.append(Opened(opened, join_pieces(taken), _groups(taken, found.start, found.captures)))
+            parts.append(Opened(opened, join_pieces(taken), groups_of(taken, found.captures, found.start)))
             self.has_begun = True
         self.current = opened if opened is not None else self.template.implicit
         self._watch()
@@ -396,14 +387,3 @@ class TemplateReader:
         if pieces:
             parts.append(Stretch(self.current, join_pieces(pieces)))
             self.has_begun = self.has_begun or any(isinstance(piece, SpecialText) or not piece.isspace() for piece in pieces)
-
-
-def _groups(symbols: list[str], first: int, captures: Captures) -> dict[str, str]:
-    groups: dict[str, str] = {}
-    starts: dict[str, int] = {}
-    for name, position in captures:
-        if name in starts:
-            groups[name] = "".join(symbols[starts.pop(name) - first : position - first])
-        else:
-            starts[name] = position
-    return groups

@@ -428,11 +428,9 @@ class FunctionaryMessages(ToolParser):
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the next text belongs to a call's arguments."""
         return self._calls.is_in_call
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         events: list[Event] = []
         for part in split_at_calls(text):
             self._buffer.feed(part)
@@ -440,7 +438,6 @@ class FunctionaryMessages(ToolParser):
         return events
 
     def finish(self) -> list[Event]:
-        """Emits the text that both hold back."""
         rest = [event for piece in self._buffer.finish() for event in self._through(piece)]
         return [*rest, *self._without_implied(self._calls.finish())]
 

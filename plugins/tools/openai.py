@@ -41,13 +41,11 @@ class HarmonyCalls(ToolParser):
         return self._harmony is not None and self._harmony.is_in_call
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         if self._harmony is None:
             return [Text(text)] if text else []
         return self._harmony.feed(text)
 
     def finish(self) -> list[Event]:
-        """Emits the text held back."""
         return [] if self._harmony is None else self._harmony.finish()
 
 

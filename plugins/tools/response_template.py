@@ -45,7 +45,6 @@ class TemplateCalls(ToolParser):
         self._space: list[str] | None = None  # after a call: part of the format where another one follows
 
     def feed(self, text: str) -> list[Event]:
-        """Reads the next piece of text, however it is cut."""
         return self._events(self._reader.feed([text] if isinstance(text, SpecialText) else text))
 
     def finish(self) -> list[Event]:

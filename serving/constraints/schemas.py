@@ -22,7 +22,7 @@ from msgspec import Struct
 from penstock.engine.constraints.limits import MAX_TEXT
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
-from penstock.plugins.grammars.json_schema.document import SCHEMA_KEYWORDS, schemas_below
+from penstock.plugins.grammars.json_schema.document import SCHEMA_KEYWORDS, subschemas
 from penstock.plugins.grammars.json_schema.negation import Overlap
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS, ASSERTIONS, has_lone_references, lone_reference, unknown_keywords
 from penstock.plugins.grammars.regex.syntax import Dialect, RegexError, parse
@@ -299,10 +299,9 @@ class _Closing:
         is_named = schema is not self._root and any(isinstance(schema.get(name), str) for name in _IDENTIFIERS)
         if is_named or not _DYNAMIC.isdisjoint(schema):
             raise _NotClosed
-        for keyword, children in schemas_below(schema):
+        for (keyword, *_), child in subschemas(schema):
             if keyword not in _DEFINITIONS:
-                inner = self._use_below(schema, keyword, use)
-                yield from ((child, inner) for child in children)
+                yield child, self._use_below(schema, str(keyword), use)
         if isinstance(reference := schema.get("$ref"), str):
             if (target := self._overlap.target(reference)) is None:
                 raise _NotClosed

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -99,33 +100,6 @@ def walk(schema: Any) -> Iterator[tuple[Steps, dict[str, Any]]]:
             pending += [(steps + below, child) for below, child in subschemas(current)]
 
 
-def schemas_below(schema: dict[str, Any]) -> Iterator[tuple[str, Iterable[Any]]]:
-    """The keywords that hold subschemas, each with those. There may be values among them that are none."""
-    for keyword, value in schema.items():
-        if keyword not in SCHEMA_KEYWORDS:
-            continue
-        if isinstance(value, dict):
-            if keyword in SCHEMAS_BY_NAME:
-                yield keyword, value.values()
-            elif keyword in SINGLE_SCHEMAS:
-                yield keyword, (value,)
-        elif isinstance(value, list) and keyword in SCHEMAS_IN_LISTS:
-            yield keyword, value
-
-
-def schemas_within(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every subschema that is an object, and the schema itself, in no particular order."""
-    pending = [schema]
-    while pending:
-        current = pending.pop()
-        if isinstance(current, dict):
-            yield current
-            if SCHEMA_KEYWORDS.isdisjoint(current):
-                continue
-            for _, children in schemas_below(current):
-                pending += children
-
-
 def path(steps: Steps) -> str:
     """As it follows the name of the request's field: `.properties.a.anyOf[0]`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
@@ -142,15 +116,6 @@ def at(document: Any, steps: Steps) -> Any:
     return document
 
 
-def typed_steps(document: Any, steps: list[str]) -> Steps:
-    """The steps of a JSON Pointer to something that is there, positions in arrays as numbers."""
-    typed: list[str | int] = []
-    for step in steps:
-        typed.append(int(step) if isinstance(document, list) else step)
-        document = document[typed[-1]]
-    return tuple(typed)
-
-
 def reachable(document: Any) -> frozenset[int]:
     """The identities of the subschemas that count: definitions only where something that counts refers to them."""
     pending: list[Any] = [document]
@@ -160,26 +125,12 @@ def reachable(document: Any) -> frozenset[int]:
         if not isinstance(schema, dict) or id(schema) in found:
             continue
         found.add(id(schema))
-        for keyword, children in schemas_below(schema):
-            if keyword not in ("$defs", "definitions"):
-                pending += children
+        pending += [child for steps, child in subschemas(schema) if steps[0] not in ("$defs", "definitions")]
         reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#"):
-            pending.append(at_pointer(document, unquote(reference[1:])))
+        if isinstance(reference, str):
+            with suppress(UnsupportedGrammar):  # which is refused where it is followed
+                pending.append(resolve(document, unquote(reference), "")[1])
     return frozenset(found)
-
-
-def at_pointer(document: Any, target: str) -> Any:
-    """The value there. True, which has nothing in it, if it leads nowhere."""
-    for step in target.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(document, dict) and name in document:
-            document = document[name]
-        elif isinstance(document, list) and (place := position(name, len(document))) is not None:
-            document = document[place]
-        else:
-            return True
-    return document
 
 
 OPTIONS = "x-guidance"  # what llguidance itself would take from the schema's root
@@ -197,15 +148,15 @@ class SchemaDocument:
 @lru_cache(maxsize=1)  # one document is read strictly, leniently and with references inlined, one after the other; no reading changes it
 def read_document(text: str, param: str) -> SchemaDocument:
     schema = parse_document(text, param)
-    is_escaped = _holds(text, ("\\u",), "\\")  # where a keyword may be spelled otherwise
+    is_escaped = "\\u" in text  # where a keyword may be spelled otherwise
     if is_escaped or not text.isascii():
-        _check_text(schema, text, param)
+        _check_text(schema, param)
     if isinstance(schema, dict) and OPTIONS in schema:
         raise UnsupportedGrammar(f"`{OPTIONS}` is refused: what it sets is not the schema's to say", f"{param}.{OPTIONS}")
     if isinstance(schema, dict) and not isinstance(schema.get("$defs", {}), dict):
         raise UnsupportedGrammar("`$defs` must be an object", f"{param}.$defs")
-    has_anchors = is_escaped or _holds(text, ('"$anchor"', '"$dynamicAnchor"'), "$")
-    identifiers = Identifiers.of(schema, text) if is_escaped or _holds(text, ('"$id"',), "$") or '"id"' in text else Identifiers.NONE
+    has_anchors = is_escaped or '"$anchor"' in text or '"$dynamicAnchor"' in text
+    identifiers = Identifiers.of(schema, text) if is_escaped or '"$id"' in text or '"id"' in text else Identifiers.NONE
     return SchemaDocument(schema, identifiers, has_anchors)
 
 
@@ -221,37 +172,16 @@ class Identifiers(Enum):
         names = ("$id", "id")
         if isinstance(schema, dict) and sum(text.count(f'"{name}"') for name in names) == sum(name in schema for name in names):
             return cls.OF_ROOT if any(isinstance(schema.get(name), str) for name in names) else cls.NONE
-        named = [part for part in schemas_within(schema) if isinstance(part.get("$id"), str) or isinstance(part.get("id"), str)]
+        named = [part for _, part in walk(schema) if isinstance(part.get("$id"), str) or isinstance(part.get("id"), str)]
         return cls.OF_PARTS if any(part is not schema for part in named) else cls.OF_ROOT if named else cls.NONE
 
 
-def _holds(text: str, words: tuple[str, ...], rare: str) -> bool:
-    """Whether any of the words is in a long text. All of them have the rare character at the same place."""
-    offset = words[0].index(rare)
-    place = text.find(rare)
-    while place >= 0:
-        if text.startswith(words, place - offset):
-            return True
-        place = text.find(rare, place + 1)
-    return False
-
-
-def _check_text(document: Any, text: str, param: str) -> None:
+def _check_text(document: Any, param: str) -> None:
     """Raises `UnsupportedGrammar` for text that JSON in UTF-8 cannot hold."""
-    if "\\ud" not in text and "\\uD" not in text and _is_writable(text):
-        return
     try:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise unwritable(document, param) from error
-
-
-def _is_writable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def unwritable(document: Any, param: str) -> UnsupportedGrammar:
@@ -280,20 +210,21 @@ def _is_unwritable(value: Any) -> bool:
     return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def resolve(root: Any, reference: str, param: str) -> tuple[list[str], Any]:
+def resolve(root: Any, reference: str, param: str) -> tuple[Steps, Any]:
     """The steps of a reference within the document and what they lead to. Raises `UnsupportedGrammar` with `param`."""
     if reference != "#" and not reference.startswith("#/"):
         raise UnsupportedGrammar(f"only references within the schema (#/...) are supported, got {dumps(reference)}", param)
-    steps = [step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:]]
+    steps: list[str | int] = []
     target = root
-    for step in steps:
-        if isinstance(target, Mapping) and step in target:
+    for written in reference.split("/")[1:]:
+        name = written.replace("~1", "/").replace("~0", "~")
+        step = position(name, len(target)) if isinstance(target, list) else name
+        if step is not None and (isinstance(target, list) or (isinstance(target, Mapping) and step in target)):
             target = target[step]
-        elif isinstance(target, list) and (place := position(step, len(target))) is not None:
-            target = target[place]
+            steps.append(step)
         else:
             raise UnsupportedGrammar(f"{dumps(reference)} leads nowhere in this schema", param)
-    return steps, target
+    return tuple(steps), target
 
 
 _DEFINITION = "#/$defs/"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from penstock.plugins.grammars.json_schema.document import Steps, at, pointer, resolve, subschemas, typed_steps, walk
+from penstock.plugins.grammars.json_schema.document import Steps, at, pointer, resolve, subschemas, walk
 from penstock.plugins.grammars.json_schema.negation import (
     ALL_TYPES,
     Inexpressible,
@@ -482,7 +482,7 @@ class _Search:
         parts = [(steps + below, child) for below, child in subschemas(schema) if below[0] in _COMPILED]
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#/"):
-            parts.append(_target(self.schema, reference))
+            parts.append(resolve(self.schema, unquote(reference), "$ref"))
         return parts
 
     def keyword(self, schema: Any, message: str) -> tuple[str | None, str | None]:
@@ -526,8 +526,3 @@ class _Search:
             else:
                 moved["$ref"] = f"#/$defs/{_HOME}{reference[1:]}"
         return moved
-
-
-def _target(document: Any, reference: str) -> tuple[Steps, Any]:
-    steps, target = resolve(document, unquote(reference), "$ref")
-    return typed_steps(document, steps), target

@@ -24,9 +24,7 @@ from penstock.plugins.grammars.json_schema.document import (
     reachable,
     read_document,
     resolve,
-    schemas_within,
     steps_of,
-    typed_steps,
     unwritable,
     walk,
     without_endless,
@@ -396,7 +394,7 @@ class _Reading:
     def look_through(self) -> None:
         """Once, for what is rewritten: there an unknown type would match no value, and no error would say so."""
         self.is_looked_through = True
-        if not any(map(has_unknown_type, schemas_within(self.root))):
+        if not any(has_unknown_type(part) for _, part in walk(self.root)):
             return
         counting = None if self.has_identifiers else reachable(self.root)
         for steps, schema in walk(self.root):
@@ -442,8 +440,7 @@ class _Reading:
             except UnsupportedGrammar as error:
                 raise self.refusal(str(error), place, keyword) from error
             if self.has_places_only or not REWRITTEN.isdisjoint(steps):
-                at = typed_steps(self.root, steps)
-                written = self.definitions.refer(pointed, target, (ROOT, *at) if at else ROOT)
+                written = self.definitions.refer(pointed, target, (ROOT, *steps) if steps else ROOT)
             else:
                 written = quote(pointed, safe="#/$~")
             schema[keyword] = self.written[reference] = written

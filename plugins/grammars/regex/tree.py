@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, reduce
+from functools import cache, lru_cache
 from typing import Any
 
 CharSet = tuple[tuple[int, int], ...]  # inclusive, sorted, neither overlapping nor touching
@@ -206,10 +206,6 @@ def optional(item: Node) -> Node:
 
 def chars(characters: str) -> Chars:
     return Chars(of(characters))
-
-
-def any_of(*sets: CharSet) -> Chars:
-    return Chars(reduce(union, sets))
 
 
 class MisplacedAnchor(Exception):
