@@ -42,7 +42,8 @@ def _plain_fields(kind: type) -> dict[str, tuple[type, str]]:
 
 def check_fields(instance: object) -> None:
     """Raises `TypeError` for a number, a flag or a string of another type than the field's."""
-    for name, (kind, what) in _plain_fields(type(instance)).items():
+    holder: type = type(instance)
+    for name, (kind, what) in _plain_fields(holder).items():
         check_type(getattr(instance, name), name, kind, what)
 
 
