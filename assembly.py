@@ -105,7 +105,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     defaults = default_sampling(arguments, files.directory)
     loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
-    compiler = GrammarCompiler(plugins.grammar_backends, tokenizer, core.vocab_size, core.stop_token_ids)
+    compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.give_up = compiler.give_up
     context = ServerContext(
         engine=Engine(core),

@@ -10,7 +10,7 @@ from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.context import SharedContext
-from penstock.serving.conversations import check_template_fields, encode_prompt, render_prompt, rendering_lane, template_kwargs
+from penstock.serving.conversations import check_template_fields, encode_prompt, render_conversation, rendering_lane, template_kwargs
 from penstock.serving.requests import ChatMessage, Messages
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.workers import lane_of
@@ -102,4 +102,4 @@ def _rendered(context: SharedContext, body: TokenizeRequest, messages: list[Chat
     """The prompt that /v1/chat/completions would make of the same fields."""
     check_template_fields(context, body)
     kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.default_chat_template_kwargs)
-    return render_prompt(context, body, messages, body.tools or [], kwargs)
+    return render_conversation(context, body, messages, body.tools or [], kwargs)

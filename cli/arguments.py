@@ -42,7 +42,7 @@ class GrammarArguments:
 
     action: Literal["check", "test"]
     path: str
-    kind: str | None = None
+    kind: str
     backend: str | None
     is_strict: bool
     additional_properties: AdditionalProperties
@@ -63,7 +63,7 @@ def parse_grammar_arguments(argv: list[str]) -> GrammarArguments:
     parser = PARSERS[argv[0]]()
     given = read_arguments(parser, argv[1:], GrammarArguments, action=argv[0])
     kind = given.kind or KINDS_BY_SUFFIX.get(PurePath(given.path).suffix.lower())
-    if kind is None:
+    if not kind:
         parser.error(f"{given.path} does not say what it holds: add --kind {'|'.join(KINDS)}")
     return replace(given, kind=kind)
 
@@ -92,7 +92,10 @@ def build_check_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("path", metavar="FILE", help="the constraint: a JSON Schema, a regex, a grammar, or a JSON array of choices")
     parser.add_argument(
-        "--kind", choices=tuple(KINDS), help="kind of FILE (default: by its suffix: .json is a JSON Schema; .lark, .gbnf, .ebnf, .regex)"
+        "--kind",
+        choices=tuple(KINDS),
+        default="",
+        help="kind of FILE (default: by its suffix: .json is a JSON Schema; .lark, .gbnf, .ebnf, .regex)",
     )
     _add_common_flags(parser, "closed")
     return parser

@@ -14,7 +14,7 @@ from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.pooling.model import PoolingParams, PoolingTask
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.llm.batch import OutputFold, Progress, UseTqdm, run_batch
-from penstock.llm.model import LocalModel, OfflineModel
+from penstock.llm.model import LocalModel, LoopThread, threads_as_they_were
 from penstock.llm.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
@@ -49,7 +49,28 @@ from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
 Conversation = Sequence[Message]
 
 
-class LLM(OfflineModel):
+class _Model:
+    """What both have. `_model` is loaded by the arguments of the command line, as keywords."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
+        **engine_arguments: Any,
+    ) -> None:
+        self._model = LocalModel(model, engine_arguments, logits_processors)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend, by its generation_config; what a call without parameters uses."""
+        return SamplingParams(**self._model.generating.default_sampling)
+
+    def get_metrics(self) -> list[Metric]:
+        """What the server shows at `/metrics`: counters, gauges and histograms by name."""
+        return metric_values(self._model.metrics.registry)
+
+
+class LLM(_Model):
     """A model in this process, for batches.
 
         with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
@@ -63,9 +84,52 @@ class LLM(OfflineModel):
     A call raises `InvalidRequest` for anything wrong with its arguments before anything of it runs.
     """
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend, by its generation_config; what a call without parameters uses."""
-        return SamplingParams(**self._model.generating.default_sampling)
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
+        **engine_arguments: Any,
+    ) -> None:
+        super().__init__(model, logits_processors=logits_processors, **engine_arguments)
+        with threads_as_they_were():
+            self._model.load()
+        self._loop = LoopThread()  # runs all of the model's coroutines; any thread may call, also one in which another loop is running
+        self._loop.run(self._model.start())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what runs and gives the model's memory back. May be called twice."""
+        if not self._loop.is_closed:
+            self._loop.run(self._model.close())
+            self._loop.close()
+
+    def get_tokenizer(self, lora_request: None = None) -> Any:
+        """The model's tokenizer as transformers loads it."""
+        refuse_adapter(lora_request)
+        return self._model.hf_tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what earlier prompts left in the KV cache."""
+        self._loop.run(self._model.reset_prefix_cache())
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the KV cache, at level 2 the weights too, once what runs has ended. Until `wake_up`, `EngineUnavailable` is raised."""
+        self._loop.run(self._model.rest.sleep(level))
+
+    def wake_up(self) -> None:
+        """Serves again, with an empty KV cache and new counters. Raises `ConfigurationError` where there is no room any more."""
+        self._loop.run(self._model.rest.wake_up())
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._model.is_sleeping
 
     def generate(
         self,
@@ -270,7 +334,7 @@ def _conversations(messages: Conversation | Sequence[Conversation]) -> tuple[lis
     return list(cast(Sequence[Conversation], messages)), True
 
 
-class AsyncLLM:
+class AsyncLLM(_Model):
     """A model in this process, on the caller's event loop.
 
         async with AsyncLLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
@@ -280,15 +344,6 @@ class AsyncLLM:
     Arguments are those of `LLM`. They are checked at once; the model is loaded by `start`, in a thread. A request ends when its iterator
     is closed or its task is cancelled. What fails is raised as one of the exceptions of `penstock.engine.errors`.
     """
-
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | None = None,
-        *,
-        logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
-        **engine_arguments: Any,
-    ) -> None:
-        self._model = LocalModel(model, engine_arguments, logits_processors)
 
     async def start(self) -> None:
         """Loads the model and begins to serve, on this loop. An engine is started once."""
@@ -378,18 +433,10 @@ class AsyncLLM:
             output.request_id = request_id
         yield output
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend, by its generation_config; what a call without parameters uses."""
-        return SamplingParams(**self._model.generating.default_sampling)
-
     async def get_tokenizer(self, lora_request: None = None) -> Any:
         """The model's tokenizer as transformers loads it."""
         refuse_adapter(lora_request)
         return await asyncio.to_thread(lambda: self._model.hf_tokenizer)
-
-    def get_metrics(self) -> list[Metric]:
-        """What the server shows at `/metrics`: counters, gauges and histograms by name."""
-        return metric_values(self._model.metrics.registry)
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets what earlier prompts left in the KV cache."""

@@ -173,7 +173,13 @@ async def token_ids_of(context: ServerContext, source: PromptSource) -> list[int
 
 
 async def prepare_prompt(
-    context: ServerContext, source: PromptSource, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    context: ServerContext,
+    source: PromptSource,
+    params: SamplingParams,
+    *,
+    request_id: str | None = None,
+    priority: int = 0,
+    beam: BeamSearchParams | None = None,
 ) -> Prepared:
     """A text to be continued. No parser reads what the model says. Raises `InvalidRequest`."""
     token_ids = await token_ids_of(context, source)
@@ -192,6 +198,7 @@ async def prepare_prompt(
         cache_salt=source.cache_salt,
         outputs=tuple(params.additional_outputs),
         with_context_outputs=params.additional_context_outputs,
+        beam=beam,
     )
     return Prepared(request, params, source.path, source.text)
 
@@ -306,19 +313,9 @@ def read_priorities(given: Any, count: int, what: str) -> list[int]:
 
 async def prepare_beams(context: ServerContext, source: PromptSource, params: BeamSearchParams) -> Prepared:
     """Raises `InvalidRequest`."""
-    token_ids = await token_ids_of(context, source)
     sampling = params.sampling_params()
     own = SamplingParams(**{name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__})
-    limit_of(context, own, len(token_ids), source.path)
-    request = Request(
-        request_id=f"beam-{uuid.uuid4().hex}",
-        prompt_token_ids=token_ids,
-        params=own,
-        make_answer=answer_reader(context.tokenizer, token_ids, own),
-        cache_salt=source.cache_salt,
-        beam=params,
-    )
-    return Prepared(request, own, source.path, source.text)
+    return await prepare_prompt(context, source, own, request_id=f"beam-{uuid.uuid4().hex}", beam=params)
 
 
 def beam_output(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:

@@ -80,7 +80,7 @@ def check_arguments(messages: Sequence[ChatMessage]) -> None:
     check_json(*documents, what="arguments of tool calls", param="messages")
 
 
-def render_prompt(
+def render_conversation(
     context: SharedContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
 ) -> RenderedPrompt:
     """The prompt, by the body's own template where it brings one. Raises `InvalidRequest` for what the template cannot take.
@@ -107,7 +107,7 @@ def render_prompt(
 
 
 def encode_prompt(context: SharedContext, prompt: RenderedPrompt, *, add_special_tokens: bool) -> list[int]:
-    """The token ids of what `render_prompt` gave."""
+    """The token ids of what `render_conversation` gave."""
     tokenizer = context.content_tokenizer or context.tokenizer
     return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
 

@@ -16,13 +16,13 @@ from penstock.serving.conversations import (
     check_prompt_ids,
     check_template_fields,
     check_text_length,
+    render_conversation,
     rendering_lane,
     split_prompts,
     template_kwargs,
 )
 from penstock.serving.metrics import PoolingTimer
 from penstock.serving.requests import Messages, RequestFields
-from penstock.serving.templates.chat_template import render_prompt
 from penstock.serving.workers import lane_of
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
@@ -122,7 +122,7 @@ def rendered(context: PoolingContext, body: InputFields) -> str:
     if body.add_generation_prompt is None:
         body.add_generation_prompt = False
     kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.default_chat_template_kwargs)
-    return render_prompt(context, body, body.messages or [], [], kwargs).text
+    return render_conversation(context, body, body.messages or [], [], kwargs).text
 
 
 def token_limit(context: PoolingContext, asked: int | None) -> int | None:

@@ -27,7 +27,7 @@ from penstock.serving.conversations import (
     check_text_length,
     encode_prompt,
     path_of,
-    render_prompt,
+    render_conversation,
     rendering_lane,
     split_prompts,
     template_kwargs,
@@ -246,7 +246,7 @@ def check_streaming(body: GenerationFields) -> None:
 def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
     """Where the answer starts, and the prompt's token ids."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
-    prompt = render_prompt(context, body, body.messages, tools.shown, kwargs)
+    prompt = render_conversation(context, body, body.messages, tools.shown, kwargs)
     check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.
     prompt_token_ids = encode_prompt(context, prompt, add_special_tokens=bool(body.add_special_tokens))

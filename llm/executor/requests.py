@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from enum import Enum
+from functools import cache
 from numbers import Integral, Real
-from typing import Any, ClassVar, NoReturn
+from types import NoneType, UnionType
+from typing import Any, ClassVar, NoReturn, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,19 +28,23 @@ def check_type(value: object, name: str, kinds: type | tuple[type, ...], what: s
         wrong(name, what, value)
 
 
-def check_integers(instance: object, *names: str) -> None:
-    for name in names:
-        check_type(getattr(instance, name), name, Integral, "an integer")
+@cache
+def _plain_fields(kind: type) -> dict[str, tuple[type, str]]:
+    """The fields that hold a number, a flag or a string, with what such a value is called."""
+    plain = {int: (Integral, "an integer"), float: (Real, "a number"), bool: (bool, "True or False"), str: (str, "a string")}
+    found: dict[str, tuple[type, str]] = {}
+    for name, hint in get_type_hints(kind).items():
+        kinds = [each for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if each is not NoneType]
+        if len(kinds) == 1 and kinds[0] in plain:
+            found[name] = plain[kinds[0]]
+    return found
 
 
-def check_numbers(instance: object, *names: str) -> None:
-    for name in names:
-        check_type(getattr(instance, name), name, Real, "a number")
-
-
-def check_flags(instance: object, *names: str) -> None:
-    for name in names:
-        check_type(getattr(instance, name), name, bool, "True or False")
+def check_fields(instance: object) -> None:
+    """Raises `TypeError` for a number, a flag or a string of another type than the field's."""
+    holder: type = type(instance)
+    for name, (kind, what) in _plain_fields(holder).items():
+        check_type(getattr(instance, name), name, kind, what)
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
@@ -85,13 +91,13 @@ class SamplingConfig:
     _: KW_ONLY
     top_k: int | None = None
     top_p: float | None = None
-    top_p_min: float | None = None
-    top_p_reset_ids: int | None = None
-    top_p_decay: float | None = None
+    top_p_min: Any = None
+    top_p_reset_ids: Any = None
+    top_p_decay: Any = None
     seed: int | None = None
     temperature: float | None = None
     min_tokens: int | None = None
-    beam_search_diversity_rate: float | None = None
+    beam_search_diversity_rate: Any = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -100,17 +106,14 @@ class SamplingConfig:
     no_repeat_ngram_size: int | None = None
     num_return_sequences: int | None = None
     min_p: float | None = None
-    beam_width_array: list[int] | None = None
+    beam_width_array: Any = None
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
         """Raises `TypeError`."""
-        check_integers(self, "beam_width", "top_k", "seed", "min_tokens", "early_stopping", "no_repeat_ngram_size", "num_return_sequences")
-        check_numbers(
-            self, "top_p", "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "length_penalty", "min_p"
-        )
+        check_fields(self)
 
     @property
     def is_drawn(self) -> bool:
@@ -148,8 +151,7 @@ class OutputConfig:
 
     def check(self) -> None:
         """Raises `TypeError`."""
-        check_flags(self, "return_log_probs", "return_context_logits", "return_generation_logits", "exclude_input_from_output")
-        check_flags(self, "return_encoder_output", "return_perf_metrics")
+        check_fields(self)
         for place, output in enumerate(self.additional_model_outputs or ()):
             if not isinstance(output, AdditionalModelOutput) or not isinstance(output.name, str):
                 wrong(f"additional_model_outputs[{place}]", "an AdditionalModelOutput", output)
@@ -179,7 +181,7 @@ class TokenRangeRetentionConfig:
     duration_ms: float | timedelta | None = None
 
     def __post_init__(self) -> None:
-        check_integers(self, "token_start", "token_end", "priority")
+        check_fields(self)
         check_duration(self.duration_ms, "duration_ms")
         check_priority(self.priority, "priority")
         if self.token_start < 0 or (self.token_end is not None and self.token_end <= self.token_start):
@@ -197,7 +199,7 @@ class KvCacheRetentionConfig:
     def __post_init__(self) -> None:
         for place, token_range in enumerate(self.token_range_retention_configs):
             check_type(token_range, f"token_range_retention_configs[{place}]", TokenRangeRetentionConfig, "a TokenRangeRetentionConfig")
-        check_integers(self, "decode_retention_priority")
+        check_fields(self)
         check_duration(self.decode_duration_ms, "decode_duration_ms")
         check_priority(self.decode_retention_priority, "decode_retention_priority")
 
@@ -259,7 +261,7 @@ class GuidedDecodingParams:
     def __post_init__(self) -> None:
         if not isinstance(self.guide_type, GuideType):
             wrong("guide_type", "a GuideType", self.guide_type)
-        check_type(self.guide, "guide", str, "a string")
+        check_fields(self)
 
     def spec(self, additional_properties: AdditionalProperties) -> GrammarSpec:
         """Raises `InvalidRequest` for a guide that is missing, superfluous or not to be read."""
@@ -431,17 +433,13 @@ class Request:
         for name, kind in (("sampling_config", SamplingConfig), ("output_config", OutputConfig)):
             if getattr(self, name) is None:
                 setattr(self, name, kind())
-        check_integers(self, "max_tokens", "end_id", "pad_id", "num_return_sequences")
-        check_numbers(self, "priority")
-        check_flags(self, "streaming", "return_all_generated_tokens")
+        check_fields(self)
         check_type(self.sampling_config, "sampling_config", SamplingConfig, "a SamplingConfig")
         check_type(self.output_config, "output_config", OutputConfig, "an OutputConfig")
         check_type(self.client_id, "client_id", (int, str), "an integer or a string")
-        check_type(self.logits_post_processor_name, "logits_post_processor_name", str, "a name")
         check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "those of penstock.llm.executor")
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")
         check_type(self.allotted_time, "allotted_time", (int, float, timedelta), "a number of seconds or a timedelta")
-        check_type(self.cache_salt, "cache_salt", str, "a string")
 
     @property
     def processors(self) -> tuple[LogitsProcessorConfig, ...]:

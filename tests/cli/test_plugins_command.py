@@ -25,8 +25,8 @@ def test_plugins_are_listed_with_their_distribution_and_aliases(capsys: pytest.C
 
 def test_a_plugin_from_nowhere_has_no_distribution() -> None:
     plugins = Plugins()
-    plugins.load(str(ROOT / "plugins" / "tools" / "openai.py"))
-    assert re.search(r"tool parser\s+openai \*\s+-\s+/", plugin_table(plugins))
+    plugins.load(str(ROOT / "examples" / "bracket_thoughts.py"))
+    assert re.search(r"reasoning parser\s+bracket_thoughts \*\s+-\s+/", plugin_table(plugins))
 
 
 def test_the_page_of_parsers_is_what_they_say_of_themselves() -> None:
