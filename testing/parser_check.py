@@ -81,7 +81,7 @@ def join_atoms(atoms: Iterable[str]) -> list[str]:
 
 
 FILLERS = ("lorem ipsum ", "\n" * 12)
-FEW = 8  # times that a filler is put in, and then four times as often
+FEW = 12  # times that a filler is put in, and then four times as often
 NUM_POSITIONS = 5
 SLACK = 4000  # steps: text that breaks a call makes what follows cheaper
 
@@ -116,13 +116,13 @@ def _positions(sample: str) -> list[int]:
 def _cost(parser: Parser, text: str, added_tokens: frozenset[str]) -> int:
     meter = [0]
 
-    def count_step(frame: FrameType, event: str, argument: object) -> Any:
-        meter[0] += 1
-        return count_step
+    def count_lines(frame: FrameType, event: str, argument: object) -> Any:
+        meter[0] += event == "line"
+        return count_lines
 
     pieces = [atom if isinstance(atom, SpecialText) else MeteredText(atom, meter) for atom in split_atoms(text, added_tokens)]
     before = sys.gettrace()
-    sys.settrace(count_step)
+    sys.settrace(count_lines)
     try:
         for piece in pieces:
             for _ in parser.feed(piece):

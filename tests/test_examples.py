@@ -19,7 +19,7 @@ from penstock.api.app import build_app, build_runner
 from penstock.assembly import ModelFiles, assemble_pooling
 from penstock.cli.flags import parse_arguments
 from penstock.llm.model import LoopThread
-from tests.helpers.example_plugin import THOUGHT_TAGS, XGRAMMAR, install_example_plugin
+from tests.helpers.example_plugin import install_example_plugins
 from tests.llm.model_directory import write_model
 from tests.test_server import server
 
@@ -237,8 +237,7 @@ def test_the_readmes_constraint_holds(url: str) -> None:
 def test_a_server_reads_and_constrains_answers_by_installed_plugins(
     default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for source in (THOUGHT_TAGS, XGRAMMAR):
-        install_example_plugin(source, tmp_path / "site", tmp_path / source.name)
+    install_example_plugins(tmp_path / "site", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     template = (ROOT / "serving" / "templates" / "think.jinja").read_text(encoding="utf-8")
     opened = tmp_path / "thought.jinja"

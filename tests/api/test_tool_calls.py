@@ -95,7 +95,7 @@ async def answers(server: Improvised, num: int, **fields: Any) -> list[dict[str,
 def test_required_answers_are_calls_and_nothing_else(tokenizer: Tokenizer) -> None:
     async def scenario(server: Improvised) -> None:
         for tools in (STRICT, LOOSE, FREER):
-            given = await answers(server, 10, tools=tools, tool_choice="required")
+            given = await answers(server, 6, tools=tools, tool_choice="required")
             for choice in given:
                 assert (choice["content"], choice["finish_reason"]) == ("", "tool_calls")
                 check_calls(choice, tools)
@@ -108,12 +108,12 @@ def test_required_answers_are_calls_and_nothing_else(tokenizer: Tokenizer) -> No
 @BOTH_SPELLINGS
 def test_a_named_tool_is_called_once(tokenizer: Tokenizer) -> None:
     async def scenario(server: Improvised) -> None:
-        for choice in await answers(server, 10, tools=STRICT, tool_choice=choice_of("Cancellation")):
+        for choice in await answers(server, 4, tools=STRICT, tool_choice=choice_of("Cancellation")):
             [(name, _)] = choice["calls"]
             assert (name, choice["content"], choice["finish_reason"]) == ("Cancellation", "", "tool_calls")
             check_calls(choice, STRICT)
-        once = await answers(server, 6, tools=STRICT, tool_choice="required", parallel_tool_calls=False)
-        assert [len(choice["calls"]) for choice in once] == [1] * 6
+        once = await answers(server, 4, tools=STRICT, tool_choice="required", parallel_tool_calls=False)
+        assert [len(choice["calls"]) for choice in once] == [1] * 4
 
     improvise(scenario, tokenizer=tokenizer)
 
@@ -122,7 +122,7 @@ def test_a_named_tool_is_called_once(tokenizer: Tokenizer) -> None:
 def test_under_auto_calls_are_held_to_strict_tools_once_the_model_opens_one(tokenizer: Tokenizer) -> None:
     async def scenario(server: Improvised) -> None:
         for fields, limit in (({}, 100), ({"parallel_tool_calls": False}, 1), ({"tool_choice": allowed("Trip")}, 100)):
-            for choice in await answers(server, 6, tools=STRICT, **fields):
+            for choice in await answers(server, 3, tools=STRICT, **fields):
                 assert choice["content"].startswith("Well, ")
                 assert 1 <= len(choice["calls"]) <= limit
                 check_calls(choice, STRICT[:1] if "tool_choice" in fields else STRICT)
@@ -147,7 +147,7 @@ def test_beside_a_constraint_the_answer_is_that_or_calls(tokenizer: Tokenizer, o
 
     async def scenario(server: Improvised) -> None:
         for fields in ({"response_format": format_}, {"extra_body": {"guided_json": Stay.model_json_schema()}}):
-            for choice in await answers(server, 5, tools=LOOSE, **fields):
+            for choice in await answers(server, 3, tools=LOOSE, **fields):
                 assert bool(choice["calls"]) == (opening == CALL) == (not choice["content"])
                 check_calls(choice, LOOSE)
                 if not choice["calls"]:
@@ -308,7 +308,7 @@ def test_reasoning_is_free_and_what_follows_it_is_not(
     async def scenario(server: Improvised) -> None:
         extra = {"chat_template_kwargs": kwargs}
         for fields in ({"tool_choice": "required"}, {"tool_choice": choice_of("Cancellation"), "n": 2, "temperature": 1.0, "seed": 3}):
-            for choice in await answers(server, 2, tools=STRICT, extra_body=extra, **fields):
+            for choice in await answers(server, 1, tools=STRICT, extra_body=extra, **fields):
                 assert choice["reasoning_content"].strip() == ("Hm." if reasons else "")
                 assert (choice["content"].strip(), choice["finish_reason"]) == ("", "tool_calls")
                 assert choice["calls"]

@@ -15,12 +15,12 @@ from penstock.server import main
 from tests.helpers.example_plugin import pip_install
 
 REGISTRIES = {"reasoning": "reasoning parser", "tool": "tool parser", "logits": "logits processor", "grammar": "grammar backend"}
-PACKAGES = {**{kind: (kind,) for kind in PLUGIN_KINDS}, "format": ("tool", "reasoning", "logits")}
+PACKAGES = {"grammar": ("grammar",), "format": ("tool", "reasoning", "logits")}  # each kind, in both forms of a package
 
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a package of each kind, and one of several."""
+    """A folder with a package of one module, and one of several."""
     folder = tmp_path_factory.mktemp("packages")
     for package in PACKAGES:
         kinds = [word for kind in PACKAGES[package] for word in ("--kind", kind)]

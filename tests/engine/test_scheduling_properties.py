@@ -114,7 +114,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
     rows_for_weights=st.sampled_from([None, 20.0, 1000.0]),
     is_async=st.booleans(),
 )
-@settings(max_examples=120)
+@settings(max_examples=80)
 def test_every_request_gets_the_answer_it_gets_alone(
     plan: list[tuple[int, Arrival]],
     block_size: int,

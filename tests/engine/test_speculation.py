@@ -174,7 +174,7 @@ def test_tokens_are_drawn_from_the_models_own_distribution(params: dict[str, Any
     """Without a seed, against the probabilities of all answers of four letters (a chi-square test)."""
     core = make_core(three_letters, rows_for_weights=EAGER, num_blocks=200, max_num_seqs=20, max_num_batched_tokens=200, max_waiting=2000)
     runner_of(core).sampler = Sampler(VOCAB_SIZE, "cpu", seed=1)
-    num_answers = 2000
+    num_answers = 1000
     for number in range(num_answers // 20):
         core.add(make_request(str(number), (LETTERS[:3] * 3)[:8], n=20, max_tokens=4, **({"temperature": 1.0} | params)))
     answers = drive(core)

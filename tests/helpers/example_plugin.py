@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-THOUGHT_TAGS = EXAMPLES / "penstock-plugin-thought-tags"
-XGRAMMAR = EXAMPLES / "penstock-plugin-xgrammar"
+EXAMPLE_PLUGINS = (EXAMPLES / "penstock-plugin-thought-tags", EXAMPLES / "penstock-plugin-xgrammar")
 
 
-def install_example_plugin(source: Path, target: Path, workspace: Path) -> None:
-    """Puts the distribution into `target`, for `PYTHONPATH`, and builds it in `workspace`, which does not exist yet. Needs no network."""
-    shutil.copytree(source, workspace)  # a build leaves files beside its source
-    pip_install(target, workspace)
+def install_example_plugins(target: Path, workspace: Path) -> None:
+    """Puts the distributions into `target`, for `PYTHONPATH`, and builds them in folders of `workspace`. Needs no network."""
+    for source in EXAMPLE_PLUGINS:
+        shutil.copytree(source, workspace / source.name)  # a build leaves files beside its source
+    pip_install(target, *(workspace / source.name for source in EXAMPLE_PLUGINS))
 
 
 def pip_install(target: Path, *sources: Path) -> None:

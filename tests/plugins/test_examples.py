@@ -8,7 +8,7 @@ import pytest
 from penstock.engine.contracts.parsing import Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read
-from tests.helpers.example_plugin import EXAMPLES, THOUGHT_TAGS, XGRAMMAR, install_example_plugin
+from tests.helpers.example_plugin import EXAMPLE_PLUGINS, EXAMPLES, install_example_plugins
 
 
 @pytest.fixture(scope="module")
@@ -20,36 +20,29 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def environment(build: Path) -> dict[str, str]:
     """Variables for a process in which the examples are installed."""
-    for source in (THOUGHT_TAGS, XGRAMMAR):
-        install_example_plugin(source, build / "site", build / source.name)
+    install_example_plugins(build / "site", build)
     return {**os.environ, "PYTHONPATH": str(build / "site")}
 
 
-def test_an_installed_distribution_is_found_and_selected(environment: dict[str, str], tmp_path: Path) -> None:
+def test_installed_distributions_are_found_and_selected(environment: dict[str, str], tmp_path: Path) -> None:
     code = """if True:
         from penstock.plugins.manager import Plugins
-        row, = [row for row in Plugins.start(["thought_tags"]).listing() if row.name == "thought_tags"]
-        print(row.kind, row.plugin, row.distribution, row.version, row.is_active, sep="|")
+        plugins = Plugins.start(["thought_tags", "xgrammar"])
+        for row in plugins.listing():
+            if row.name in ("thought_tags", "xgrammar"):
+                print(row.kind, row.plugin, row.distribution, row.version, row.is_active, sep="|")
+        print(*plugins.grammar_backends, sep="|")
     """
     result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "reasoning parser|thought_tags|penstock-plugin-thought-tags|0.1.0|True"
+    *rows, backends = result.stdout.splitlines()
+    assert "reasoning parser|thought_tags|penstock-plugin-thought-tags|0.1.0|True" in rows
+    assert any(row.startswith("grammar backend|xgrammar|penstock-plugin-xgrammar|") for row in rows)
+    assert backends == "llguidance|outlines_core|xgrammar", "it comes after the built-in ones"
 
 
-def test_an_installed_grammar_backend_is_found_and_comes_after_the_built_in_ones(environment: dict[str, str], tmp_path: Path) -> None:
-    code = """if True:
-        from penstock.plugins.manager import Plugins
-        plugins = Plugins.start(["xgrammar"])
-        row, = [row for row in plugins.listing() if row.name == "xgrammar"]
-        print(row.kind, row.plugin, row.distribution, *plugins.grammar_backends, sep="|")
-    """
-    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "grammar backend|xgrammar|penstock-plugin-xgrammar|llguidance|outlines_core|xgrammar"
-
-
-@pytest.mark.parametrize("source", [THOUGHT_TAGS, XGRAMMAR], ids=lambda source: source.name)
-def test_the_distributions_own_tests_pass(source: Path, build: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    tests = build / source.name / "tests"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tests)]
+def test_the_distributions_own_tests_pass(build: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    tests = [str(build / source.name / "tests") for source in EXAMPLE_PLUGINS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests]
     result = subprocess.run(command, env={**environment, "PYTHONDONTWRITEBYTECODE": "1"}, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 

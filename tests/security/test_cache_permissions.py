@@ -12,9 +12,9 @@ import torch
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.compiled_layers import LayerCompilation
+from penstock.engine.model.loader import in_memory
 from penstock.engine.native import library as native
 from penstock.engine.system.cache import COMPILER_CACHES, build_once, check_private, make_private, redirect_compiler_caches
-from tests.engines import loaded_model
 from tests.tiny_models import tiny_model
 
 SOMEBODY_ELSE = 12345
@@ -93,7 +93,7 @@ def test_kernels_that_others_can_write_are_not_loaded(kernels: Path, monkeypatch
 
 
 def test_compiled_layers_that_others_can_write_are_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compilation = LayerCompilation(loaded_model(tiny_model("llama")))
+    compilation = LayerCompilation(in_memory(tiny_model("llama"), max_model_len=128))  # no kernels are built for it in the new cache
     (package,) = [compilation._package(kind) for kind in compilation._kinds]
     make_private(package.parent)
     package.touch(0o666)
