@@ -25,8 +25,8 @@ def test_plugins_are_listed_with_their_distribution_and_aliases(capsys: pytest.C
 
 def test_a_plugin_from_nowhere_has_no_distribution() -> None:
     plugins = Plugins()
-    plugins.load(str(ROOT / "plugins" / "tools" / "functionary.py"))
-    assert re.search(r"tool parser\s+functionary_v32 \*\s+-\s+/", plugin_table(plugins))
+    plugins.load(str(ROOT / "examples" / "fenced_calls.py"))
+    assert re.search(r"tool parser\s+fenced_calls \*\s+-\s+/", plugin_table(plugins))
 
 
 def test_the_page_of_parsers_is_what_they_say_of_themselves() -> None:
