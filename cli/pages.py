@@ -12,6 +12,8 @@ from penstock.engine.config import Group, Option
 from penstock.engine.sampling.params import Parameter, SamplingParams, parameters_of
 from penstock.serving.options import OPTIONS
 from penstock.serving.requests import GenerationFields
+from penstock.serving.vllm_arguments import ALL as VLLM_ARGUMENTS
+from penstock.serving.vllm_arguments import WITHOUT_EFFECT, filled, flag_shown
 
 DOCS = Path(__file__).parents[1] / "docs"
 INTRODUCTION = """\
@@ -19,9 +21,19 @@ INTRODUCTION = """\
 
 Every flag of the server. The library takes each of them that is not marked *server* as a keyword argument of `LLM` and `AsyncLLM`, in
 snake case: `--max-num-seqs 8` is `max_num_seqs=8`. A model for [pooling](pooling.md) refuses those marked *generation*, except for values
-that change nothing. vLLM's flags that are missing here are accepted if they request what Penstock does anyway; each of the others is
-refused with what to use instead.
+that change nothing. [vLLM's flags](#vllms-flags) that are missing here are accepted if they request what Penstock does anyway; each of the
+others is refused with what to use instead.
 """
+VLLM = """\
+## vLLM's flags
+
+Those of `vllm serve`, and the arguments of vLLM's `LLM`, that are not flags here. They are written as in Python; on the command line they
+have dashes, as in `gpu-memory-utilization`. The accepted values request what Penstock does anyway, or stand for one of its flags.
+
+| vLLM's argument | accepted | otherwise |
+|---|---|---|
+"""
+MAX_VALUE = 20  # characters of a value of vLLM's that is shown
 # Around the table in docs/requests.md.
 BEGIN = "<!-- sampling parameters: written by `python -m penstock.cli.pages` -->\n"
 END = "<!-- end of the sampling parameters -->\n"
@@ -40,6 +52,7 @@ def _flag_lines() -> Iterator[str]:
         yield "|---|---|---|"
         yield from (_flag_row(option) for option in OPTIONS.values() if option.group == group)
         yield ""
+    yield VLLM + "\n".join(_vllm_rows()) + "\n"
 
 
 def _flag_row(option: Option) -> str:
@@ -49,6 +62,17 @@ def _flag_row(option: Option) -> str:
         spellings.append(f"`--no-{option.flag.removeprefix('--')}`")
     scopes = [word for word, holds in (("server", option.is_server_only), ("generation", option.needs_generation)) if holds]
     return f"| {', '.join(spellings)} | {_escaped(option.whole_help)} | {', '.join(scopes)} |"
+
+
+def _vllm_rows() -> Iterator[str]:
+    names: dict[tuple[str, str], list[str]] = {}  # by what is said of them
+    for name, argument in VLLM_ARGUMENTS.items():
+        accepted = [f"`{shown}`" for shown in map(json.dumps, argument.neutral) if len(shown) <= MAX_VALUE]
+        accepted += [f"`{json.dumps(known)}`: `{flag_shown(ours, str(value))}`" for known, ours, value in argument.meanings]
+        hint = "no effect" if argument is WITHOUT_EFFECT else filled(argument.hint, flag_shown)
+        names.setdefault((", ".join(accepted), hint), []).append(f"`{name}`")
+    for (values, hint), alike in names.items():
+        yield f"| {', '.join(alike)} | {_escaped(values)} | {_escaped(hint)} |"
 
 
 def sampling_table() -> str:

@@ -91,9 +91,9 @@ def _sentence(text: str) -> str:
 
 def _signs(info: FormatInfo) -> str:
     if info.declared_fields:
-        return f"Chosen where no other fits and the template declares {' or '.join(map(code, info.declared_fields))}."
+        return f"Chosen if no other fits and the template declares {' or '.join(map(code, info.declared_fields))}."
     if not info.signs:
-        return "Has to be named."
+        return "Must be named."
     counter = f", and no {' or '.join(map(code, info.counter_signs))}" if info.counter_signs else ""
     signs = " or ".join(" ".join(map(code, signs)) for signs in (info.signs, *info.other_signs))
     return f"Signs: {signs}{counter}."

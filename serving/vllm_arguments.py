@@ -56,12 +56,12 @@ BACKEND = VllmArgument("a request chooses the grammar backend: `backend` in its 
 OWN_CONFIG = VllmArgument("change the model's config.json", ({},))
 LOCAL_COPY = VllmArgument("name a local directory that holds this revision", ("main",))
 TRACES = VllmArgument("there is no tracing; metrics are always counted", (False,))
-NO_REQUEST_LOG = "what requests hold is not logged; the access log, on by default, has a line for each ({access_log})"
+NO_REQUEST_LOG = "the contents of requests are not logged; the access log, on by default, has a line for each ({access_log})"
 TLS = VllmArgument("put a proxy in front that speaks TLS")
 
 # Arguments of both `LLM` and the command line.
 ENGINE: Mapping[str, VllmArgument] = {
-    "additional_config": VllmArgument("it has nothing to configure here", ({},)),
+    "additional_config": VllmArgument("nothing here is configured by it", ({},)),
     "all2all_backend": ONE_DEVICE,
     "allowed_local_media_path": TEXT_ONLY,
     "allowed_media_domains": TEXT_ONLY,
@@ -121,7 +121,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "io_processor_plugin": VllmArgument("{plugin} loads parsers, logits processors and grammar backends", ("",)),
     "kv_cache_dtype_skip_layers": VllmArgument("{kv_cache_dtype} is for all layers"),
     "kv_cache_metrics": TRACES,
-    "kv_sharing_fast_prefill": _switch("prompts are computed by all layers", False),
+    "kv_sharing_fast_prefill": _switch("all layers compute the prompt", False),
     "kv_*": CACHE_STAYS,
     "language_model_only": WITHOUT_EFFECT,
     "limit_mm_per_prompt": VllmArgument("only text can be read", ("", *NO_MEDIA)),
@@ -156,13 +156,13 @@ ENGINE: Mapping[str, VllmArgument] = {
     "optimization_level": VllmArgument("use {compile}"),
     "otlp_*": TRACES,
     "override_pooler_config": VllmArgument("the model's own files say how it pools", ({},)),
-    "performance_mode": VllmArgument("there are no such modes", ("balanced",)),
+    "performance_mode": VllmArgument("it cannot be chosen", ("balanced",)),
     "pipeline_parallel_size": ONE_DEVICE,
     "pooler_config": VllmArgument("the model's own files say how it pools", ({},)),
     "pp_*": ONE_PROCESS,
     "prefill_context_parallel_size": ONE_DEVICE,
-    "prefix_caching_hash_algo": VllmArgument("there is one way to find prefixes", ("builtin", "sha256")),
-    "preemption_mode": VllmArgument("what is preempted is computed again", ("recompute",)),
+    "prefix_caching_hash_algo": VllmArgument("the hash of prefixes cannot be chosen", ("builtin", "sha256")),
+    "preemption_mode": VllmArgument("preempted sequences are recomputed", ("recompute",)),
     "profiler_config": VllmArgument("run the process under a profiler", ({},)),
     "pt_load_map_location": OWN_LOADING,
     "quantization_param_path": VllmArgument("the 8-bit KV cache has no scales"),
@@ -179,9 +179,9 @@ ENGINE: Mapping[str, VllmArgument] = {
     "skip_tokenizer_init": _switch("a model is always loaded with its tokenizer", False),
     "spec_*": SPECULATION,
     "speculative_*": SPECULATION,
-    "stream_interval": VllmArgument("each step's tokens are given at once", (1,)),
+    "stream_interval": VllmArgument("each step's tokens are sent at once; a request may set `stream_interval`", (1,)),
     "structured_outputs_config": BACKEND,
-    "swap_space": VllmArgument("what does not fit the KV cache is computed again", (0, 4)),
+    "swap_space": VllmArgument("sequences that do not fit the KV cache are preempted and recomputed", (0, 4)),
     "task": VllmArgument(
         "use {runner}, 'generate' or 'pooling'",
         ("auto",),
@@ -207,7 +207,7 @@ SERVER: Mapping[str, VllmArgument] = {
     "allowed_methods": VllmArgument("pages may use any method: see {allowed_origins}", (["*"], "*")),
     "api_server_count": VllmArgument("one process serves", (1,)),
     "chat_template_content_format": VllmArgument("the template decides", ("auto",)),
-    "config": VllmArgument("give the flags themselves"),
+    "config": VllmArgument("pass the flags on the command line"),
     "disable_access_log_for_endpoints": VllmArgument("use {access_log=False}"),
     "disable_fastapi_docs": WITHOUT_EFFECT,
     "disable_frontend_multiprocessing": _switch("one process serves", True),
@@ -217,26 +217,26 @@ SERVER: Mapping[str, VllmArgument] = {
     "enable_log_deltas": WITHOUT_EFFECT,
     "enable_log_outputs": _switch("answers are not logged", False),
     "enable_offline_docs": WITHOUT_EFFECT,
-    "enable_prompt_tokens_details": _switch("usage always has them", True),
+    "enable_prompt_tokens_details": _switch("usage always includes them", True),
     "enable_reasoning": _switch("use {reasoning_parser=none}", True),
     "enable_request_id_headers": _switch("answers always have x-request-id", True),
-    "enable_server_load_tracking": _switch("/metrics says how many requests run and wait", False),
+    "enable_server_load_tracking": _switch("/metrics has the numbers of running and waiting requests", False),
     "enable_ssl_refresh": TLS,
-    "enable_tokenizer_info_endpoint": _switch("there is /tokenize, and no /tokenizer_info", False),
+    "enable_tokenizer_info_endpoint": _switch("use /tokenize; /tokenizer_info is not served", False),
     "exclude_tools_when_tool_choice_none": _switch("tools are not in the prompt where `tool_choice` is `none`", True),
-    "grpc": _switch("there is HTTP alone", False),
+    "grpc": _switch("only HTTP is served", False),
     "h11_*": VllmArgument("use {max_body_size}"),
     "headless": _switch("a model runs on one device, in this process", False),
     "log_config_file": VllmArgument("use {log_level}"),
     "log_error_stack": _switch("use {log_level=debug}", False),
     "max_log_len": VllmArgument("requests are not logged"),
-    "max_num_queued_*": VllmArgument("use {max_waiting_requests}, which does not count requests that run"),
+    "max_num_queued_*": VllmArgument("use {max_waiting_requests}, which does not count running requests"),
     "middleware": VllmArgument("put a proxy in front", ([],)),
     "prompt_adapters": NO_ADAPTERS,
     "reasoning_parser_plugin": VllmArgument("{plugin=FILE.py} loads a parser, written as docs/plugins.md says", ("",)),
     "response_role": VllmArgument("answers are the assistant's", ("assistant",)),
     "return_tokens_as_token_ids": _switch("a request asks for it", False),
-    "root_path": VllmArgument("let the proxy take the prefix off", ("",)),
+    "root_path": VllmArgument("let the proxy remove the prefix", ("",)),
     "ssl_*": TLS,
     "tokens_only": _switch("all routes are served", False),
     "tool_parser_plugin": VllmArgument("{plugin=FILE.py} loads a parser, written as docs/plugins.md says", ("",)),
@@ -331,6 +331,11 @@ def keyword_shown(name: str, value: str | None) -> str:
     return f"`{name}={value}`" if value in ("True", "False") else f"`{name}={value!r}`"
 
 
+def filled(hint: str, shown: Callable[[str, str | None], str]) -> str:
+    """A hint with our arguments as `shown` writes them."""
+    return re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda found: shown(found[1], found[2]), hint)
+
+
 def _flag_argument(flag: str, known: Container[str]) -> tuple[str, bool, VllmArgument | None]:
     """The name that a flag stands for, whether it is negated, and what it means, None for a word that is no flag of vLLM's."""
     name = SHORT_FLAGS.get(flag, flag[2:].partition(".")[0].replace("-", "_"))
@@ -359,7 +364,6 @@ def _is_about_value(argument: VllmArgument, value: Any) -> bool:
 
 def _refusal(refused: str, shown: Callable[[str, str | None], str]) -> Callable[[str], ConfigurationError]:
     def refuse(hint: str) -> ConfigurationError:
-        filled = re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda found: shown(found[1], found[2]), hint)
-        return ConfigurationError(f"{refused}: {filled}")
+        return ConfigurationError(f"{refused}: {filled(hint, shown)}")
 
     return refuse

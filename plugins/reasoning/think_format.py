@@ -387,7 +387,7 @@ def _quirks(think: ThinkFormat) -> Iterator[str]:
     if think.has_suffix:
         yield f"Checkpoints may add a suffix to their markers, `{think.start.removesuffix('>')}:x>`."
     if think.text_markers:
-        yield f"`{think.text_markers[0]}` counts only at the start, and where the vocabulary has no `{think.start}`."
+        yield f"`{think.text_markers[0]}` counts only at the start, and only if the vocabulary has no `{think.start}`."
     if think.label:
         yield f"The first line of a block, `{think.label}`, is part of its marker."
     if think.implicit_ends:
@@ -395,18 +395,18 @@ def _quirks(think: ThinkFormat) -> Iterator[str]:
     if think.inner_call:
         yield f"A call within the reasoning, `{think.inner_call[0]}` … `{think.inner_call[1]}`, is content; the reasoning goes on after it."
     if think.has_blocks_anywhere:
-        yield "A block may begin anywhere in the content, and an end marker that ends nothing is taken out."
+        yield "A block may begin anywhere in the content, and an end marker that ends nothing is removed."
     if think.content_starts or think.wrappers:
-        yield "Markers around the content are taken out."
+        yield "Markers around the content are removed."
     if think.content_tags:
-        yield f"`{think.content_tags[0]}` around the content is taken out."
+        yield f"`{think.content_tags[0]}` around the content is removed."
     if think.drops_leading_end:
-        yield f"A leading `{think.end}` is taken out."
+        yield f"A leading `{think.end}` is removed."
     if think.drops_repeated_end:
-        yield f"A second `{think.end}` is taken out."
+        yield f"A second `{think.end}` is removed."
     yield from _newline_quirks(think)
     if think.trims_space:
-        yield "White space at both ends of the reasoning is dropped."
+        yield "White space at both ends of the reasoning is removed."
     if think.nonempty_content:
         yield (
             "With `enable_thinking: false` or `force_nonempty_content`, reasoning that no content follows is content; it is known only at "
@@ -422,7 +422,7 @@ def _newline_quirks(think: ThinkFormat) -> Iterator[str]:
     ]
     dropped = [f"{'all' if count == ALL else count} {place}" for count, place in places if count]
     if dropped:
-        yield f"Line breaks that are dropped: {', '.join(dropped)}."
+        yield f"Removed line breaks: {', '.join(dropped)}."
 
 
 def _either(words: Sequence[str]) -> str:

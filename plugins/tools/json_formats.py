@@ -338,7 +338,7 @@ FORMATS = (
         ),
         head=CallHead({"id": {"<|tool_call_argument_begin|>": None}}, _kimi_identity),
         quirks="The id is the model's own, numbered on through the conversation; `functions.` may be missing and names may have dots. "
-        "An id without a number is no call. Text after the section is content.",
+        "An id without a number is not a call. Text after the section is content.",
         aliases=("kimi-k2",),
         signs=("<|tool_calls_section_begin|>",),
     ),
@@ -479,7 +479,7 @@ def register_tool_parsers(register: Register) -> None:
     info = FormatInfo(
         models="Functionary 3.2",
         markers=(RECIPIENT, RECIPIENT + ALL),
-        quirks="The prompt ends with `>>>`, so that an answer begins with the name of a tool or with `all`, which is taken out. "
+        quirks="The prompt ends with `>>>`, so that an answer begins with the name of a tool or with `all`, which is removed. "
         "So a call may be the very beginning, which no grammar here can say: `required` and strict tools are refused.",
         aliases=("functionary", "functionary-v3.2"),
         signs=(">>>${recipient}", "recipient==all"),

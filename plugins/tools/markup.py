@@ -20,7 +20,7 @@ QWEN3_CODER = MarkupFormat(
     separator="\n",
     may_lack_section=True,
     may_lack_value_end=True,
-    quirks="One line break at either end of a value belongs to the markup. A missing `<tool_call>` is forgiven at the beginning of a line, "
+    quirks="One line break at either end of a value belongs to the markup. A missing `<tool_call>` is accepted at the beginning of a line, "
     "unless a tool is strict, and so is a missing `</parameter>`.",
     aliases=("qwen3_xml", "qwen3-coder", "qwen3_5", "mimo", "nemotron_v3", "nemotron_3", "step3p5", "step5", "minicpmv"),
     signs=("<tool_call>", "<function=", "<parameter="),
@@ -67,7 +67,7 @@ TAGS = (
         parameter='<atem:parameter name="{name}">{value}</atem:parameter>\n',
         block="<atem:function_calls>{calls}\n</atem:function_calls>",
         reads_untyped_json=True,
-        quirks="Values whose type the schema does not tell are read as JSON where they are, else as strings. The reasoning parser of the "
+        quirks="Values without a type in the schema are read as JSON if they parse, else as strings. The reasoning parser of the "
         "same name takes the headers of messages out.",
         aliases=("muse", "muse-glimmer"),
         signs=("<atem:function_calls>",),
@@ -100,9 +100,7 @@ TAGS = (
     ),
 )
 
-_GLM_QUIRKS = (
-    "Values whose type the schema does not tell are read as JSON where they are, else as strings. Line breaks are optional on reading."
-)
+_GLM_QUIRKS = "Values without a type in the schema are read as JSON if they parse, else as strings. Line breaks are optional on reading."
 LINES = (
     MarkupFormat(
         name="glm45",

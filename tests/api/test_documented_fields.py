@@ -10,7 +10,9 @@ from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
 from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from penstock.engine.sampling.params import SamplingParams, parameters_of
+from penstock.serving.metrics import PREFIX, Metrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, StreamOptions
+from tests.api.running_server import STATS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "requests.md").read_text(encoding="utf-8")
@@ -23,6 +25,13 @@ POOLING_PAGE = (DOCS / "pooling.md").read_text(encoding="utf-8")
 )
 def test_every_field_is_on_the_page(fields: tuple[str, ...]) -> None:
     assert not set(fields) - set(re.findall(r"`(\w+)`", PAGE))
+
+
+def test_every_metric_is_on_the_page() -> None:
+    names = [family.name.removeprefix(PREFIX) for family in Metrics(lambda: STATS, "m").registry.collect()]
+    section = PAGE.split("\n## Health and metrics\n")[1].split("\n## ")[0]
+    assert names
+    assert not set(names) - {name.removesuffix("_total") for name in re.findall(r"`(\w+)`", section)}
 
 
 @pytest.mark.parametrize(

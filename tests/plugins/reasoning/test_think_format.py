@@ -57,7 +57,7 @@ def test_markers_example_and_notes_follow_from_the_declaration() -> None:
     assert replace(row, prompt_tail="<a>\n").info.example == "Capitals.</a><b>Oslo.</b>"
     assert row.info.quirks == (
         "On unless `thinking` or `enable_thinking` is false or `reasoning_effort` is `none`. `<call>` or `<tool>` ends the reasoning. "
-        "`<b>` around the content is taken out. Line breaks that are dropped: 2 after `</a>`. Seldom seen."
+        "`<b>` around the content is removed. Removed line breaks: 2 after `</a>`. Seldom seen."
     )
 
 
