@@ -91,6 +91,7 @@ class PatternState(Generic[Symbol]):
 
     def _expand(self) -> "dict[Symbol, PatternState[Symbol]]":
         # The children of a state need those of its failure state, which is less deep: made in this order, there is no recursion.
+        # Threads that do so at the same time make equal states, and it makes no difference which of them stay.
         states = [self]
         while (failure := states[-1]._failure) is not None and failure._children is None:
             states.append(failure)
