@@ -36,11 +36,11 @@ class PatternState(Generic[Symbol]):
         """The length of the longest beginning of a pattern that the symbols so far end with; it may be the whole pattern."""
         self.found: Sequence[Symbol] | None = None if failure is None else failure.found
         """The longest pattern that the symbols so far end with."""
-        self.num_pending = depth if self._longer or failure is None else failure.num_pending
+        self.num_pending: int = depth if self._longer or failure is None else failure.num_pending
         """How many of the last symbols may become a match with those that follow."""
         if len(self._longer) < len(patterns):
             self.found = next(pattern for pattern in patterns if len(pattern) == depth)
-        self.num_held = depth if self.found is None else len(self.found)
+        self.num_held: int = depth if self.found is None else len(self.found)
         """How many of the last symbols are the match that was found or, without a match, may become one."""
         if initial is None:
             firsts = {re.escape(pattern[0]) for pattern in patterns if isinstance(pattern[0], str) and len(pattern[0]) == 1}
