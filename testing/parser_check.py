@@ -83,7 +83,7 @@ def join_atoms(atoms: Iterable[str]) -> list[str]:
 FILLERS = ("lorem ipsum ", "\n" * 12)
 FEW = 12  # times that a filler is put in, and then four times as often
 NUM_POSITIONS = 5
-SLACK = 4000  # steps: text that breaks a call makes what follows cheaper
+SLACK = 8000  # steps: text that breaks a call makes what follows cheaper
 
 
 def check_cost(

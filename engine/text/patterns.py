@@ -16,7 +16,7 @@ class PatternState(Generic[Symbol]):
     of long patterns cost little where the text has nothing of them.
     """
 
-    __slots__ = ("_children", "_failure", "_first", "_initial", "_last_symbols", "_longer", "depth", "found", "num_pending")
+    __slots__ = ("_children", "_failure", "_first", "_initial", "_last_symbols", "_longer", "depth", "found", "num_held", "num_pending")
 
     def __init__(
         self,
@@ -36,21 +36,18 @@ class PatternState(Generic[Symbol]):
         """The length of the longest beginning of a pattern that the symbols so far end with; it may be the whole pattern."""
         self.found: Sequence[Symbol] | None = None if failure is None else failure.found
         """The longest pattern that the symbols so far end with."""
-        self.num_pending = depth if self._longer or failure is None else failure.num_pending
+        self.num_pending: int = depth if self._longer or failure is None else failure.num_pending
         """How many of the last symbols may become a match with those that follow."""
         if len(self._longer) < len(patterns):
             self.found = next(pattern for pattern in patterns if len(pattern) == depth)
+        self.num_held: int = depth if self.found is None else len(self.found)
+        """How many of the last symbols are the match that was found or, without a match, may become one."""
         if initial is None:
             firsts = {re.escape(pattern[0]) for pattern in patterns if isinstance(pattern[0], str) and len(pattern[0]) == 1}
             self._first = re.compile("|".join(firsts) or r"(?!)")  # a set of characters, as `re` compiles it
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
-
-    @property
-    def num_held(self) -> int:
-        """How many of the last symbols are the match that was found or, without a match, may become one."""
-        return self.depth if self.found is None else len(self.found)
 
     @property
     def completing(self) -> list[Symbol]:
@@ -94,6 +91,7 @@ class PatternState(Generic[Symbol]):
 
     def _expand(self) -> "dict[Symbol, PatternState[Symbol]]":
         # The children of a state need those of its failure state, which is less deep: made in this order, there is no recursion.
+        # Threads that do so at the same time make equal states, and it makes no difference which of them stay.
         states = [self]
         while (failure := states[-1]._failure) is not None and failure._children is None:
             states.append(failure)

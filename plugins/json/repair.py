@@ -337,13 +337,17 @@ class JsonRepair:
             self._put(text[position:end])
             return end
         self._state, end = self._state.read(text, position, end)
+        num_held = self._state.num_held
+        if not num_held and not self._tail:
+            self._out.append(text[position:end])
+            return end
         stretch = "".join(self._tail) + text[position:end]
-        num_certain = len(stretch) - self._state.num_held
+        num_certain = len(stretch) - num_held
         self._out.append(stretch[:num_certain])
         self._tail = list(stretch[num_certain:])
         if self._state.found is not None:
             self._is_marked = True
-            self._num_marked = self._state.num_held
+            self._num_marked = num_held
             if self._is_dubious:
                 self._fail_at_marker()
         return end
