@@ -97,7 +97,7 @@ class Parser(ABC):
         """Ends the answer: emits the text held back."""
 
     def release(self) -> Iterable[Event]:
-        """Emits the text held back, because a tool call or more reasoning has begun, and reads on after it. By default it emits nothing."""
+        """Emits the text held back, because a tool call has begun, and reads on after the call. By default it emits nothing."""
         return ()
 
     @property

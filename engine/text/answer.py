@@ -181,10 +181,8 @@ def _through(parser: Parser, events: Iterable[Event]) -> list[Event]:
     for event in events:
         if isinstance(event, Text):
             passed.extend(parser.feed(event.text))
-            continue
-        if isinstance(event, Reasoning):  # no call goes on behind reasoning, and text before it must not come out after it
-            passed.extend(parser.release())
-        passed.append(event)
+        else:
+            passed.append(event)
     return passed
 
 

@@ -286,7 +286,7 @@ class JsonStream(CallStream):
         return [*events, *map(Text, rest)]
 
     def release(self) -> list[Event]:
-        """Emits as text what is no call yet, because a call in another format or reasoning has begun. Reading goes on after that."""
+        """Emits as text what is no call yet, because a call in another format has begun. Reading goes on after that call."""
         held = join_pieces([*self._held, *self._reading.block, *self._buffer.finish()])
         self._held = self._reading.block = []
         if self._step != self._read_start:

@@ -265,13 +265,6 @@ class SectionStream(CallStream):
         self._say(rest, events)
         return events
 
-    def release(self) -> list[Event]:
-        """Emits the text held back where no call has begun."""
-        events: list[Event] = []
-        if self._reader is None:
-            self._reject(self._buffer.finish(), events)
-        return events
-
     def _read_text(self, events: list[Event]) -> None:
         envelope = self._envelope
         markers: tuple[str, ...] = envelope.enclosing if self._is_in_section else (envelope.section or envelope.call,)
@@ -425,10 +418,6 @@ class ParsersInTurn(ToolParser):
 
     def finish(self) -> list[Event]:
         return self._numbered([*self._through(self._first.finish()), *self._second.finish()])
-
-    def release(self) -> list[Event]:
-        """Emits the text that both hold back where no call has begun."""
-        return self._numbered([*self._through(self._first.release()), *self._second.release()])
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
         passed: list[Event] = []

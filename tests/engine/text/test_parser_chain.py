@@ -1,16 +1,13 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.contracts.parsing import Event, Parser, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
-from penstock.engine.text.answer import BlankText, ParserChain, visible_events
-from penstock.plugins.calls.stream import ParsersInTurn
+from penstock.engine.text.answer import ParserChain
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.plugins.tools.json_formats import mistral as mistral_calls
-from penstock.plugins.tools.markup import QWEN3_CODER
 from penstock.testing import check_parser, merged, read
 
 mistral = FORMATS["mistral"]
@@ -18,8 +15,6 @@ qwen3 = FORMATS["qwen3"]
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>")
 ANSWER = '<think>Use f.</think>\n\nWait.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-
-NewParser = Callable[[Turn], Parser]
 
 
 def reasoning_then_tools(turn: Turn) -> ParserChain:
@@ -72,39 +67,6 @@ def test_markers_in_arguments_change_nothing_however_the_text_is_cut() -> None:
             ToolCallStart(1, "g", ""),
             ToolCallArguments(1, '{"x": "[THINK]'),
         ]
-
-
-@pytest.mark.parametrize(
-    ("tools", "held"),
-    [
-        (HERMES, ["<tool_call>"]),
-        (HERMES, ["<tool_call>", "\n"]),
-        (HERMES, ["a", "<tool_call>", "<tool_"]),
-        (QWEN3_CODER, ["a<fun"]),
-        (QWEN3_CODER, ["<tool_call>", "\n"]),
-        (lambda turn: ParsersInTurn(QWEN3_CODER(turn), lambda: HERMES(turn)), ["<tool_call>", "\n<fun"]),
-    ],
-)
-def test_reasoning_that_resumes_comes_after_the_text_that_was_held_back_as_a_call(tools: NewParser, held: list[str]) -> None:
-    turn = Turn(tool_choice="auto", added_tokens=frozenset(MARKERS))
-    pieces = [SpecialText(piece) if piece in MARKERS else piece for piece in held]
-    more = [SpecialText("<think>"), "why", SpecialText("</think>"), "b"]
-    by_character = [part for piece in pieces for part in ([piece] if isinstance(piece, SpecialText) else piece)]
-    for cut in (pieces, by_character):
-        events = read(ParserChain([tools(turn)], reasoning=qwen3(turn)), [*cut, *more])
-        assert visible_events(events, skip_special_tokens=False) == [Text("".join(held)), Reasoning("why"), Text("b")]
-    for end in range(1, len(pieces) + 3):
-        events = read(ParserChain([tools(turn)], reasoning=qwen3(turn)), [*pieces, *more][:end])
-        kinds = [type(event) for event in visible_events(events, skip_special_tokens=False)]
-        assert kinds == [Text, Reasoning][: 1 + (end > len(pieces) + 1)]
-
-
-def test_calls_around_reasoning_are_read() -> None:
-    call = [SpecialText("<tool_call>"), '\n{"name": "f", "arguments": {}}\n', SpecialText("</tool_call>")]
-    pieces = [*call, "\n", SpecialText("<think>"), "why", SpecialText("</think>"), "\n", *call]
-    turn = Turn(tool_choice="auto", added_tokens=frozenset(MARKERS))
-    events = BlankText().feed(read(reasoning_then_tools(turn), pieces))
-    assert [type(event) for event in events] == [ToolCallStart, ToolCallArguments, Reasoning, ToolCallStart, ToolCallArguments]
 
 
 class Letters(Parser):
