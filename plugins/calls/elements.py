@@ -161,7 +161,7 @@ class ElementReader(CallReader):
             return Progress.MALFORMED
         self.name = tag.name
         self.is_certain = True
-        self._root = Element("", self._schemas.of(tag.name).node)
+        self._root = Element("", self._schemas.of(tag.name))
         self._step = self._read_content
         return Progress.READ
 
