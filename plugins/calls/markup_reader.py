@@ -279,7 +279,6 @@ class ParameterReader(CallReader):
         return Progress.OVER
 
     def _follow(self, marker: str) -> Progress:
-        """`marker` came between parameters."""
         markup = self._markup
         self._step = self._read_between
         if marker == markup.parameter:
@@ -449,7 +448,6 @@ class ParameterReader(CallReader):
         return True
 
     def _follow_value(self, marker: str) -> Progress:
-        """`marker` ends the value."""
         self._end_value()
         is_literal = marker == self._markup.literal_end
         self._step = self._read_literal_end if is_literal else self._read_between

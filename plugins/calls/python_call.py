@@ -277,7 +277,6 @@ class PythonCall:
         return position + 1
 
     def _read_parameter(self, text: str, position: int) -> int:
-        """The name of one, or the end of the call."""
         space = _SPACE.match(text, position)
         if space is not None and not self._word:
             return space.end()
@@ -312,7 +311,6 @@ class PythonCall:
         return position + 1
 
     def _read_value(self, text: str, position: int) -> int:
-        """The first character of a value that has to come."""
         space = _SPACE.match(text, position)
         if space is not None:
             return space.end()
@@ -338,7 +336,6 @@ class PythonCall:
         return position + 1
 
     def _read_item(self, text: str, position: int) -> int:
-        """A value of a list, or its end."""
         if text[position] == self._closers[-1]:
             self._close()
             return position + 1

@@ -143,7 +143,6 @@ class _Terminals:
         self._current.append(text)
 
     def define(self, place: int) -> None:
-        """What was named last."""
         if self._current:
             name = self._current.pop()
             self.places[name] = place
@@ -205,7 +204,6 @@ class _Reader:
             raise self.refusal(message, terminals.places[name])
 
     def special(self, text: str, place: int) -> str:
-        """Added tokens by their ids."""
         if not text.startswith("<["):
             token_id = self.added.get(text)
             if token_id is None:
