@@ -426,10 +426,10 @@ class JsonStream(CallStream):
         assert self._malformed is not None
         self._was_call = False
         if not self._malformed.is_over:
-            marker = self._malformed.read(events)
-            if marker in self._envelope.starts:
-                self._enter(marker, [])
-            elif marker in self._closings:
+            mark = self._malformed.read(events)
+            if mark in self._envelope.starts:
+                self._enter(mark, [])
+            elif mark in self._closings:
                 events += map(Text, self._buffer.marker_pieces)
                 self._step = self._read_text
             return
