@@ -241,7 +241,7 @@ def value_structure(
     """
     values = _given_values(parameter)
     if not parameter.is_text and values is None:
-        return Sequence((Literal(around), Value(_json_spec(parameter)), Literal(around), Marker(end)))
+        return Sequence((Literal(around), Value(json_spec(parameter)), Literal(around), Marker(end)))
     if values is not None:
         texts = [text for text in _readable(values, new_value, around) if not any(marker in text for marker in (end, *inner_ends))]
         if not texts:
@@ -252,7 +252,8 @@ def value_structure(
     return Sequence((Literal(around), TextUntil(end, inner_ends)))
 
 
-def _json_spec(parameter: ParameterSchema) -> GrammarSpec:
+def json_spec(parameter: ParameterSchema) -> GrammarSpec:
+    """The constraint of a value that is written as JSON."""
     spec = parameter.spec
     text = json.dumps(parameter.schema)
     if '"$ref"' in text:
