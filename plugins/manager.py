@@ -241,7 +241,6 @@ class Plugins:
             raise ConfigurationError(f"{described} makes a {made} without {' and '.join(missing)}")
 
     def _add(self, origin: Origin, load: Callable[[], object]) -> None:
-        """Imports a plug-in, checks its hooks and runs them."""
         if origin.plugin in self._without:
             self._dropped.add(origin.plugin)
             return

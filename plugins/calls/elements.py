@@ -11,7 +11,7 @@ from typing import Any
 from penstock.engine.contracts.parsing import CallableTool, SpecialText, Turn
 from penstock.engine.contracts.structure import Either, Marker, Repeat, Sequence, Structure
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.plugins.calls.markup_format import ParameterSchema, value_structure
+from penstock.plugins.calls.markup_format import ParameterSchema, check_keywords, members, value_structure
 from penstock.plugins.calls.markup_reader import read_attribute_tag
 from penstock.plugins.calls.schema_values import SchemaNode, TextValue, ToolSchemas, followed, quoted
 from penstock.plugins.calls.stream import CallFormat, CallReader, Envelope, Progress, SectionStream, Surroundings
@@ -161,7 +161,7 @@ class ElementReader(CallReader):
             return Progress.MALFORMED
         self.name = tag.name
         self.is_certain = True
-        self._root = Element("", self._schemas.of(tag.name).node)
+        self._root = Element("", self._schemas.of(tag.name))
         self._step = self._read_content
         return Progress.READ
 
@@ -271,7 +271,6 @@ class ElementReader(CallReader):
 _NAME = re.compile(r"[^\s<>/\"'][^<>\n\"']*(?<!\s)")
 _OBJECT = frozenset({"type", "properties", "required", "additionalProperties"}) | ANNOTATIONS
 _ARRAY = frozenset({"type", "items", "minItems", "maxItems"}) | ANNOTATIONS
-_ARGUMENTS = _OBJECT | {"$defs", "definitions", "$schema", "$id", "id"}
 _MAX_DEPTH = 6
 
 
@@ -315,35 +314,25 @@ class ElementFormat(CallFormat):
         _check_name(tool.name, tool.arguments.param)
         root = json.loads(tool.arguments.text)
         path = tool.arguments.param
-        for keyword in () if tool.arguments.is_lenient or not isinstance(root, Mapping) else root:
-            if keyword not in _ARGUMENTS and not keyword.startswith("x-"):
-                raise UnsupportedGrammar(f"`{keyword}` is not supported for arguments in this model's tool calls", f"{path}.{keyword}")
+        check_keywords(root if isinstance(root, Mapping) else {}, tool.arguments)
         arguments = ParameterSchema("", root, root, replace(tool.arguments, param=path))
         return Sequence((Marker(f'{tool.name}">'), *self._members(arguments, path, 0), Marker(f"{self.mark}</invoke>")))
 
     def _members(self, parent: ParameterSchema, path: str, depth: int) -> list[Structure]:
         schema = parent.schema if isinstance(parent.schema, Mapping) else {}
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise UnsupportedGrammar("`properties` must be an object and `required` an array", path)
-        for name in required:
-            if name not in properties:
-                raise UnsupportedGrammar(f"`required` names {json.dumps(name)}, which `properties` does not describe", f"{path}.required")
-        members: list[Structure] = []
-        for name, described in properties.items():
+
+        def element(name: str, described: Any) -> Structure:
             _check_name(name, f"{path}.properties.{name}")
-            member = ParameterSchema(name, described, parent.root, replace(parent.spec, param=path))
-            element = self._element(name, member, depth)
-            members.append(element if name in required else Repeat(element, 0, 1))
-        return members
+            return self._element(name, ParameterSchema(name, described, parent.root, replace(parent.spec, param=path)), depth)
+
+        return members(schema, path, element)
 
     def _element(self, name: str, value: ParameterSchema, depth: int) -> Structure:
         """A tag, what is in it, and the tag that ends it."""
         schema: Any = followed(value.schema, value.root)
         start, end = Marker(f"{self.mark}<{name}>"), Marker(f"{self.mark}</{name}>")
         if depth < _MAX_DEPTH and isinstance(schema, Mapping) and _nests(schema, "object", _OBJECT) and schema.get("properties"):
-            members = self._members(replace(value, schema=schema), value.path, depth + 1)
-            return Sequence((start, *members, end))
+            return Sequence((start, *self._members(replace(value, schema=schema), value.path, depth + 1), end))
         if (
             depth < _MAX_DEPTH
             and isinstance(schema, Mapping)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence as Tools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import CallableTool, ToolFormat, Turn
 from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.plugins.calls.markup_format import ParameterSchema, json_spec
 from penstock.plugins.calls.notation import NotationReader
 from penstock.plugins.calls.python_call import KEY, NAME
 from penstock.plugins.calls.python_stream import PythonEnvelope, PythonStream
@@ -20,9 +21,8 @@ from penstock.plugins.grammars.json_schema.values import json_type
 from penstock.plugins.markers import StepBuffer
 
 _MAX_PROPERTIES = 200
-_DEFINITIONS = ("$defs", "definitions")
 _PYTHON_KEYWORDS = frozenset(
-    {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$id", *_DEFINITIONS}
+    {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$id", "$defs", "definitions"}
 )
 
 MAX_DEPTH = 16
@@ -144,15 +144,12 @@ def _python_call(tool: CallableTool) -> Structure:
     unknown = [keyword for keyword in schema if keyword not in _PYTHON_KEYWORDS] + [name for name in required if name not in properties]
     if unknown and not tool.arguments.is_lenient:
         raise UnsupportedGrammar(f"calls in Python's notation cannot be held to {unknown[0]!r}", tool.arguments.param)
-    definitions = {keyword: schema[keyword] for keyword in _DEFINITIONS if keyword in schema}
-    arguments = [(_argument(tool, name, properties[name], definitions), name in required) for name in properties]
+    arguments = [(_argument(ParameterSchema(name, properties[name], schema, tool.arguments)), name in required) for name in properties]
     return Sequence((Literal(f"{tool.name}("), _keyword_list(arguments, ", "), Literal(")")))
 
 
-def _argument(tool: CallableTool, name: str, schema: Any, definitions: dict[str, Any]) -> Structure:
-    text = json.dumps(schema | definitions if isinstance(schema, dict) else schema)
-    spec = replace(tool.arguments, text=text, param=f"{tool.arguments.param}.properties.{name}")
-    return Sequence((Literal(f"{name}="), Value(spec)))
+def _argument(parameter: ParameterSchema) -> Structure:
+    return Sequence((Literal(f"{parameter.name}="), Value(json_spec(parameter))))
 
 
 class _ValueWriter:

@@ -320,7 +320,6 @@ class JsonStream(CallStream):
             self._start()
 
     def _start(self) -> None:
-        """At a single call."""
         self._is_in_array = False
         if self._head is None:
             self._open(self._call())
@@ -388,7 +387,6 @@ class JsonStream(CallStream):
             self._name_call(marker, events)
 
     def _name_call(self, marker: str, events: list[Event]) -> None:
-        """At the end of the head, which `marker` has closed."""
         assert self._head is not None
         identity = self._head.identify(self._fields)
         if identity is None:
@@ -428,10 +426,10 @@ class JsonStream(CallStream):
         assert self._malformed is not None
         self._was_call = False
         if not self._malformed.is_over:
-            marker = self._malformed.read(events)
-            if marker in self._envelope.starts:
-                self._enter(marker, [])
-            elif marker in self._closings:
+            mark = self._malformed.read(events)
+            if mark in self._envelope.starts:
+                self._enter(mark, [])
+            elif mark in self._closings:
                 events += map(Text, self._buffer.marker_pieces)
                 self._step = self._read_text
             return
@@ -443,7 +441,6 @@ class JsonStream(CallStream):
             self._open(self._call())
 
     def _read_end(self, events: list[Event]) -> None:
-        """After a call, whole or broken."""
         of_array = ("]", ",") if self._is_in_array else ()
         surplus = ("}",) if self._closings and self._reading.is_whole else ()
         markers = (*of_array, *surplus, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
@@ -489,6 +486,5 @@ class JsonStream(CallStream):
         self._step = self._read_end
 
     def _reject(self, events: list[Event]) -> None:
-        """It was no call."""
         self._give_back(events)
         self._step = self._read_text

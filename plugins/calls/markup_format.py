@@ -173,21 +173,8 @@ class MarkupFormat(CallFormat):
         path = tool.arguments.param
         if not isinstance(root, Mapping):
             raise UnsupportedGrammar("the arguments' schema must be an object", path)
-        for keyword in () if tool.arguments.is_lenient else root:
-            if keyword not in _UNDERSTOOD and not keyword.startswith("x-"):
-                raise UnsupportedGrammar(f"`{keyword}` is not supported for arguments in this model's tool calls", f"{path}.{keyword}")
-        properties = root.get("properties", {})
-        required = root.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise UnsupportedGrammar("`properties` must be an object and `required` an array", path)
-        for name in required:
-            if name not in properties:
-                raise UnsupportedGrammar(f"`required` names {json.dumps(name)}, which `properties` does not describe", f"{path}.required")
-        parts: list[Structure] = []
-        for name, schema in properties.items():
-            part = self._parameter(ParameterSchema(name, schema, root, tool.arguments))
-            parts.append(part if name in required else Repeat(part, 0, 1))
-        return parts
+        check_keywords(root, tool.arguments)
+        return members(root, path, lambda name, schema: self._parameter(ParameterSchema(name, schema, root, tool.arguments)))
 
     def _parameter(self, parameter: ParameterSchema) -> Structure:
         self._check_name(parameter.name, "a property", parameter.path)
@@ -222,6 +209,26 @@ def _marker(text: str) -> tuple[Marker, ...]:
     return (Marker(text),) if text else ()
 
 
+def check_keywords(arguments: Mapping[str, Any], spec: GrammarSpec) -> None:
+    """Raises `UnsupportedGrammar` for what a strict schema of arguments says beside its members."""
+    for keyword in () if spec.is_lenient else arguments:
+        if keyword not in _UNDERSTOOD and not keyword.startswith("x-"):
+            message = f"`{keyword}` is not supported for arguments in this model's tool calls"
+            raise UnsupportedGrammar(message, f"{spec.param}.{keyword}")
+
+
+def members(schema: Mapping[str, Any], path: str, write: Callable[[str, Any], Structure]) -> list[Structure]:
+    """What `write` makes of each property, in the schema's order. Raises `UnsupportedGrammar` where one is required and not described."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UnsupportedGrammar("`properties` must be an object and `required` an array", path)
+    for name in required:
+        if name not in properties:
+            raise UnsupportedGrammar(f"`required` names {json.dumps(name)}, which `properties` does not describe", f"{path}.required")
+    written = ((name, write(name, described)) for name, described in properties.items())
+    return [member if name in required else Repeat(member, 0, 1) for name, member in written]
+
+
 def value_structure(
     parameter: ParameterSchema, new_value: Callable[[], TextValue], *, end: str, inner_ends: tuple[str, ...] = (), around: str = ""
 ) -> Structure:
@@ -234,7 +241,7 @@ def value_structure(
     """
     values = _given_values(parameter)
     if not parameter.is_text and values is None:
-        return Sequence((Literal(around), Value(_json_spec(parameter)), Literal(around), Marker(end)))
+        return Sequence((Literal(around), Value(json_spec(parameter)), Literal(around), Marker(end)))
     if values is not None:
         texts = [text for text in _readable(values, new_value, around) if not any(marker in text for marker in (end, *inner_ends))]
         if not texts:
@@ -245,7 +252,8 @@ def value_structure(
     return Sequence((Literal(around), TextUntil(end, inner_ends)))
 
 
-def _json_spec(parameter: ParameterSchema) -> GrammarSpec:
+def json_spec(parameter: ParameterSchema) -> GrammarSpec:
+    """The constraint of a value that is written as JSON."""
     spec = parameter.spec
     text = json.dumps(parameter.schema)
     if '"$ref"' in text:

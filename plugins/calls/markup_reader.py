@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from penstock.engine.contracts.parsing import SpecialText
-from penstock.plugins.calls.schema_values import ANY_TYPE, STRING, ArgumentsSchema, TextValue, ToolSchemas, Types
+from penstock.plugins.calls.schema_values import ANY_TYPE, STRING, TextValue, ToolSchemas, Types
 from penstock.plugins.calls.stream import CallReader, Envelope, Progress, Surroundings
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.json.writer import ParameterCall
@@ -128,7 +128,7 @@ class ParameterReader(CallReader):
     ) -> None:
         super().__init__(buffer, schemas, around)
         self._markup = markup
-        self._schema = ArgumentsSchema(None)
+        self._schema = schemas.of("")
         self._ends = (*around.tokens, *filter(around.is_token, (markup.parameter, markup.call_end)))  # of any value
         self._starts = tuple(marker for marker in (markup.section, markup.call) if marker)
         self._value_ends: tuple[str, ...] = ()
@@ -279,7 +279,6 @@ class ParameterReader(CallReader):
         return Progress.OVER
 
     def _follow(self, marker: str) -> Progress:
-        """`marker` came between parameters."""
         markup = self._markup
         self._step = self._read_between
         if marker == markup.parameter:
@@ -347,9 +346,9 @@ class ParameterReader(CallReader):
 
     def _open(self, tag: Tag) -> Progress:
         self._held = []
-        properties = self._schema.properties
-        self._is_wrapper = tag.name in self._markup.wrappers and bool(properties) and tag.name not in properties
-        types = frozenset({"object"}) if self._is_wrapper else self._schema.types(tag.name)
+        names = self._schema.names
+        self._is_wrapper = tag.name in self._markup.wrappers and bool(names) and tag.name not in names
+        types = frozenset({"object"}) if self._is_wrapper else self._schema.member(tag.name).types
         self._call.open(tag.name, self._markup.new_value(types, tag))
         self._step = self._read_literal if self._markup.literal else self._read_value
         self._end_value_with(self._markup.value_end, *self._markup.implied_ends)
@@ -449,7 +448,6 @@ class ParameterReader(CallReader):
         return True
 
     def _follow_value(self, marker: str) -> Progress:
-        """`marker` ends the value."""
         self._end_value()
         is_literal = marker == self._markup.literal_end
         self._step = self._read_literal_end if is_literal else self._read_between
@@ -459,7 +457,7 @@ class ParameterReader(CallReader):
         """All arguments in one parameter that the tool does not have, `arguments` or `input`, are the arguments."""
         value = self._call.value
         members = _members(value.raw) if self._is_wrapper and value is not None else None
-        if members is None or not members.keys() <= self._schema.properties.keys():
+        if members is None or not members.keys() <= self._schema.names:
             self._call.end()
             return
         for name, json_text in members.items():

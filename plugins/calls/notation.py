@@ -281,7 +281,7 @@ class NotationReader(CallReader):
         self._string_ends = (end, f"}}{end}")
         self._delimiter = delimiter
         self._types_of_strings = types_of_strings
-        self._call = NotationCall(schemas.of("").node, delimiter, types_of_strings)
+        self._call = NotationCall(schemas.of(""), delimiter, types_of_strings)
         self._past_end: list[str] = []  # the end marker inside a string, and what follows it, while it may be the end of the call
         self._next_start: list[str] | None = None  # what follows the start marker there, up to a brace
         self._length = 0  # of the head
@@ -324,7 +324,7 @@ class NotationReader(CallReader):
             return Progress.MALFORMED
         self.name = found[1]
         self.is_certain = True
-        self._call = NotationCall(self._schemas.of(found[1]).node, self._delimiter, self._types_of_strings)
+        self._call = NotationCall(self._schemas.of(found[1]), self._delimiter, self._types_of_strings)
         self._step = self._read_arguments
         return Progress.READ
 

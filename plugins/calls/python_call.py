@@ -9,10 +9,9 @@ from collections.abc import Callable
 from penstock.plugins.json.writer import JsonWriter, escaped
 
 _SIMPLE = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": "", **{char: char for char in "\\'\"/"}}
-_HEX = frozenset("0123456789abcdefABCDEF")
-_OCTAL = frozenset("01234567")
-_NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
-_MAX_NAME = 100
+_HEX = "[0-9a-fA-F]"
+_ESCAPE = re.compile(rf"\\(?:(?P<octal>[0-7]{{1,3}})|x{_HEX}{{2}}|u{_HEX}{{4}}|U{_HEX}{{8}}|N\{{(?P<name>[^}}\\'\"]*)\}})")
+_OPEN_ESCAPE = re.compile(rf"\\(?:[0-7]{{1,2}}|x{_HEX}?|u{_HEX}{{0,3}}|U{_HEX}{{0,7}}|N(?:\{{[^}}\\'\"]{{0,100}})?)")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
 
 
@@ -28,7 +27,7 @@ class PythonString:
         self._is_raw = is_raw
         self._num_quotes = 1  # adjacent ones, so far
         self._is_triple: bool | None = None  # None: no other character than the first mark has come
-        self._escape: list[str] | None = None
+        self._escape = ""  # a backslash, and what of the escape has come
         self._characters: list[str] = []
 
     @property
@@ -45,7 +44,7 @@ class PythonString:
     def feed(self, text: str, position: int) -> int:
         """Reads from `position`; returns where it stopped."""
         while position < len(text) and not self.is_over:
-            if self._escape is not None:
+            if self._escape:
                 position += self._read_escape(text[position])
                 continue
             char = text[position]
@@ -59,7 +58,7 @@ class PythonString:
                 self._is_triple = False
             self._flush_quotes()
             if char == "\\":
-                self._escape = []
+                self._escape = char
                 position += 1
                 continue
             plain = _PLAIN[self._quote].match(text, position)
@@ -93,51 +92,27 @@ class PythonString:
 
     def _read_escape(self, char: str) -> int:
         """Takes one character after a backslash; 0 where it is not part of the escape."""
-        assert self._escape is not None
-        escape = self._escape
-        if self._is_raw:
-            return self._end_escape(f"\\{char}")
-        if not escape:
-            if char in _SIMPLE:
-                return self._end_escape(_SIMPLE[char])
-            if char not in _OCTAL and char not in _NUM_DIGITS and char != "N":
-                return self._end_escape(f"\\{char}")
-            escape.append(char)
+        written = self._escape + char
+        if not self._is_raw and _OPEN_ESCAPE.fullmatch(written):
+            self._escape = written
             return 1
-        kind = escape[0]
-        if kind in _OCTAL:
-            if char in _OCTAL and len(escape) < 3:
-                escape.append(char)
-                return 1
-            return self._end_escape(chr(int("".join(escape), 8))) - 1
-        if kind == "N":
-            return self._read_name(char)
-        if char not in _HEX:
-            return self._end_escape("\\" + "".join(escape)) - 1
-        escape.append(char)
-        if len(escape) > _NUM_DIGITS[kind]:
-            number = int("".join(escape[1:]), 16)
-            return self._end_escape(chr(number) if number < 0x110000 else "\\" + "".join(escape))
-        return 1
+        is_part = self._is_raw or len(written) == 2 or _ESCAPE.fullmatch(written) is not None
+        self._characters.append(written if self._is_raw else _meaning(written if is_part else self._escape))
+        self._escape = ""
+        return int(is_part)
 
-    def _read_name(self, char: str) -> int:
-        assert self._escape is not None
-        escape = self._escape
-        if (len(escape) == 1 and char != "{") or len(escape) > _MAX_NAME or char in (self._quote, "\\"):
-            return self._end_escape("\\" + "".join(escape)) - 1
-        escape.append(char)
-        if char != "}":
-            return 1
-        written = "".join(escape)
-        try:
-            return self._end_escape(unicodedata.lookup(written[2:-1]))
-        except KeyError:
-            return self._end_escape(f"\\{written}")
 
-    def _end_escape(self, text: str) -> int:
-        self._characters.append(text)
-        self._escape = None
-        return 1
+def _meaning(escape: str) -> str:
+    """What a whole escape stands for; one that Python does not know stands for itself."""
+    found = _ESCAPE.fullmatch(escape)
+    try:
+        if found is None:
+            return _SIMPLE.get(escape[1:], escape)
+        if found["octal"]:
+            return chr(int(found["octal"], 8))
+        return unicodedata.lookup(found["name"]) if found["name"] else chr(int(escape[2:], 16))
+    except (KeyError, ValueError, OverflowError):  # no such name, no such character
+        return escape
 
 
 _SPACE = re.compile(r"\s+")
@@ -302,7 +277,6 @@ class PythonCall:
         return position + 1
 
     def _read_parameter(self, text: str, position: int) -> int:
-        """The name of one, or the end of the call."""
         space = _SPACE.match(text, position)
         if space is not None and not self._word:
             return space.end()
@@ -337,7 +311,6 @@ class PythonCall:
         return position + 1
 
     def _read_value(self, text: str, position: int) -> int:
-        """The first character of a value that has to come."""
         space = _SPACE.match(text, position)
         if space is not None:
             return space.end()
@@ -363,7 +336,6 @@ class PythonCall:
         return position + 1
 
     def _read_item(self, text: str, position: int) -> int:
-        """A value of a list, or its end."""
         if text[position] == self._closers[-1]:
             self._close()
             return position + 1

@@ -107,7 +107,6 @@ class PythonStream(CallStream):
         self._step = self._read_text
 
     def _read_item(self, events: list[Event]) -> None:
-        """A call, or the end of the calls."""
         space, marker = self._buffer.start(*self._closers)
         self._held += space
         if marker is not None:
@@ -118,7 +117,6 @@ class PythonStream(CallStream):
         self._step = self._read_call
 
     def _close(self, marker: str, events: list[Event]) -> None:
-        """The end of the list, or of the block."""
         self._held.append(marker)
         if self._was_call:
             self._held = []
@@ -248,7 +246,6 @@ class PythonStream(CallStream):
         self._step = self._read_malformed
 
     def _read_malformed(self, events: list[Event]) -> None:
-        """To the bracket that closes it."""
         assert self._malformed is not None
         marker = self._malformed.read(events)
         if marker in self._ends:

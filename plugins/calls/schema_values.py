@@ -56,9 +56,10 @@ class ToolSchemas:
     def __bool__(self) -> bool:
         return bool(self._schemas)
 
-    def of(self, tool: str) -> "ArgumentsSchema":
+    def of(self, tool: str) -> "SchemaNode":
         """Of a tool that is not offered, one that says nothing."""
-        return ArgumentsSchema(self._schemas.get(tool))
+        schema = self._schemas.get(tool)
+        return SchemaNode(schema, schema)
 
 
 def has_strict_tool(tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -67,24 +68,8 @@ def has_strict_tool(tools: Sequence[Mapping[str, Any]]) -> bool:
     return any(isinstance(function, Mapping) and function.get("strict") for function in functions)
 
 
-class ArgumentsSchema:
-    """The parameters in one tool's schema."""
-
-    def __init__(self, schema: Any) -> None:
-        self._root = schema
-        self.properties = properties_of(schema, schema)
-
-    def types(self, parameter: str) -> Types | None:
-        """As in `types_of`; None for a parameter that is not in the schema."""
-        return types_of(self.properties.get(parameter), self._root)
-
-    @property
-    def node(self) -> "SchemaNode":
-        return SchemaNode(self._root, self._root)
-
-
 class SchemaNode:
-    """A schema somewhere inside the arguments, for formats that write out what is nested."""
+    """The schema of a tool's arguments, or of something inside them."""
 
     def __init__(self, schema: Any, root: Any) -> None:
         self._schema = schema
@@ -96,8 +81,9 @@ class SchemaNode:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the properties that are described."""
-        return frozenset(properties_of(self._schema, self._root))
+        """Of the properties that are described, behind references and in combinations of schemas too."""
+        described = (branch.get("properties") for branch in branches(self._schema, self._root))
+        return frozenset(name for properties in described if isinstance(properties, Mapping) for name in properties)
 
     def member(self, name: str) -> "SchemaNode":
         """The schema of a property of the object; where it is not described, that of all others."""
@@ -114,16 +100,6 @@ class SchemaNode:
     def _first(self, keyword: str) -> "SchemaNode":
         found = (branch[keyword] for branch in branches(self._schema, self._root) if isinstance(branch.get(keyword), Mapping))
         return SchemaNode(next(found, None), self._root)
-
-
-def properties_of(schema: Any, root: Any) -> Mapping[str, Any]:
-    """The properties that the schema describes, behind references and in combinations of schemas; the first of each name."""
-    found: dict[str, Any] = {}
-    for branch in branches(schema, root):
-        properties = branch.get("properties")
-        for name, described in properties.items() if isinstance(properties, Mapping) else ():
-            found.setdefault(name, described)
-    return found
 
 
 def branches(schema: Any, root: Any) -> list[Mapping[str, Any]]:

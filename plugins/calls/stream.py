@@ -297,7 +297,6 @@ class SectionStream(CallStream):
         return (not before or before.endswith("\n")) and not before.rstrip().endswith(self._envelope.section)
 
     def _read_section(self, events: list[Event]) -> None:
-        """Between the beginning of a section and its first call."""
         space, marker = self._buffer.start(self._envelope.call)
         self._held += space
         if marker is not None:
@@ -358,7 +357,6 @@ class SectionStream(CallStream):
         self._step = self._read_text
 
     def _read_after(self, events: list[Event]) -> None:
-        """After a call, or after its section."""
         envelope = self._envelope
         markers = (
             *self._ends,

@@ -360,7 +360,6 @@ class JsonRepair:
         self._step = self._read_string
 
     def _put(self, json_text: str) -> None:
-        """Adds to the string."""
         (self._tail if self._is_marked else self._out).append(json_text)
 
     def _end_string(self) -> None:

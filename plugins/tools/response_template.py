@@ -113,7 +113,7 @@ class TemplateCalls(ToolParser):
             arguments = {}
         if not isinstance(arguments, dict):
             return None
-        schema = self._schemas.of(name).node
+        schema = self._schemas.of(name)
         return name, json.dumps(
             {key: _coerced(item, schema.member(key)) for key, item in arguments.items()}, ensure_ascii=False, allow_nan=False
         )

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.contracts.parsing import SpecialText
-from penstock.plugins.markers import MarkerBuffer, join_pieces
+from penstock.engine.contracts.parsing import Event, SpecialText, Text
+from penstock.plugins.markers import MarkerBuffer, StepBuffer, join_pieces, text_into
 
 MARKERS = ("<a>", "<ab>", "b<a", "aa<", "<<")
 
@@ -159,3 +159,18 @@ def test_a_marker_of_several_tokens_can_be_given_back_as_it_came() -> None:
     assert isinstance(buffer.marker_pieces[1], SpecialText)
     assert not buffer.marker_pieces[1].is_hidden
     assert buffer.finish() == [" on"]
+
+
+def test_a_step_that_needs_more_text_gives_what_is_certain_and_is_taken_again() -> None:
+    buffer = StepBuffer()
+    marks: list[str] = []
+
+    def step(events: list[Event]) -> None:
+        marks.append(buffer.until(text_into(events), "<a>"))
+
+    found: list[list[Event]] = []
+    for piece in ("x<", "a>y<a", "b"):
+        buffer.feed(piece)
+        found.append(buffer.run(step))
+    assert found == [[Text("x")], [Text("y")], [Text("<ab")]]
+    assert marks == ["<a>"]

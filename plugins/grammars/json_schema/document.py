@@ -218,10 +218,12 @@ def resolve(root: Any, reference: str, param: str) -> tuple[Steps, Any]:
     target = root
     for written in reference.split("/")[1:]:
         name = written.replace("~1", "/").replace("~0", "~")
-        step = position(name, len(target)) if isinstance(target, list) else name
-        if step is not None and (isinstance(target, list) or (isinstance(target, Mapping) and step in target)):
-            target = target[step]
-            steps.append(step)
+        if isinstance(target, Mapping) and name in target:
+            target = target[name]
+            steps.append(name)
+        elif isinstance(target, list) and (place := position(name, len(target))) is not None:
+            target = target[place]
+            steps.append(place)
         else:
             raise UnsupportedGrammar(f"{dumps(reference)} leads nowhere in this schema", param)
     return tuple(steps), target

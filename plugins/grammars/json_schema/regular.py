@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -364,13 +364,14 @@ def _is_exact(keyword: str, schema: Mapping[str, Any]) -> bool:
         case "uniqueItems":
             return schema[keyword] is False
         case "pattern":
-            return isinstance(schema[keyword], str) and _is_translated(schema[keyword])
+            pattern = schema[keyword]
+            return isinstance(pattern, str) and _is_translated(lambda: check_size(search(parse(pattern, ecma_dialect()))))
         case "format":
-            return "pattern" not in schema and _is_known(schema[keyword])
+            return "pattern" not in schema and _is_translated(lambda: string_format(schema["format"], ""))
         case "minLength" | "maxLength":
             return not {"pattern", "format"} & schema.keys()
         case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
-            return _is_bounded(schema)
+            return _is_translated(lambda: number(schema, "", is_integer=schema.get("type") == "integer"))
         case "items":
             return isinstance(schema[keyword], Mapping | bool)
     return True
@@ -397,27 +398,10 @@ def _is_exact_combination(keyword: str, schemas: Any, root: Any) -> bool:
     return all(Overlap(root).are_disjoint(left, right) for left, right in itertools.combinations(schemas, 2))
 
 
-def _is_translated(pattern: Any) -> bool:
+def _is_translated(translate: Callable[[], object]) -> bool:
     try:
-        check_size(search(parse(pattern, ecma_dialect())))
-    except (RegexError, MisplacedAnchor, UnwritableRegex):
-        return False
-    return True
-
-
-def _is_known(name: Any) -> bool:
-    try:
-        string_format(name, "")
-    except UnsupportedGrammar:
-        return False
-    return True
-
-
-def _is_bounded(schema: Mapping[str, Any]) -> bool:
-    types = schema.get("type", "number")
-    try:
-        number(schema, "", is_integer=types == "integer")
-    except UnsupportedGrammar:
+        translate()
+    except (UnsupportedGrammar, RegexError, MisplacedAnchor, UnwritableRegex):
         return False
     return True
 

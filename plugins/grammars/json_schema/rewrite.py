@@ -114,6 +114,12 @@ def replace_keyword(schema: dict[str, Any], keyword: str, additions: list[Any]) 
     schema["allOf"] = [*schema.get("allOf", []), *additions]
 
 
+def leave_out(schema: dict[str, Any], keyword: str) -> None:
+    del schema[keyword]
+    if keyword == "patternProperties":
+        schema.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
+
+
 def join_lone_reference(exact: dict[str, Any]) -> None:
     """A reference in `allOf` with nothing beside it, descriptions aside, is a lone reference."""
     parts = [part for part in exact["allOf"] if part is not True and part != {}]

@@ -31,7 +31,7 @@ from penstock.plugins.grammars.json_schema.document import (
 )
 from penstock.plugins.grammars.json_schema.negation import Inexpressible
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, left_out
-from penstock.plugins.grammars.json_schema.rewrite import REWRITTEN, Rewriting, join_lone_reference, replace_keyword, unsupported
+from penstock.plugins.grammars.json_schema.rewrite import REWRITTEN, Rewriting, join_lone_reference, leave_out, replace_keyword, unsupported
 from penstock.plugins.grammars.json_schema.values import (
     ASSERTIONS,
     DIALECTS,
@@ -406,7 +406,7 @@ class _Reading:
             raise self.refusal(unsupported(schema, keyword), place, keyword)
         self.warn(keyword, place, keyword)
         if keyword == "patternProperties":
-            exact.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
+            leave_out(exact, keyword)
         parts = schema[keyword]
         at = self.inside(place)
         additions = [{"anyOf": [self.exact(part, at) for part in parts]}] if keyword == "oneOf" and isinstance(parts, list) else []
@@ -508,9 +508,7 @@ class _Reading:
         else:
             return False
         self.warn(keyword, place, *below)
-        del schema[keyword]
-        if keyword == "patternProperties":
-            schema.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
+        leave_out(schema, keyword)
         return True
 
     def tree(self, pattern: str, place: Place, *below: str) -> Node:

@@ -11,7 +11,7 @@ from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabula
 from penstock.engine.errors import ConstraintTooLarge, UnsupportedGrammar
 from penstock.plugins.grammars.json_schema.document import Steps, at, parse_document, path, walk
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, left_out
-from penstock.plugins.grammars.json_schema.rewrite import Fault, as_written, find_fault
+from penstock.plugins.grammars.json_schema.rewrite import Fault, as_written, find_fault, leave_out, replace_keyword
 from penstock.plugins.grammars.llguidance.exact_schema import ExactSchema, read_schema, schema_source
 from penstock.plugins.grammars.llguidance.gbnf import GbnfError, to_lark
 from penstock.plugins.grammars.llguidance.limits import Complaint, parser_limits, read_complaint
@@ -89,19 +89,9 @@ def _drop(content: Any, fault: Fault, schema: ExactSchema, spec: GrammarSpec) ->
     current = at(content, fault.steps)
     value = current[fault.keyword]
     if fault.keyword == "oneOf" and isinstance(value, list):
-        # In its place: members keep their order, which decides the order of properties.
-        relaxed_members = {}
-        for name, member in current.items():
-            relaxed_members["anyOf" if name == "oneOf" else name] = member
-        if "anyOf" in current:
-            relaxed_members["anyOf"] = current["anyOf"]
-            relaxed_members["allOf"] = [*current.get("allOf", []), {"anyOf": value}]
-        current.clear()
-        current.update(relaxed_members)
+        replace_keyword(current, "oneOf", [{"anyOf": value}])
     else:
-        del current[fault.keyword]
-        if fault.keyword == "patternProperties":
-            current.pop("additionalProperties", None)  # or else it would speak of the properties that the patterns do
+        leave_out(current, fault.keyword)
     return fault
 
 
@@ -153,7 +143,6 @@ class _Terminals:
         self._current.append(text)
 
     def define(self, place: int) -> None:
-        """What was named last."""
         if self._current:
             name = self._current.pop()
             self.places[name] = place
@@ -215,7 +204,6 @@ class _Reader:
             raise self.refusal(message, terminals.places[name])
 
     def special(self, text: str, place: int) -> str:
-        """Added tokens by their ids."""
         if not text.startswith("<["):
             token_id = self.added.get(text)
             if token_id is None:

@@ -218,7 +218,6 @@ class _Translation:
         return "\n".join([f"start: {start}", *self._lines, ""])
 
     def _parts(self, structure: Structure) -> list[_Part]:
-        """The parts in order."""
         match structure:
             case Literal(text):
                 return [_text(text)] if text else []

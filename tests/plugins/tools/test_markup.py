@@ -48,6 +48,13 @@ def test_values_are_read_by_the_schema(parameters: tuple[str, ...], expected: di
     assert content(qwen3_coder, body(*parameters)) == ""
 
 
+def test_a_member_that_is_not_described_has_the_types_of_all_others() -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "additionalProperties": {"type": "integer"}}
+    turn = Turn(tools=[{"type": "function", "function": {"name": "weather", "parameters": parameters}}], tool_choice="auto")
+    events = read(qwen3_coder(turn), [body("<parameter=days>\n3\n</parameter>")])
+    assert "".join(event.fragment for event in events if isinstance(event, ToolCallArguments)) == '{"days": 3}'
+
+
 @pytest.mark.parametrize("value", ["Oslo", "New\n\nYork", "\nOslo\n", "\n", ""])
 def test_seed_oss_writes_no_line_breaks_around_values(value: str) -> None:
     text = f"<seed:tool_call>\n<function=weather>\n<parameter=city>{value}</parameter>\n</function>\n</seed:tool_call>"

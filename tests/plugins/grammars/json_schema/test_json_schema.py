@@ -54,6 +54,7 @@ SCHEMAS = [
     {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "integer"}, "minItems": 1}},
     {"type": "object", "properties": {}, "additionalProperties": False},
     {"type": "array", "items": {"type": "string", "pattern": "a|^b"}, "minItems": 2, "maxItems": 3},
+    {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}], "items": {"type": "integer"}, "minItems": 1},
     {"type": "string", "pattern": r'^["\\/\n\x01]+$'},
     {"type": "string", "format": "date"},
     {"oneOf": [{"type": "integer"}, {"type": "string"}, {"type": "object", "properties": {"t": {"const": 1}}, "required": ["t"]}]},
