@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.engine.contracts.grammar import GrammarMatcher, Vocabulary
 from penstock.engine.contracts.parsing import SpecialText
+from penstock.plugins.markers import join_pieces, split_symbols
 
 MAX_TOKENS = 4000
 _CLOSERS = b'"}])'
@@ -67,6 +68,11 @@ def accepts(matcher: GrammarMatcher, vocabulary: Vocabulary, pieces: Sequence[st
         if not is_allowed:
             return False
     return not vocabulary.stop_token_ids.isdisjoint(allowed_tokens(matcher, vocabulary))
+
+
+def split_pieces(text: str, vocabulary: Vocabulary) -> list[str]:
+    """A text as a model would write it that means every marker in it."""
+    return join_pieces(split_symbols(text, frozenset(vocabulary.added_token_ids)))
 
 
 def tokens_of(pieces: Iterable[str], vocabulary: Vocabulary) -> Iterator[int]:
