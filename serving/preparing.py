@@ -72,7 +72,6 @@ class PreparedChat:
     """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called."""
 
     request: Request
-    turn: Turn
     tools: ToolUse
     view: ReasoningView
     constraint: Constraint
@@ -160,7 +159,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         beam=beam_search(body),
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
-    return PreparedChat(request=request, turn=turn, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
+    return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
 
 
 async def prepare_completion(
