@@ -7,37 +7,18 @@ A `Node` is a `Literal`, `Chars` (a set of characters), `Sequence`, `Either`, `R
 ranges of code points, without NUL and surrogates, which are never generated.
 """
 
-from penstock.plugins.grammars.regex.tree import (
-    ANYTHING,
-    EMPTY,
-    Chars,
-    CharSet,
-    Either,
-    Literal,
-    Node,
-    Reference,
-    Repeat,
-    Sequence,
-    complement,
-    either,
-    of,
-)
-from penstock.plugins.grammars.rules import GrammarRules, grammar_rules
-
-__all__ = [
-    "ANYTHING",
-    "EMPTY",
-    "CharSet",
-    "Chars",
-    "Either",
-    "GrammarRules",
-    "Literal",
-    "Node",
-    "Reference",
-    "Repeat",
-    "Sequence",
-    "complement",
-    "either",
-    "grammar_rules",
-    "of",
-]
+from penstock.plugins.grammars.regex.tree import ANYTHING as ANYTHING
+from penstock.plugins.grammars.regex.tree import EMPTY as EMPTY
+from penstock.plugins.grammars.regex.tree import Chars as Chars
+from penstock.plugins.grammars.regex.tree import CharSet as CharSet
+from penstock.plugins.grammars.regex.tree import Either as Either
+from penstock.plugins.grammars.regex.tree import Literal as Literal
+from penstock.plugins.grammars.regex.tree import Node as Node
+from penstock.plugins.grammars.regex.tree import Reference as Reference
+from penstock.plugins.grammars.regex.tree import Repeat as Repeat
+from penstock.plugins.grammars.regex.tree import Sequence as Sequence
+from penstock.plugins.grammars.regex.tree import complement as complement
+from penstock.plugins.grammars.regex.tree import either as either
+from penstock.plugins.grammars.regex.tree import of as of
+from penstock.plugins.grammars.rules import GrammarRules as GrammarRules
+from penstock.plugins.grammars.rules import grammar_rules as grammar_rules

@@ -1,11 +1,17 @@
-"""The aiohttp application: its routes and its middleware."""
+"""The aiohttp application: its routes, its middleware, and the routes that say what is served and how the server is."""
+
+import time
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from msgspec import Struct
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from penstock import __version__
 from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, leave_expectation
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
+from penstock.api.errors import json_response
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -20,12 +26,76 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.models import list_models, show_health, show_metrics, show_model, show_version
 from penstock.api.pooling import classify, create_embeddings, create_scores, pool, rerank, rerank_v2
 from penstock.api.tokenization import detokenize, tokenize
-from penstock.engine.errors import InvalidRequest
-from penstock.serving.context import GENERATES, PoolingContext, ServerContext, what_it_is, wrong_model
+from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
 from penstock.serving.metrics import GrammarCollector, Metrics, PoolingCollector, RequestMetrics
+
+_STARTED = int(time.time())
+
+
+class ModelCard(Struct):
+    id: str
+    root: str
+    max_model_len: int
+    created: int = _STARTED
+    object: str = "model"
+    owned_by: str = "penstock"
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+def model_card(context: SharedContext, name: str) -> ModelCard:
+    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    context = request.app[SHARED]
+    return json_response(ModelList([model_card(context, name) for name in context.model_names]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{name}. Names may hold slashes."""
+    context = request.app[SHARED]
+    name = request.match_info["name"]
+    if name not in context.model_names:
+        raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")
+    return json_response(model_card(context, name))
+
+
+RETRY_LATER = {"Retry-After": "1"}
+
+
+class Health(Struct):
+    status: str
+
+
+class Version(Struct):
+    version: str
+
+
+async def show_health(request: web.Request) -> web.Response:
+    """200 while the engine can serve; 503 when it cannot, or when the server is stopping and traffic should go elsewhere."""
+    if not request.app[GATE].is_open:
+        return json_response(Health("stopping"), status=503, headers=RETRY_LATER)
+    if not request.app[SHARED].engine.is_healthy:
+        return json_response(Health("unhealthy"), status=503, headers=RETRY_LATER)
+    return json_response(Health("ok"))
+
+
+async def show_version(request: web.Request) -> web.Response:
+    return json_response(Version(__version__))
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    """GET /metrics."""
+    return web.Response(body=request.app[REQUEST_METRICS].expose(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
 
 GENERATION: dict[str, Handler] = {
     "/v1/chat/completions": create_chat_completion,

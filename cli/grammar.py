@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from penstock.cli.arguments import KINDS, GrammarArguments, opened
-from penstock.cli.grammar_trial import PARAM, Failure, GrammarBench, Outcome, Result, Trial, lenient, run_trial, schema_spec
+from penstock.cli.grammar_trial import PARAM, GrammarBench, Outcome, Result, Trial, Tried, lenient, run_trial, schema_spec
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
 from penstock.engine.model.config import read_answer_tokens
@@ -23,22 +23,12 @@ NUM_COMPILATIONS = 5
 PATIENCE = 1.0  # seconds for all of them
 
 
-@dataclass(frozen=True, slots=True)
-class BackendAnswer:
-    """What one backend makes of the constraint: `outcome` as it would be used; `refusal` why it is not enforced as a whole."""
+@dataclass(slots=True, kw_only=True)
+class BackendAnswer(Tried):
+    """What one backend makes of the constraint. `seconds` is the median of its times to compile it."""
 
     backend: str
-    outcome: Outcome
-    refusal: UnsupportedGrammar | None
     seconds: float | None
-
-    @property
-    def verdict(self) -> str:
-        if self.outcome.failure is not None:
-            return "failed"
-        if self.outcome.grammar is None:
-            return "refused"
-        return "exact" if self.outcome.is_exact and self.refusal is None else "lenient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +49,14 @@ async def check(bench: GrammarBench, spec: GrammarSpec, backend: str | None, *, 
 
 
 async def _answer(bench: GrammarBench, spec: GrammarSpec, backend: str, is_strict: bool) -> BackendAnswer:
-    outcome = await bench.compile(spec, backend)
-    refusal = outcome.refusal
-    if refusal is not None and not is_strict:
-        spec = lenient(spec)
-        outcome = await bench.compile(spec, backend)
-    seconds = outcome.seconds
+    tried = await bench.attempt(spec, backend, is_strict=is_strict)
+    spec, outcome, seconds = tried.spec, tried.outcome, tried.outcome.seconds
     if outcome.grammar is not None and seconds is not None:
         num_more = min(NUM_COMPILATIONS, int(PATIENCE / max(seconds, 1e-6)))
         compiled = spec.as_written if outcome.is_as_written and spec.as_written is not None else spec
         more = [bench.compile_again(compiled, backend) for _ in range(num_more)]
         seconds = statistics.median([again for again in more if again is not None] or [seconds])
-    return BackendAnswer(backend, outcome, refusal, seconds)
+    return BackendAnswer(spec=spec, outcome=outcome, refusal=tried.refusal, backend=backend, seconds=seconds)
 
 
 def check_as_json(checked: Check, about: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +125,7 @@ def trial_as_json(trial: Trial, about: dict[str, Any]) -> dict[str, Any]:
     them or for a refusal: what other backends refused first counts in it, and so does the exact attempt before a lenient one.
     Each is the median of several compilations, none of them from the cache, where they are quick.
     """
-    exact, lenient = (trial.of_mode(mode) for mode in ("exact", "lenient"))
+    exact, lenient = (trial.of(mode) for mode in ("exact", "lenient"))
     right = sum(result.is_right for result in exact)
     right_leniently = sum(result.is_right for result in lenient)
     compiled = [result.outcome.seconds for result in trial.results if result.outcome.seconds is not None]
@@ -148,7 +134,7 @@ def trial_as_json(trial: Trial, about: dict[str, Any]) -> dict[str, Any]:
     return {
         **about,
         "schemas": len(trial.results),
-        "compiled": {mode: len(trial.of_mode(mode)) for mode in ("exact", "lenient", "refused", "failed")},
+        "compiled": {mode: len(trial.of(mode)) for mode in ("exact", "lenient", "refused", "failed")},
         "backends": dict(Counter(result.outcome.backend for result in [*exact, *lenient])),
         "right": {
             "strictly": _share(right, len(trial.results)),
@@ -199,7 +185,7 @@ def _described(result: Result) -> dict[str, Any]:
     return {
         "line": result.case.line,
         "name": result.case.name,
-        "mode": result.mode,
+        "mode": result.verdict,
         "backend": result.outcome.backend,
         "not_enforced": [] if result.outcome.grammar is None else list(result.outcome.grammar.warnings),
         "refusal": None if result.refusal is None else {"message": result.refusal.message, "path": result.refusal.param},
@@ -247,21 +233,17 @@ def _details(trial: Trial) -> Iterator[str]:
     if wrong:
         yield from ["", "not right:"]
     for result in wrong:
-        yield f"  line {result.case.line}{f' ({result.case.name})' if result.case.name else ''}, {result.mode}"
+        yield f"  line {result.case.line}{f' ({result.case.name})' if result.case.name else ''}, {result.verdict}"
         if result.refusal is not None:
             yield f"    {result.refusal.message}, at {result.refusal.param}"
         if result.outcome.failure is not None:
             yield f"    the backend failed: {result.outcome.failure}"
         for failure in result.failures:
-            yield f"    {_line(failure)}"
+            yield f"    test {failure.test}: {failure.why}"
     if trial.malformed:
         yield from ["", "malformed, and left out:"]
     for line in trial.malformed:
         yield f"  line {line.line}: {line.message}"
-
-
-def _line(failure: Failure) -> str:
-    return f"test {failure.test}: {failure.why}"
 
 
 def _of(count: int, total: int) -> str:

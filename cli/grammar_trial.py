@@ -61,6 +61,23 @@ class Outcome:
         return self.grammar is not None and not self.grammar.warnings
 
 
+@dataclass(slots=True, kw_only=True)
+class Tried:
+    """A constraint, tried exactly and then, where that is wanted, leniently: `outcome` as it would be used, and the exact `refusal`."""
+
+    spec: GrammarSpec
+    outcome: Outcome
+    refusal: UnsupportedGrammar | None
+
+    @property
+    def verdict(self) -> str:
+        if self.outcome.failure is not None:
+            return "failed"
+        if self.outcome.grammar is None:
+            return "refused"
+        return "exact" if self.outcome.is_exact and self.refusal is None else "lenient"
+
+
 class _Watched(GrammarBackend):
     """Replaces a plug-in's factory and makes a backend that records what it is asked."""
 
@@ -135,6 +152,15 @@ class GrammarBench:
         except Exception as error:  # whatever a plug-in raises is a result, and the other constraints are still to be tried
             return Outcome(None, None, None, None, _total(attempts), failure=_described(error))
         return self._taken(spec, backend, grammar, attempts)
+
+    async def attempt(self, spec: GrammarSpec, backend: str | None, *, is_strict: bool) -> Tried:
+        """Exactly, and leniently where that is refused, unless `is_strict`."""
+        outcome = await self.compile(spec, backend)
+        refusal = outcome.refusal
+        if refusal is not None and not is_strict:
+            spec = lenient(spec)
+            outcome = await self.compile(spec, backend)
+        return Tried(spec=spec, outcome=outcome, refusal=refusal)
 
     def _taken(self, spec: GrammarSpec, backend: str | None, grammar: CompiledGrammar, attempts: Sequence[Attempt]) -> Outcome:
         request = replace(spec, param=""), backend
@@ -407,22 +433,12 @@ class Failure:
     why: str
 
 
-@dataclass(slots=True)
-class Result:
-    """A case's outcome. `refusal` is why it was not compiled exactly; `outcome` what was then used."""
+@dataclass(slots=True, kw_only=True)
+class Result(Tried):
+    """A case's outcome."""
 
     case: Case
-    outcome: Outcome
-    refusal: UnsupportedGrammar | None = None
     failures: list[Failure] = field(default_factory=list)
-
-    @property
-    def mode(self) -> str:
-        if self.outcome.failure is not None:
-            return "failed"
-        if self.outcome.grammar is None:
-            return "refused"
-        return "exact" if self.outcome.is_exact and self.refusal is None else "lenient"
 
     @property
     def is_right(self) -> bool:
@@ -439,15 +455,15 @@ class Trial:
     mask_seconds: list[float] = field(default_factory=list)
     is_complete: bool = False
 
-    def of_mode(self, mode: str) -> list[Result]:
-        return [result for result in self.results if result.mode == mode]
+    def of(self, verdict: str) -> list[Result]:
+        return [result for result in self.results if result.verdict == verdict]
 
     @property
     def is_passed(self) -> bool:
         """No exact grammar is wrong, no lenient one refuses what is valid, no backend failed, and every line was read and tried."""
-        exact_failures = any(result.failures for result in self.of_mode("exact"))
-        too_narrow = any(failure.is_valid for result in self.of_mode("lenient") for failure in result.failures)
-        return self.is_complete and not (exact_failures or too_narrow or self.of_mode("failed") or self.malformed)
+        exact_failures = any(result.failures for result in self.of("exact"))
+        too_narrow = any(failure.is_valid for result in self.of("lenient") for failure in result.failures)
+        return self.is_complete and not (exact_failures or too_narrow or self.of("failed") or self.malformed)
 
 
 async def run_trial(
@@ -468,12 +484,9 @@ async def run_trial(
     walker = Walker(bench.vocabulary)
     for case in islice(read_cases(lines, trial.malformed), limit):
         spec = schema_spec(json.loads(case.schema), PARAM, additional_properties)
-        outcome = await bench.compile(spec, backend)
-        refusal = outcome.refusal
-        if refusal is not None and not is_strict:
-            spec = lenient(spec)
-            outcome = await bench.compile(spec, backend)
-        result = Result(case, await _timed(bench, outcome, spec, backend), refusal)
+        tried = await bench.attempt(spec, backend, is_strict=is_strict)
+        outcome = await _timed(bench, tried.outcome, tried.spec, backend)
+        result = Result(spec=tried.spec, outcome=outcome, refusal=tried.refusal, case=case)
         if outcome.grammar is not None:
             result.failures = list(_failures(walker, outcome.grammar, case.instances, trial.mask_seconds))
         trial.results.append(result)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,14 +212,6 @@ async def run_one(model: LocalModel, prepared: Prepared) -> RequestOutput:
     except InvalidRequest as error:
         raise located(error, prepared.path) from None
     return fold.whole()
-
-
-class Bar(Protocol):
-    """The part of tqdm's interface that is used, by tqdm itself or a replacement."""
-
-    def update(self, n: int = ...) -> object: ...
-
-    def close(self) -> object: ...
 
 
 UseTqdm = bool | Callable[..., Any]

@@ -1,13 +1,13 @@
 """The library's `SamplingParams`: the engine's parameters, and the other fields of one request."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.params import SamplingParams as EngineParams
 from penstock.engine.sampling.params import check_types, parameter, require
@@ -22,8 +22,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(StructuredOutputs, kw_only=True):
     """What an answer is held to: one of the first six; the others say how. Names are vLLM's, meanings those of docs/requests.md.
 
     `json` is a JSON Schema as a dict or as its text. `grammar` is one in Lark or GBNF; {"definition": ..., "syntax": ...} says in which.
@@ -31,25 +30,10 @@ class StructuredOutputsParams:
     name of a grammar backend.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | Mapping[str, Any] | None = None
-    json_object: bool | None = None
-    structural_tag: str | Mapping[str, Any] | None = None
-
-    additional_properties: AdditionalProperties | None = None
-    backend: str | None = None
-    whitespace_pattern: str | None = None
-    disable_any_whitespace: bool = False
-    disable_fallback: bool = False
-    disable_additional_properties: bool = False
-
     def wire(self) -> StructuredOutputs:
-        """The same as a request's body says it, so that there is one reader of constraints. Raises `InvalidRequest`."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The same, checked as a request's body is. Raises `InvalidRequest`."""
         try:
-            return msgspec.convert({name: value for name, value in given.items() if value is not None}, StructuredOutputs)
+            return msgspec.convert(structs.asdict(self), StructuredOutputs)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"`structured_outputs`: {error}", "structured_outputs") from None
 

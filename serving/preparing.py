@@ -72,7 +72,6 @@ class PreparedChat:
     """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called."""
 
     request: Request
-    turn: Turn
     tools: ToolUse
     view: ReasoningView
     constraint: Constraint
@@ -160,7 +159,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         beam=beam_search(body),
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
-    return PreparedChat(request=request, turn=turn, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
+    return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
 
 
 async def prepare_completion(
@@ -365,6 +364,9 @@ def completion_params(context: ServerContext, body: CompletionRequest, encoded: 
     """Each prompt's: the same object for all that may grow by as many tokens."""
     by_limit: dict[TokenLimit, SamplingParams] = {}
     params: list[SamplingParams] = []
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:  # an echoed prompt shows those of its tokens as well
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     for position, token_ids in enumerate(encoded):
         path = path_of("prompt", position, len(encoded))
         limit = token_limit(
@@ -377,25 +379,18 @@ def completion_params(context: ServerContext, body: CompletionRequest, encoded: 
         )
         check_prompt_ids(token_ids, context.vocab_size, path)
         if limit not in by_limit:
-            by_limit[limit] = _completion_params(context, body, limit)
+            by_limit[limit] = sampling_params(
+                body,
+                limit=limit,
+                logprobs=body.logprobs,
+                prompt_logprobs=prompt_logprobs,
+                defaults=searched_defaults(body, context.default_sampling),
+                vocab_size=context.vocab_size,
+            )
         params.append(by_limit[limit])
     if params[0].n * len(params) > MAX_SEQUENCES:
         raise InvalidRequest(f"prompts times `n` must be at most {MAX_SEQUENCES}, got {params[0].n * len(params)}", "n")
     return params
-
-
-def _completion_params(context: ServerContext, body: CompletionRequest, limit: TokenLimit) -> SamplingParams:
-    prompt_logprobs = body.prompt_logprobs
-    if body.echo and body.logprobs is not None:  # an echoed prompt shows those of its tokens as well
-        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-    return sampling_params(
-        body,
-        limit=limit,
-        logprobs=body.logprobs,
-        prompt_logprobs=prompt_logprobs,
-        defaults=searched_defaults(body, context.default_sampling),
-        vocab_size=context.vocab_size,
-    )
 
 
 def readable_prompts(

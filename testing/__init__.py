@@ -6,22 +6,15 @@ def test_any_cut_and_any_stop_give_the_same_answer() -> None:
     check_parser(MyParser, ["<mine>why</mine>because"], markers=["<mine>", "</mine>"])
 """
 
-from penstock.testing.grammar_walks import accepts, allowed_tokens, byte_vocabulary, random_answer
-from penstock.testing.logits_processor_check import check_logits_processor
-from penstock.testing.parser_check import check_cost, check_parser, join_atoms, merged, read, split_atoms
-from penstock.testing.tool_format_check import check_tool_format
-
-__all__ = [
-    "accepts",
-    "allowed_tokens",
-    "byte_vocabulary",
-    "check_cost",
-    "check_logits_processor",
-    "check_parser",
-    "check_tool_format",
-    "join_atoms",
-    "merged",
-    "random_answer",
-    "read",
-    "split_atoms",
-]
+from penstock.testing.grammar_walks import accepts as accepts
+from penstock.testing.grammar_walks import allowed_tokens as allowed_tokens
+from penstock.testing.grammar_walks import byte_vocabulary as byte_vocabulary
+from penstock.testing.grammar_walks import random_answer as random_answer
+from penstock.testing.logits_processor_check import check_logits_processor as check_logits_processor
+from penstock.testing.parser_check import check_cost as check_cost
+from penstock.testing.parser_check import check_parser as check_parser
+from penstock.testing.parser_check import join_atoms as join_atoms
+from penstock.testing.parser_check import merged as merged
+from penstock.testing.parser_check import read as read
+from penstock.testing.parser_check import split_atoms as split_atoms
+from penstock.testing.tool_format_check import check_tool_format as check_tool_format

@@ -1,11 +1,11 @@
 """Walks through grammars over a small vocabulary, for tests: a token at a time, looking at the mask before each."""
 
 import random
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.engine.contracts.grammar import GrammarMatcher, Vocabulary
 from penstock.engine.contracts.parsing import SpecialText
+from penstock.plugins.markers import join_pieces, split_symbols
 
 MAX_TOKENS = 4000
 _CLOSERS = b'"}])'
@@ -72,11 +72,7 @@ def accepts(matcher: GrammarMatcher, vocabulary: Vocabulary, pieces: Sequence[st
 
 def split_pieces(text: str, vocabulary: Vocabulary) -> list[str]:
     """A text as a model would write it that means every marker in it."""
-    if not vocabulary.added_token_ids:
-        return [text] if text else []
-    longest_first = sorted(vocabulary.added_token_ids, key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
-    return [SpecialText(part) if part in vocabulary.added_token_ids else part for part in parts if part]
+    return join_pieces(split_symbols(text, frozenset(vocabulary.added_token_ids)))
 
 
 def tokens_of(pieces: Iterable[str], vocabulary: Vocabulary) -> Iterator[int]:

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import cycle, groupby, pairwise, product
+from itertools import cycle, pairwise, product
 from types import FrameType
 from typing import Any, SupportsIndex
 
@@ -25,6 +25,7 @@ from penstock.engine.contracts.parsing import (
     Turn,
 )
 from penstock.plugins.json.scanner import JsonScanner, State
+from penstock.plugins.markers import join_pieces, split_symbols
 
 
 def read(parser: Parser, pieces: Iterable[str]) -> list[Event]:
@@ -62,22 +63,12 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 def split_atoms(text: str, added_tokens: frozenset[str]) -> list[str]:
     """The smallest pieces in which text can arrive: single characters, and each added token whole."""
-    if not added_tokens:
-        return list(text)
-    longest_first = sorted(added_tokens, key=len, reverse=True)
-    atoms: list[str] = []
-    for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-        atoms.extend([SpecialText(part)] if part in added_tokens else part)
-    return atoms
+    return split_symbols(text, added_tokens)
 
 
 def join_atoms(atoms: Iterable[str]) -> list[str]:
     """The largest pieces in which they can arrive."""
-    pieces: list[str] = []
-    for is_special, run in groupby(atoms, key=lambda atom: isinstance(atom, SpecialText)):
-        parts = list(run)
-        pieces.extend(parts if is_special else ["".join(parts)])
-    return pieces
+    return join_pieces(list(atoms))
 
 
 FILLERS = ("lorem ipsum ", "\n" * 12)

@@ -179,7 +179,6 @@ def _callable(tools: Tools) -> list[CallableTool]:
 
 
 def _calls(events: Iterable[Event]) -> list[tuple[str, str]]:
-    """Names and arguments."""
     calls: list[tuple[str, str]] = []
     for event in events:
         if isinstance(event, ToolCallStart):

@@ -1,7 +1,6 @@
 """TensorRT-LLM's Executor API in Python: requests in, responses out, from any thread and any event loop."""
 
 import asyncio
-import concurrent.futures
 import copy
 import functools
 import logging
@@ -9,9 +8,8 @@ import math
 import os
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from datetime import timedelta
 from numbers import Integral, Real
 from types import TracebackType
@@ -29,12 +27,11 @@ from penstock.llm.executor.stats import IterationStats, RequestStatsPerIteration
 from penstock.llm.model import LocalModel, LoopThread, threads_as_they_were
 from penstock.serving.context import ServerContext
 
-Waiter = concurrent.futures.Future[list[Response]]
 ANY = 0  # requests count from 1
 
 
 class Mailbox:
-    """Each response is returned once: to a caller that waits for its request, else to one that waits for any, else to the next that asks.
+    """Each response is returned once: to a call that waits for its request, else to one that waits for any, else to the next that asks.
 
     A request is open until its final response has come, and known for ever. A call never waits for a response that cannot come: of a
     request that is not open, or of any once the mailbox is closed and no request is open.
@@ -45,8 +42,8 @@ class Mailbox:
         self._is_empty = threading.Condition(self._lock)
         self._num_opened = 0
         self._open: set[int] = set()
-        self._ready: dict[int, deque[Response]] = {}
-        self._waiters: defaultdict[int, deque[Waiter]] = defaultdict(deque)
+        self._ready: dict[int, list[Response]] = {}
+        self._waiting: dict[int, list[Callable[[], object]]] = {}  # by request, or for `ANY`: what wakes a call that waits
         self._is_closed = False
 
     @property
@@ -71,14 +68,13 @@ class Mailbox:
     def put(self, response: Response) -> None:
         """Hands over a response. After a final one no call waits for the request any more."""
         with self._lock:
-            self._give(response.request_id, [response])
+            self._ready.setdefault(response.request_id, []).append(response)
             if response.is_final:
                 self._open.discard(response.request_id)
-                self._dismiss(response.request_id)
             if not self._open:
                 self._is_empty.notify_all()
-                if self._is_closed:
-                    self._dismiss(ANY)
+            self._wake(response.request_id)
+            self._wake(ANY)
 
     def num_ready(self, request_id: int | None = None) -> int:
         with self._lock:
@@ -87,93 +83,65 @@ class Mailbox:
 
     def take(self, request_id: int | None, timeout: float | None) -> list[Response]:
         """All that is ready, of one request or of any; waits for the first, at most `timeout` seconds. Empty where none came or will."""
-        waiter = self._ask(request_id)
-        try:
-            return waiter.result(timeout)
-        except TimeoutError:
-            return self._leave(request_id, waiter)
-        except BaseException:
-            self._give_back(self._leave(request_id, waiter))
-            raise
+        deadline, woken = _deadline(timeout), threading.Event()
+        with self._waiting_for(request_id, woken.set):
+            while (taken := self._taken(request_id)) is None:
+                if not woken.wait(_left(deadline)):
+                    return self._taken(request_id) or []
+                woken.clear()
+            return taken
 
     async def take_async(self, request_id: int | None) -> list[Response]:
-        """The same for a coroutine, without end. Where it is cancelled, what it had been given is given to others."""
-        waiter = self._ask(request_id)
-        try:
-            return await asyncio.shield(asyncio.wrap_future(waiter))
-        except BaseException:
-            self._give_back(self._leave(request_id, waiter))
-            raise
+        """The same for a coroutine, without end. Where it is cancelled, it has taken nothing."""
+        woken = asyncio.Event()
+        with self._waiting_for(request_id, functools.partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set)):
+            while (taken := self._taken(request_id)) is None:
+                await woken.wait()
+                woken.clear()
+            return taken
 
     def close(self) -> None:
         """There will be no more requests."""
         with self._lock:
             self._is_closed = True
-            if not self._open:
-                self._dismiss(ANY)
+            self._wake(ANY)
 
     def wait_until_none_is_open(self, timeout: float | None) -> bool:
         """Whether every request has had its final response within `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            while self._open:
-                if not self._is_empty.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) and self._open:
-                    return False
-            return True
+        with self._is_empty:
+            return self._is_empty.wait_for(lambda: not self._open, timeout)
 
-    def _ask(self, request_id: int | None) -> Waiter:
-        """One that is done already where there is something, or never will be."""
-        waiter: Waiter = concurrent.futures.Future()
+    def _taken(self, request_id: int | None) -> list[Response] | None:
+        """All that is ready; None where nothing is, and something may come."""
         with self._lock:
-            ready = self._take_ready(request_id)
-            may_come = not self._is_closed or self._open if request_id is None else request_id in self._open
-            if ready or not may_come:
-                waiter.set_result(ready)
+            if request_id is None:
+                chosen = [key for key in self._ready if key not in self._waiting]
+                may_come = not self._is_closed or bool(self._open)
             else:
-                self._waiters[request_id or ANY].append(waiter)
-        return waiter
+                chosen = [request_id] if request_id in self._ready else []
+                may_come = request_id in self._open
+            taken = [response for key in chosen for response in self._ready.pop(key)]
+            return taken if taken or not may_come else None
 
-    def _take_ready(self, request_id: int | None) -> list[Response]:
-        if request_id is not None:
-            return list(self._ready.pop(request_id, ()))
-        ready = [response for responses in self._ready.values() for response in responses]
-        self._ready.clear()
-        return ready
-
-    def _leave(self, request_id: int | None, waiter: Waiter) -> list[Response]:
-        """Stops waiting, and takes what may have come at the last moment."""
+    @contextmanager
+    def _waiting_for(self, request_id: int | None, wake: Callable[[], object]) -> Iterator[None]:
+        key = request_id or ANY
         with self._lock:
-            if waiter.done():
-                return waiter.result()
-            self._waiters[request_id or ANY].remove(waiter)
-            self._forget_empty(request_id or ANY)
-            return []
+            self._waiting.setdefault(key, []).append(wake)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting[key].remove(wake)
+                if not self._waiting[key]:
+                    del self._waiting[key]
+                if key in self._ready:  # what came for this call, which has left without it
+                    self._wake(ANY)
 
-    def _give_back(self, responses: list[Response]) -> None:
-        """As if they had not been taken: before what came after them."""
-        by_request: dict[int, list[Response]] = {}
-        for response in responses:
-            by_request.setdefault(response.request_id, []).append(response)
-        with self._lock:
-            for request_id, returned in by_request.items():
-                later = self._ready.pop(request_id, ())
-                self._give(request_id, [*returned, *later])
-
-    def _give(self, request_id: int, responses: list[Response]) -> None:
-        for key in (request_id, ANY):
-            if self._waiters.get(key):
-                self._waiters[key].popleft().set_result(responses)
-                self._forget_empty(key)
-                return
-        self._ready.setdefault(request_id, deque()).extend(responses)
-
-    def _dismiss(self, key: int) -> None:
-        for waiter in self._waiters.pop(key, ()):
-            waiter.set_result([])
-
-    def _forget_empty(self, key: int) -> None:
-        if not self._waiters[key]:
-            del self._waiters[key]
+    def _wake(self, key: int) -> None:
+        for wake in self._waiting.get(key, ()):
+            with suppress(RuntimeError):  # the call's event loop has been closed
+                wake()
 
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,11 @@
 """Chat templates: from messages in any spelling to the prompt's text, and to the part of it that tells a parser where the answer starts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import takewhile
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -152,39 +153,26 @@ class ChatTemplate:
             raise InvalidRequest(
                 "the model has no chat template: use /v1/completions, or start the server with --chat-template", "messages"
             )
-        finish = partial(render_prompt, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
+
+        def render(run: Callable[..., Any], param: str) -> RenderedPrompt:
+            prepared, described = prepare_messages(messages, knows_developer="developer" in source), list(tools or ())
+            if has_tools(prepared, described):
+                shown: Shown = run(shown_by, source, self._special_tokens)
+                prepared, described = self._with_tools(source, prepared, described, shown)
+            variables = self._variables(described, template_kwargs or {})
+            prompt: RenderedPrompt = run(render_prompt, source, prepared, variables, add_generation_prompt, continue_final_message, param)
+            return prompt
+
         try:
             if template:
-                return self._render_in_sandbox(template, messages, list(tools or ()), template_kwargs or {}, finish)
-
-            def render() -> RenderedPrompt:
-                prepared, described = prepare_messages(messages, knows_developer="developer" in source), list(tools or ())
-                if has_tools(prepared, described):
-                    prepared, described = self._with_tools(source, prepared, described, shown_by(source, self._special_tokens))
-                return finish(source, prepared, self._variables(described, template_kwargs or {}))
-
-            return Interruptible().run(render, self.time_limit)
+                return render(self.sandbox.run_blocking, "chat_template")
+            return Interruptible().run(lambda: render(call, "messages"), self.time_limit)
+        except JobLimitExceeded as limit:
+            raise InvalidRequest(limit.message, "chat_template") from None
         except TemplateTimeout:
             raise InvalidRequest(f"the chat template did not finish within {self.time_limit:g} seconds", "messages") from None
         except RecursionError:
             raise InvalidRequest("the messages are nested too deeply", "messages") from None
-
-    def _render_in_sandbox(
-        self,
-        template: str,
-        messages: Sequence[Message],
-        tools: list[Mapping[str, Any]],
-        template_kwargs: Mapping[str, Any],
-        finish: "partial[RenderedPrompt]",
-    ) -> RenderedPrompt:
-        prepared = prepare_messages(messages, knows_developer="developer" in template)
-        try:
-            if has_tools(prepared, tools):
-                shown = self.sandbox.run_blocking(shown_by, template, self._special_tokens)
-                prepared, tools = self._with_tools(template, prepared, tools, shown)
-            return self.sandbox.run_blocking(finish, template, prepared, self._variables(tools, template_kwargs), param="chat_template")
-        except JobLimitExceeded as limit:
-            raise InvalidRequest(limit.message, "chat_template") from None
 
     def prestart(self) -> None:
         """Starts the processes for templates that come in requests, and returns."""

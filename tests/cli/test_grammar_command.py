@@ -137,7 +137,7 @@ RIGHT = line({"accepts": ['{"a": [1, "字"]}', "2"]}, valid=[{"a": [1, "字"]}, 
 def test_a_schema_that_accepts_and_refuses_as_it_should_is_right() -> None:
     trial = tried(RIGHT)
     (result,) = trial.results
-    assert (result.mode, result.is_right, result.outcome.backend) == ("exact", True, "lists")
+    assert (result.verdict, result.is_right, result.outcome.backend) == ("exact", True, "lists")
     assert result.outcome.seconds == result.outcome.waited
     assert len(trial.mask_seconds) > 4
     assert trial.is_passed
@@ -196,7 +196,7 @@ def test_a_lenient_grammar_that_refuses_what_is_valid_fails_the_trial() -> None:
 
 def test_strictly_nothing_is_compiled_leniently() -> None:
     trial = tried(line({"accepts": ["1"], "soft": 0}, valid=[1]), is_strict=True)
-    assert [result.mode for result in trial.results] == ["refused"]
+    assert [result.verdict for result in trial.results] == ["refused"]
 
 
 def test_malformed_lines_are_named_and_the_rest_goes_on() -> None:
@@ -378,7 +378,7 @@ class FailingBackend(ListBackend):
 )
 def test_a_backend_that_fails_is_reported_and_the_next_schema_is_tried(how: str, message: str) -> None:
     trial = tried(line({"fails": how}, valid=[1]), RIGHT, lists=FailingBackend)
-    assert [result.mode for result in trial.results] == ["failed", "exact"]
+    assert [result.verdict for result in trial.results] == ["failed", "exact"]
     report = trial_as_json(trial, ABOUT)
     assert report["compiled"] == {"exact": 1, "lenient": 0, "refused": 0, "failed": 1}
     assert [(entry["refusal"], entry["failure"]) for entry in report["not_right"]] == [(None, message)]

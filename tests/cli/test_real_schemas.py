@@ -36,16 +36,16 @@ def test_instances_are_told_apart() -> None:
     trial = tried("open")
     assert not trial.malformed
     assert {json.loads(line)["name"] for line in CASES} == {result.case.name for result in trial.results}
-    assert [(result.case.name, failure) for result in trial.of_mode("exact") for failure in result.failures] == []
-    assert [result.case.name for result in trial.of_mode("refused")] == []
-    assert [result.case.name for result in trial.of_mode("lenient") for failure in result.failures if failure.is_valid] == []
-    assert len(trial.of_mode("exact")) > 0.86 * len(CASES)
+    assert [(result.case.name, failure) for result in trial.of("exact") for failure in result.failures] == []
+    assert [result.case.name for result in trial.of("refused")] == []
+    assert [result.case.name for result in trial.of("lenient") for failure in result.failures if failure.is_valid] == []
+    assert len(trial.of("exact")) > 0.86 * len(CASES)
     assert sum(result.is_right for result in trial.results) > 0.91 * len(CASES)
 
 
 def test_in_the_closed_reading_they_all_compile_and_nothing_invalid_is_accepted() -> None:
     trial = tried("closed")
-    assert [(result.case.name, failure) for result in trial.of_mode("exact") for failure in result.failures if not failure.is_valid] == []
-    assert [result.case.name for result in trial.of_mode("refused")] == []
+    assert [(result.case.name, failure) for result in trial.of("exact") for failure in result.failures if not failure.is_valid] == []
+    assert [result.case.name for result in trial.of("refused")] == []
     assert [result.case.name for result in trial.results if result.outcome.is_as_written] == []
-    assert len(trial.of_mode("exact")) > 0.86 * len(CASES)
+    assert len(trial.of("exact")) > 0.86 * len(CASES)
