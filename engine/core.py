@@ -354,6 +354,7 @@ class EngineCore:
         return build_batch(
             step,
             self.masks,
+            self.runner.cache.block_tables_PN,
             block_size=self.scheduler.block_size,
             vocab_size=self.vocab_size,
             min_tokens=self.runner.min_tokens,

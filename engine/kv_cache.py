@@ -111,12 +111,25 @@ def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list
 
 
 class KVCache:
-    """One key and one value tensor [num_blocks, block_size, num_kv_heads, head_size] per layer.
+    """One key and one value tensor [num_blocks, block_size, num_kv_heads, head_size] per layer, and the block tables of all sequences.
 
     The memory is reserved at once but, on the CPU, only becomes resident as blocks are first written.
+
+    `block_tables_PN`, int32, has a row for each of the `max_num_seqs` sequences that may run, of as many blocks as the longest one may
+    have. It belongs to the model's thread, which writes the blocks that a step adds before that step reads them.
     """
 
-    def __init__(self, layout: list[LayerKV], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: list[LayerKV],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int = 256,
+        max_blocks: int | None = None,
+    ) -> None:
         def reserve(num_heads: int, size: int) -> Tensor:
             return torch.empty(num_blocks, block_size, num_heads, size, dtype=dtype, device=device)
 
@@ -125,6 +138,8 @@ class KVCache:
         self.block_size = block_size
         self.keys = [reserve(layer.num_kv_heads, layer.key_size) for layer in layout]
         self.values = [reserve(layer.num_kv_heads, layer.value_size) for layer in layout]
+        width = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
+        self.block_tables_PN = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
 
     def attach(self, model: nn.Module) -> None:
         """Hangs each layer's tensors on the modules that know its number, where the attention function finds them."""
@@ -139,6 +154,12 @@ class KVCache:
         for module in model.modules():
             if getattr(module, "key_cache", None) is self.keys[getattr(module, "layer_idx", 0)]:
                 del module.key_cache, module.value_cache
+
+    def write_tables(self, updates_3U: Tensor) -> None:
+        """Writes entries of the block tables: rows, positions in them, and blocks. Does not wait for the device."""
+        if updates_3U.shape[1]:
+            rows_U, positions_U, blocks_U = updates_3U
+            self.block_tables_PN[rows_U, positions_U] = blocks_U.to(torch.int32)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, target) pairs, in every layer."""

@@ -163,6 +163,7 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
         self.running: list[Sequence] = []
+        self._free_table_rows = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -314,6 +315,9 @@ class Scheduler:
             assert sequence.num_computed_tokens <= len(sequence.token_ids)
         assert all(sequence.status is Status.WAITING and not sequence.block_table for sequence in self.waiting)
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
+        rows = [sequence.table_row for sequence in sequences if sequence.table_row is not None]
+        assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
+        assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
         self.waiting.check_integrity()
         self.pool.check_integrity(sequence.block_table for sequence in sequences)
 
@@ -330,6 +334,8 @@ class Scheduler:
 
     def _include(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
         step.num_tokens[sequence] = num_tokens
+        if sequence.table_row is None:
+            sequence.table_row = self._free_table_rows.pop()
         first = sequence.num_computed_tokens // self.block_size
         last = min(sequence.num_computed_tokens + num_tokens, len(sequence.token_ids)) // self.block_size
         step.promised += self._publish(sequence, first, last)
@@ -441,6 +447,7 @@ class Scheduler:
             target = self.pool.allocate()
             self.pool.free([source])
             sequence.block_table[position] = target
+            sequence.num_blocks_sent = min(sequence.num_blocks_sent, position)
             step.copies.append((source, target))
         self._extend_blocks(sequence, num_tokens)
         return True
@@ -480,3 +487,7 @@ class Scheduler:
                     self.pool.retain(block, rule)
         self.pool.free(sequence.block_table)
         sequence.block_table = []
+        sequence.num_blocks_sent = 0
+        if sequence.table_row is not None:
+            self._free_table_rows.append(sequence.table_row)
+            sequence.table_row = None

@@ -192,6 +192,7 @@ class Sequence:
     `proposer` is None where the sequence never has draft tokens.
     `stops` is None where no token sequence ends the answer.
     `pending_row` is the row of the step in flight that samples its next token, where another step is scheduled behind that one.
+    `table_row` is its row of the model's block tables, while it runs, which knows the first `num_blocks_sent` blocks of its `block_table`.
     """
 
     request: Request
@@ -215,6 +216,8 @@ class Sequence:
     is_overdue: bool = False
     queue_seconds: float | None = None
     block_table: list[int] = field(default_factory=list)
+    table_row: int | None = None
+    num_blocks_sent: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: SequenceOutputs | None = None

@@ -233,7 +233,7 @@ def test_who_does_not_need_the_token_before_goes_ahead_of_it(options: dict[str, 
     next_batch = core.build(follower)
     assert follower.num_tokens == dict.fromkeys(step.num_tokens, 1)
     assert next_batch.num_pending == len(follower.num_tokens)
-    placeholders = [token_id for token_id in next_batch.input_ids_1T[0].tolist() if token_id < 0]
+    placeholders = [token_id for token_id in next_batch.inputs.input_ids_1T[0].tolist() if token_id < 0]
     assert placeholders == [placeholder(row) for row in range(next_batch.num_pending)]
 
 
