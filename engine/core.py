@@ -24,6 +24,7 @@ from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.kv_cache import hash_prompt
 from penstock.engine.output import OutputProcessor
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.sampling.params import BeamSearchParams
@@ -100,6 +101,7 @@ class SequenceFactory:
             index=index,
             arrival=arrival,
             token_ids=token_ids,
+            block_hashes=list(request.block_hashes),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             answer=answer,
             sampling=sampling,
@@ -232,9 +234,6 @@ def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
         return False  # it is admitted when no step is in flight
     if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
         return False
-    newcomer = scheduler.next_to_admit
-    if newcomer is not None and newcomer.constraint is not None:
-        return False
     if scheduler.speculation is None:
         return True
     proposers = [sequence.proposer for sequence in going_on if sequence in sampling and sequence.proposer is not None]
@@ -290,6 +289,12 @@ class EngineCore:
             give_up=self._give_up,
         )
         self._beams = BeamProcessor(self._outputs)
+
+    def hash_prompt(self, request: Request) -> None:
+        """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
+        self._check_prompt(request)
+        if self.scheduler.pool.enable_prefix_caching:
+            hash_prompt(request.prompt_token_ids, self.scheduler.block_size, request.block_hashes, request.cache_salt)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
@@ -486,7 +491,7 @@ class EngineCore:
         if self.observer is not None:
             self.observer.end(step, deltas)
 
-    def _check(self, request: Request) -> None:
+    def _check_prompt(self, request: Request) -> None:
         num_prompt = len(request.prompt_token_ids)
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
@@ -496,6 +501,9 @@ class EngineCore:
         for token_id in (min(request.prompt_token_ids), max(request.prompt_token_ids)):
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequest(f"the prompt holds token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", "prompt")
+
+    def _check(self, request: Request) -> None:
+        self._check_prompt(request)
         request.params.check_token_ids(self.vocab_size)
         check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.params.n > self.scheduler.max_num_seqs:

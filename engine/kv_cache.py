@@ -188,6 +188,7 @@ def block_bytes(layout: list[LayerKV], block_size: int, dtype: torch.dtype) -> i
     return sum(layer.num_elements for layer in layout) * block_size * dtype.itemsize
 
 
+HASHED_AT_ONCE = 4096  # tokens
 DEFAULT_RETENTION = 35
 MAX_RETENTION = 100
 
@@ -219,12 +220,30 @@ class Retention:
         return next(touching, None)
 
 
-def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:
-    """Extends `known` to one hash per full block of `token_ids`: each covers its own tokens, all before them, and the salt."""
-    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = known[-1] if known else hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
-        tokens = array("q", token_ids[start : start + block_size]).tobytes()
-        known.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "", max_tokens: int | None = None) -> None:
+    """Extends `known` to one hash per full block of `token_ids`: each covers its own tokens, all before them, and the salt.
+
+    `max_tokens` bounds how many tokens are hashed by this call.
+    """
+    first, stop = len(known) * block_size, len(token_ids) // block_size * block_size
+    if max_tokens is not None:
+        stop = min(stop, first + max_tokens // block_size * block_size)
+    if first >= stop:
+        return
+    parent = known[-1] if known else hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
+    tokens = array("q", token_ids[first:stop])
+    width = block_size * tokens.itemsize
+    data = tokens.tobytes()
+    for start in range(0, len(data), width):
+        parent = hashlib.blake2b(parent + data[start : start + width], digest_size=16).digest()
+        known.append(parent)
+
+
+def hash_prompt(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:
+    """As `chain_hashes`, in a thread that lets others run often: while hashing, Python's lock would be held for milliseconds at a time."""
+    while len(known) < len(token_ids) // block_size:
+        chain_hashes(token_ids, block_size, known, salt, max_tokens=max(HASHED_AT_ONCE, block_size))
+        time.sleep(0)
 
 
 class BlockPool:
@@ -321,6 +340,10 @@ class BlockPool:
             self._expire_at(until, block)
         if is_free:
             self._put_in(block)
+
+    def has(self, block_hash: bytes) -> bool:
+        """Whether a block with this hash is cached."""
+        return block_hash in self._block_of
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest cached prefix. They are not referenced yet."""

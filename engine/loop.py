@@ -22,6 +22,7 @@ from penstock.engine.sequence import Request
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
+LONG_PROMPT = 8192  # tokens; from here on a prompt is hashed by a thread, so that streams go on meanwhile
 STEP_FAILED = "the model failed while it computed this request; the error has been logged"
 ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
 
@@ -167,6 +168,9 @@ class Engine:
 
         Raises `EngineUnavailable`, `QueueFull` or `InvalidRequest` before the first delta.
         """
+        if len(request.prompt_token_ids) >= LONG_PROMPT:
+            self.check_admission()
+            await asyncio.to_thread(self._core.hash_prompt, request)
         self._life.check_accepting()
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")

@@ -211,8 +211,12 @@ def make_core(
     grace: float = 60.0,
     rows_for_weights: float | None = None,
     is_async: bool = False,
+    reserves: bool = False,
 ) -> EngineCore:
-    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens."""
+    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens.
+
+    Without `reserves`, sequences are admitted as long as they fit, and preempted later.
+    """
     assert num_blocks * block_size >= max_model_len
     scheduler = Scheduler(
         BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching),
@@ -221,6 +225,7 @@ def make_core(
         max_num_batched_tokens=max_num_batched_tokens,
         waiting=WaitingQueue(max_sequences=max_waiting, max_tokens=max_waiting_tokens, aging_seconds=aging_seconds, clock=clock),
         speculation=None if rows_for_weights is None else Speculation(rows_for_weights),
+        reserves=reserves,
     )
     return EngineCore(
         runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size)),
