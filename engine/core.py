@@ -216,28 +216,26 @@ class StepObserver(Protocol):
         """The step's results have been processed. `deltas` are those by request, empty where the step was cancelled."""
 
 
-def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
-    """Whether the step after `step`, which is in flight, would be the same whatever tokens this one samples.
+def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
+    """Whether the step after this batch, which is in flight, would be the same whatever tokens this one samples, but for drafts.
 
     All running sequences are scheduled ahead or none: in two halves, each waiting for its own results, they would read the weights twice.
-    Where one sequence's next step depends on the pending token, or is worth a draft, the results are waited for. A sequence with a grammar
-    is admitted while no step is in flight, or it and all behind it would wait until none is scheduled ahead any more.
+    Where one sequence's next step depends on the pending token, the results are waited for. A sequence with a grammar is admitted while no
+    step is in flight, or it and all behind it would wait until none is scheduled ahead any more.
     """
-    if batch.masks is not None or batch.has_unmasked or step.drafts:
+    if batch.masks is not None or batch.has_unmasked:
         return False
     sampling = {sampler.sequence for sampler in batch.samplers}
-    going_on = [sequence for sequence in scheduler.running if not (sequence in sampling and sequence.ends_with_next_token)]
-    if any(sequence.constraint is not None or sequence.search is not None for sequence in going_on):
-        return False
-    num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
-    if any(sequence.constraint is not None for sequence in scheduler.waiting.first(num_places)):
-        return False  # it is admitted when no step is in flight
-    if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
-        return False
-    if scheduler.speculation is None:
+    for sequence in scheduler.running:
+        if sequence not in sampling:
+            if sequence.constraint is not None or sequence.search is not None:
+                return False
+        elif not sequence.ends_with_next_token and not (sequence.search is None and sequence.is_predictable):
+            return False
+    if not scheduler.waiting:
         return True
-    proposers = [sequence.proposer for sequence in going_on if sequence in sampling and sequence.proposer is not None]
-    return not scheduler.speculation.is_worthwhile(proposers, num_rows=len(going_on))
+    num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
+    return all(sequence.constraint is None for sequence in scheduler.waiting.first(num_places))
 
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
@@ -343,7 +341,10 @@ class EngineCore:
 
         It must be built before `update` gets that step's results, and passed to `update`, `fail` or `cancel_step` afterwards.
         """
-        if not (self.is_async and can_look_ahead(self.scheduler, step, batch)):
+        if not self.is_async:
+            return None
+        self.scheduler.weighs_drafts = is_predictable(self.scheduler, batch)
+        if not self.scheduler.weighs_drafts or step.drafts or self.scheduler.wants_drafts(step):
             return None
         self.scheduler.count_computed(step)
         for row, sampler in enumerate(batch.samplers):

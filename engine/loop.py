@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -109,6 +110,37 @@ class _InFlight:
     handle: StepHandle
 
 
+class _StepClock:
+    """How long the loop works for each step, and how long the step takes, for the choice between drafts and scheduling ahead."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._speculation = core.scheduler.speculation if core.is_async else None
+        self._host_seconds = 0.0
+        self._resumed = 0.0
+        self._ended: float | None = None  # the step before
+        self._is_ahead = False
+
+    def resume(self) -> None:
+        """The loop goes on with the step."""
+        self._resumed = time.perf_counter()
+
+    def pause(self) -> None:
+        """Other tasks run, until the step's results are there."""
+        self._host_seconds += time.perf_counter() - self._resumed
+
+    def end_step(self, *, has_follower: bool) -> None:
+        """The step's results have been processed. With `has_follower`, the next one is under way."""
+        self.pause()
+        now = time.perf_counter()
+        if self._speculation is not None and self._ended is not None:
+            self._speculation.observe(self._host_seconds, now - self._ended, is_ahead=self._is_ahead)
+        self._ended, self._host_seconds, self._is_ahead = now, 0.0, has_follower
+
+    def reset(self) -> None:
+        """Nothing is to be computed: the time until the next step counts for none."""
+        self._ended, self._host_seconds, self._is_ahead = None, 0.0, False
+
+
 class Engine:
     """Runs an `EngineCore` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks."""
 
@@ -193,8 +225,10 @@ class Engine:
     async def _run(self) -> None:
         deltas: DeltasByRequest = {}
         flight: _InFlight | None = None
+        clock = _StepClock(self._core)
         try:
             while True:
+                clock.resume()
                 for request_id, last in self._core.expire().items():
                     deltas.setdefault(request_id, []).extend(last)
                 flight = flight or self._launch(self._core.schedule())
@@ -202,12 +236,16 @@ class Engine:
                 if flight is not None and flight.batch is not None:
                     follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
                 self._publish(deltas)  # of the previous step, while the next one is computed
+                clock.pause()
                 if flight is None:
+                    clock.reset()
                     self._wake.clear()
                     await self._awake()
                 else:
                     await done(flight.handle.future)
+                    clock.resume()
                     deltas, flight = self._collect(flight, follower)
+                    clock.end_step(has_follower=flight is not None)
         except Exception:  # a defect of the scheduler: the engine ends, and no client may be left waiting
             logger.exception("The engine has failed")
             self._publish(deltas)

@@ -198,6 +198,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
+        self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
         self._lengths = OutputLengths() if reserves else None
         self._refused: Sequence | None = None  # until a running sequence gives up its blocks
@@ -280,6 +281,10 @@ class Scheduler:
             self._extend_blocks(sequence, num_tokens)
             self._include(sequence, num_tokens, step)
             underway.add(self._hashes_to_come(sequence, num_tokens))
+
+    def max_num_draft_tokens(self, num_sequences: int) -> int:
+        """How many rows drafts may have in a step of so many sequences."""
+        return max(self.max_num_seqs, MIN_MAX_ROWS) - num_sequences
 
     def _forecast(self) -> Forecast | None:
         if self._lengths is None or self.waiting.first(1) == [self._refused]:
@@ -404,6 +409,21 @@ class Scheduler:
         blocks = zip(sequence.block_table[first:last], sequence.block_hashes[first:last], strict=True)
         return [block for block, block_hash in blocks if self.pool.publish(block, block_hash)]
 
+    def wants_drafts(self, step: Step) -> bool:
+        """Whether drafts for the sequences that this step, which is in flight, samples from are worth waiting for its tokens."""
+        if self.speculation is None:
+            return False
+        num_sequences = len(self.running)
+        limit = self.max_num_draft_tokens(num_sequences)
+        if limit <= 0:
+            return False
+        proposers = [
+            sequence.proposer
+            for sequence, num_tokens in step.num_tokens.items()
+            if sequence.proposer is not None and num_tokens == sequence.num_uncomputed_tokens and not sequence.ends_with_next_token
+        ]
+        return self.speculation.is_worthwhile(proposers, limit, num_sequences=num_sequences)
+
     def _speculate(self, speculation: Speculation, step: Step, budget: TokenBudget) -> None:
         """Gives drafts the tokens and blocks that the step leaves; no sequence is preempted for them."""
         ready = {
@@ -411,9 +431,13 @@ class Scheduler:
             for sequence, num_tokens in step.num_tokens.items()
             if num_tokens == sequence.num_uncomputed_tokens <= SHORT_CHUNK and (proposer := sequence.ready_proposer) is not None
         }
+        limit = min(budget.left, self.max_num_draft_tokens(len(step.num_tokens)))
+        proposers = list(ready.values())
+        if self.weighs_drafts and not speculation.is_worthwhile(proposers, limit, num_sequences=len(step.num_tokens)):
+            return
         lengths = speculation.share(
-            list(ready.values()),
-            min(budget.left, max(self.max_num_seqs, MIN_MAX_ROWS) - len(step.num_tokens)),
+            proposers,
+            limit,
             num_rows=sum(step.num_tokens.values()),
             num_sequences=sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items()),
         )
@@ -425,6 +449,7 @@ class Scheduler:
             if num_tokens > 0:
                 self._extend_blocks(sequence, step.num_tokens[sequence] + num_tokens)
                 step.drafts[sequence] = proposer.propose(num_tokens)
+                speculation.expect(proposer, num_tokens)
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)

@@ -301,6 +301,33 @@ def test_a_likely_draft_is_worth_waiting_for() -> None:
     assert sum(core.stats().accepted_lengths[1:]) > 0
 
 
+def test_a_step_is_scheduled_ahead_where_all_places_are_taken_however_much_the_text_repeats_itself() -> None:
+    core = make_core(letter_like_before, num_blocks=400, max_num_seqs=32, rows_for_weights=64.0, is_async=True)
+    for number in range(32):
+        core.add(make_request(str(number), LETTERS[:3] * 4, max_tokens=20, ignore_eos=True))
+    followers = [follower is not None for _, follower in steps(core, [])]
+    assert sum(followers) >= len(followers) - 3
+    assert core.stats().num_draft_tokens == 0
+
+
+def test_drafts_that_are_not_worth_the_wait_do_not_keep_the_next_step_from_being_scheduled_ahead() -> None:
+    core = make_core(letter_like_before, num_blocks=400, max_num_seqs=64, rows_for_weights=8.0, is_async=True)
+    for number in range(24):
+        core.add(make_request(str(number), LETTERS[number % 5 : number % 5 + 3] * 4, max_tokens=30, ignore_eos=True))
+    followers = [follower is not None for _, follower in steps(core, [])]
+    assert sum(followers) > 0.8 * len(followers)
+
+
+def test_where_a_grammar_has_the_next_step_wait_anyway_there_are_drafts() -> None:
+    core = make_core(letter_like_before, num_blocks=400, max_num_seqs=64, rows_for_weights=64.0, is_async=True)
+    core.scheduler.speculation.host_share = 1.0  # type: ignore[union-attr]
+    core.add(make_request("constrained", grammar=Grammar(lambda: Walk(1)), max_tokens=40))
+    for number in range(3):
+        core.add(make_request(str(number), LETTERS[:3] * 4, max_tokens=30, ignore_eos=True))
+    assert None in [follower for _, follower in steps(core, [])]
+    assert core.stats().num_draft_tokens > 0
+
+
 @pytest.mark.parametrize("options", [{}, {"grammar": Grammar(lambda: Walk(1))}])
 def test_whoever_comes_is_let_in_although_others_go_ahead(options: dict[str, Any]) -> None:
     core = make_core(is_async=True)
