@@ -190,7 +190,7 @@ class Driver:
         # Once and again over the same tokens: their keys and values are written where they are already.
         forward_s = runner.thread.submit(clock.median_s, lambda: runner.forward(batch), num_steps).result()
         kernels = runner.thread.submit(costliest_kernels, lambda: runner.forward(batch), clock.device).result()
-        context_len = float(batch.attention.context_lens_B.float().mean())
+        context_len = float(batch.inputs.attention.context_lens_B.float().mean())
         self.core.update(step, batch, runner.launch(batch).collect())
         for name in names:
             self.core.abort(name)

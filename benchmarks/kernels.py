@@ -73,7 +73,7 @@ def decode_measurement(num_sequences: int, context_len: int, device: torch.devic
     query_BHD = torch.randn(num_sequences, NUM_HEADS, HEAD_SIZE, device=device, dtype=DTYPE)
     context_lens_B = torch.full((num_sequences,), context_len, device=device)
     num_splits = choose_num_splits(num_sequences * NUM_KV_HEADS, context_len, num_multiprocessors(device))
-    arguments = (query_BHD, key_cache, value_cache, table_BN, context_lens_B)
+    arguments = (query_BHD, key_cache, value_cache, table_BN, torch.arange(num_sequences, device=device), context_lens_B)
 
     def kernel() -> Tensor:
         return paged_decode(*arguments, scaling=HEAD_SIZE**-0.5, num_splits=num_splits)
@@ -89,7 +89,8 @@ def prefill_measurement(num_sequences: int, query_len: int, prefix_len: int, dev
     query_THD = torch.randn(num_sequences * query_len, NUM_HEADS, HEAD_SIZE, device=device, dtype=DTYPE)
     query_start_loc = torch.arange(num_sequences + 1, device=device) * query_len
     context_lens_B = torch.full((num_sequences,), context_len, device=device)
-    arguments = (query_THD, key_cache, value_cache, table_BN, query_start_loc, context_lens_B)
+    rows_B = torch.arange(num_sequences, device=device)
+    arguments = (query_THD, key_cache, value_cache, table_BN, rows_B, query_start_loc, context_lens_B)
 
     def kernel() -> Tensor:
         return varlen_prefill(*arguments, max_query_len=query_len, scaling=HEAD_SIZE**-0.5)

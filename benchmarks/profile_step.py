@@ -139,9 +139,9 @@ class Bench:
         def run(batch: Batch) -> StepOutput:
             times["start"] = clock()
             runner.cache.copy_blocks(batch.copies)
-            x_TH = self.decoder.embed(batch.input_ids_1T)
+            x_TH = self.decoder.embed(batch.inputs.input_ids_1T)
             times["embedding"] = clock()
-            hidden_KH = self.decoder.run(x_TH, batch.positions_1T, batch.attention, batch.kept_T)
+            hidden_KH = self.decoder.run(x_TH, batch.inputs.positions_1T, batch.inputs.attention, batch.inputs.kept_T)
             times["layers"] = clock()
             logits_KV = self.decoder.head(hidden_KH)
             times["head"] = clock()
@@ -173,20 +173,20 @@ class Bench:
 
     def take_apart(self, profile: Profile, batch: Batch) -> None:
         """Times the decoder's linear layers and its attention alone, in the model's thread, and says what each could take at best."""
-        form, num_rows = self.decoder.form, batch.input_ids_1T.shape[1] - int((batch.attention.slot_mapping_T < 0).sum())
+        form, num_rows = self.decoder.form, batch.inputs.input_ids_1T.shape[1] - int((batch.inputs.attention.slot_mapping_T < 0).sum())
         layers = form.layers
         linears = [linear for layer in layers for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down)]
         for _ in range(ALONE_ROUNDS):
             for part, run in (
                 ("linear layers", lambda: run_linears(linears, num_rows)),
-                ("attention", lambda: self.attend(batch.attention)),
+                ("attention", lambda: self.attend(batch.inputs.attention)),
             ):
                 profile.add(f"  {part}", self.core.runner.thread.submit(timed, run, self.clock).result())
         # The context grows from step to step: the median is that of the step taken apart.
         rest = profile.median("decoder") - profile.median("  linear layers") - profile.median("  attention")
         profile.add("  norms, positions, activations", rest)
         keys = self.core.runner.cache.keys
-        num_keys = int(batch.attention.context_lens_B.sum())
+        num_keys = int(batch.inputs.attention.context_lens_B.sum())
         num_heads = layers[0].output.inputs // keys[0].shape[3]
         kv_bytes = 2 * num_keys * keys[0][0, 0].nbytes * len(keys)
         profile.limits["  linear layers"] = self.machine.seconds(
@@ -203,10 +203,11 @@ class Bench:
         cache, layers, library = self.core.runner.cache, self.decoder.form.layers, native_library()
         assert library is not None
         _, block_size, num_kv_heads, size = cache.keys[0].shape
-        num_heads, width = layers[0].output.inputs // size, metadata.block_table_BN.shape[1]
+        num_heads, width = layers[0].output.inputs // size, metadata.block_tables_PN.shape[1]
         query_BHD = torch.zeros(metadata.num_decodes, num_heads, size, dtype=torch.bfloat16)
         out_BHD = torch.empty_like(query_BHD)
-        places = (metadata.block_table_BN.data_ptr(), metadata.context_lens_B.data_ptr(), metadata.num_decodes)
+        tables = (metadata.block_tables_PN.data_ptr(), metadata.table_rows_B.data_ptr())
+        places = (*tables, metadata.context_lens_B.data_ptr(), metadata.num_decodes)
         shape = (num_heads, num_kv_heads, size, size, block_size, width, True)
         for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
             library.penstock_paged_decode(

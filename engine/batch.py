@@ -1,12 +1,13 @@
 """A step as tensors, with placeholders for tokens that the step before it is still sampling."""
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
@@ -76,11 +77,57 @@ class OutputRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What crosses to the device for one step: T flat tokens, and which of their rows are turned into logits. It is built on the CPU.
+class StepInputs:
+    """What crosses to the device for one step, as one int64 tensor: T flat tokens, and which of their rows are turned into logits.
 
-    `kept_T` are the flat rows whose logits are computed. Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the
-    sampler may share one where sequences fork. `masks` is None where no row is constrained; it is still being filled.
+    The others are views of `packed`, in this order. `kept_T` are the flat rows whose logits are computed. `table_updates_3U` are the
+    entries of the block tables that are new in this step: their rows, positions and blocks.
+    """
+
+    packed: Tensor
+    attention: AttentionMetadata
+    input_ids_1T: Tensor
+    positions_1T: Tensor
+    kept_T: Tensor
+    table_updates_3U: Tensor
+
+    @classmethod
+    def pack(
+        cls,
+        attention: list[int],
+        input_ids: list[int],
+        positions: list[int],
+        kept: list[int],
+        table_updates: list[int],
+        block_tables_PN: Tensor,
+    ) -> "StepInputs":
+        """On the CPU. `attention` is what `flatten` gives; of the updates come all rows, then all positions, then all blocks."""
+        flat = array("q", attention + input_ids + positions + kept + table_updates)  # three times as fast as to a tensor from the list
+        sizes = [len(attention), len(input_ids), len(positions), len(kept), len(table_updates)]
+        return cls._view(torch.frombuffer(flat, dtype=torch.int64), sizes, attention[:NUM_HEADER_FIELDS], block_tables_PN)
+
+    def on(self, device: torch.device) -> "StepInputs":
+        """The same on another device, by one copy. Does not wait for what that has to do before."""
+        if self.packed.device.type == device.type:
+            return self
+        own = self.attention
+        header = [len(own.slot_mapping_T), own.num_sequences, own.num_decodes, own.max_query_len, own.max_context_len]
+        sizes = [len(own.packed), self.input_ids_1T.numel(), self.positions_1T.numel(), len(self.kept_T), self.table_updates_3U.numel()]
+        return self._view(to_device(self.packed, device), sizes, header, own.block_tables_PN)
+
+    @classmethod
+    def _view(cls, packed: Tensor, sizes: list[int], header: list[int], block_tables_PN: Tensor) -> "StepInputs":
+        attention, input_ids, positions, kept, updates = torch.split(packed, sizes)
+        metadata = AttentionMetadata.view(attention, header, block_tables_PN)
+        return cls(packed, metadata, input_ids[None], positions[None], kept, updates.view(3, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: the tensors that it reads, built on the CPU, and what is done with its results.
+
+    Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the sampler may share one where sequences fork. `masks` is
+    None where no row is constrained; it is still being filled.
 
     To attention each draft token, and each of up to `SHORT_CHUNK` known tokens, is a sequence of its own with one new token, on shared
     blocks: all keys are written before any token attends, and decoding is what its kernels do best.
@@ -90,10 +137,7 @@ class Batch:
     `num_pending` of the input ids are placeholders for what the step before this one samples.
     """
 
-    input_ids_1T: Tensor
-    positions_1T: Tensor
-    attention: AttentionMetadata
-    kept_T: Tensor
+    inputs: StepInputs
     sample_rows: list[int]
     samplers: list[SamplerRow]
     prompts: list[PromptRows]
@@ -105,15 +149,8 @@ class Batch:
 
     def on(self, device: torch.device) -> "Batch":
         """The same batch on the device of the model, for the thread that runs it. Does not wait for what that has to do before."""
-        if self.input_ids_1T.device.type == device.type:
-            return self
-        return replace(
-            self,
-            input_ids_1T=to_device(self.input_ids_1T, device),
-            positions_1T=to_device(self.positions_1T, device),
-            attention=self.attention.on(device),
-            kept_T=to_device(self.kept_T, device),
-        )
+        inputs = self.inputs.on(device)
+        return self if inputs is self.inputs else replace(self, inputs=inputs)
 
 
 def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> list[int]:
@@ -121,15 +158,41 @@ def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> 
     return [block_table[position // block_size] * block_size + position % block_size for position in range(start, stop)]
 
 
-def build_batch(step: Step, masks: MaskPool, *, block_size: int, vocab_size: int, min_tokens: int, pin_masks: bool) -> Batch:
-    """Pads to `min_tokens` with tokens that belong to no sequence. `masks` begins to fill those of the step."""
+@dataclass(slots=True)
+class TableUpdates:
+    """The entries of the block tables that a step adds."""
+
+    rows: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    def add_new(self, sequence: Sequence) -> None:
+        """Adds the sequence's blocks that the model's thread does not know of."""
+        first, stop = sequence.num_blocks_sent, len(sequence.block_table)
+        if first < stop:
+            assert sequence.table_row is not None
+            self.rows += [sequence.table_row] * (stop - first)
+            self.positions += range(first, stop)
+            self.blocks += sequence.block_table[first:]
+            sequence.num_blocks_sent = stop
+
+
+def build_batch(
+    step: Step, masks: MaskPool, block_tables_PN: Tensor, *, block_size: int, vocab_size: int, min_tokens: int, pin_masks: bool
+) -> Batch:
+    """Pads to `min_tokens` with tokens that belong to no sequence. `masks` begins to fill those of the step.
+
+    The block tables, which belong to the thread that runs the model, are not looked at. What they lack goes with the batch, so batches are
+    run in the order in which they are built.
+    """
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     starts = [0]
     kept: list[int] = []
     context_lens: list[int] = []
-    block_tables: list[list[int]] = []
+    table_rows: list[int] = []
+    updates = TableUpdates()
     sample_rows: list[int] = []
     samplers: list[SamplerRow] = []
     prompts: list[PromptRows] = []
@@ -146,7 +209,9 @@ def build_batch(step: Step, masks: MaskPool, *, block_size: int, vocab_size: int
         first_row, num_alone = starts[-1], num_tokens if num_tokens <= SHORT_CHUNK else 1
         starts += range(first_row + 1 + num_tokens - num_alone, first_row + num_tokens + 1)
         context_lens += range(last - num_alone + 1, last + len(draft) + 1)
-        block_tables += [sequence.block_table] * (num_alone + len(draft))
+        assert sequence.table_row is not None
+        table_rows += [sequence.table_row] * (num_alone + len(draft))
+        updates.add_new(sequence)
         scored = sampled = wanted = _NONE
         if sequence.prompt_logprobs is not None and first < sequence.num_prompt_tokens - 1:
             scored = range(first_row, first_row + min(last, sequence.num_prompt_tokens - 1) - first)
@@ -169,20 +234,20 @@ def build_batch(step: Step, masks: MaskPool, *, block_size: int, vocab_size: int
         kept += own
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
     num_padding = max(0, min_tokens - len(input_ids))
-    attention = AttentionMetadata.pack(
+    attention = flatten(
         slots + [-1] * num_padding,
         starts,
         context_lens,
-        block_tables,
+        table_rows,
         num_decodes=sum(count for count in step.num_tokens.values() if count <= SHORT_CHUNK) + sum(map(len, step.drafts.values())),
     )
     constrained = constrained_rows(samplers, step.drafts)
     step_masks = masks.begin(constrained, len(samplers), vocab_size, pin_memory=pin_masks)
+    padding = [0] * num_padding
     return Batch(
-        input_ids_1T=torch.tensor([input_ids + [0] * num_padding]),
-        positions_1T=torch.tensor([positions + [0] * num_padding]),
-        attention=attention,
-        kept_T=torch.tensor(kept, dtype=torch.long),
+        inputs=StepInputs.pack(
+            attention, input_ids + padding, positions + padding, kept, updates.rows + updates.positions + updates.blocks, block_tables_PN
+        ),
         sample_rows=sample_rows,
         samplers=samplers,
         prompts=prompts,

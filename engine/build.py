@@ -87,7 +87,7 @@ def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilati
     return None
 
 
-def decode_graphs(loaded: LoadedModel, config: EngineConfig) -> DecodeGraphs | None:
+def decode_graphs(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> DecodeGraphs | None:
     """Graphs that are still to be captured, where the model is on a GPU."""
     if loaded.device.type != "cuda" or config.compile == "off":
         return None
@@ -95,9 +95,8 @@ def decode_graphs(loaded: LoadedModel, config: EngineConfig) -> DecodeGraphs | N
         functools.partial(compute_logits, loaded.model, kept=None),
         CudaRecorder(loaded.device),
         max_num_rows=max(config.num_seqs(loaded.device.type), MIN_MAX_ROWS),
-        table_width=-(-loaded.max_model_len // config.block_size),
+        block_tables_PN=cache.block_tables_PN,
         block_size=config.block_size,
-        device=loaded.device,
     )
 
 
@@ -124,7 +123,15 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
         blocks_per_sequence=-(-loaded.max_model_len // config.block_size),
         device=loaded.device,
     )
-    cache = KVCache(loaded.kv_layout, num_blocks, config.block_size, dtype, loaded.device)
+    cache = KVCache(
+        loaded.kv_layout,
+        num_blocks,
+        config.block_size,
+        dtype,
+        loaded.device,
+        max_num_seqs=config.num_seqs(device_type),
+        max_blocks=-(-loaded.max_model_len // config.block_size),
+    )
     cache.attach(loaded.model)
     is_native = device_type == "cpu" and config.compile != "on" and install_native_decoder(loaded, cache)
     compilation = None if is_native else compiled_layers(loaded, config)
@@ -135,7 +142,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             cache,
             vocab_size=tokens.vocab_size,
             compilation=compilation,
-            graphs=decode_graphs(loaded, config),
+            graphs=decode_graphs(loaded, config, cache),
             copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
             seed=config.seed,
             num_threads=config.num_threads or NUM_THREADS,

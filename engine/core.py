@@ -25,6 +25,7 @@ from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.kv_cache import hash_prompt
 from penstock.engine.output import OutputProcessor
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.sampling.params import BeamSearchParams
@@ -103,6 +104,7 @@ class SequenceFactory:
             index=index,
             arrival=arrival,
             token_ids=token_ids,
+            block_hashes=list(request.block_hashes),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             answer=answer,
             sampling=sampling,
@@ -217,31 +219,26 @@ class StepObserver(Protocol):
         """The step's results have been processed. `deltas` are those by request, empty where the step was cancelled."""
 
 
-def can_look_ahead(scheduler: Scheduler, step: Step, batch: Batch) -> bool:
-    """Whether the step after `step`, which is in flight, would be the same whatever tokens this one samples.
+def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
+    """Whether the step after this batch, which is in flight, would be the same whatever tokens this one samples, but for drafts.
 
     All running sequences are scheduled ahead or none: in two halves, each waiting for its own results, they would read the weights twice.
-    Where one sequence's next step depends on the pending token, or is worth a draft, the results are waited for. A sequence with a grammar
-    is admitted while no step is in flight, or it and all behind it would wait until none is scheduled ahead any more.
+    Where one sequence's next step depends on the pending token, the results are waited for. A sequence with a grammar is admitted while no
+    step is in flight, or it and all behind it would wait until none is scheduled ahead any more.
     """
-    if batch.masks is not None or batch.has_unmasked or step.drafts:
+    if batch.masks is not None or batch.has_unmasked:
         return False
     sampling = {sampler.sequence for sampler in batch.samplers}
-    going_on = [sequence for sequence in scheduler.running if not (sequence in sampling and sequence.ends_with_next_token)]
-    if any(sequence.constraint is not None or sequence.search is not None for sequence in going_on):
-        return False
-    num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
-    if any(sequence.constraint is not None for sequence in scheduler.waiting.first(num_places)):
-        return False  # it is admitted when no step is in flight
-    if not all(sequence.is_predictable for sequence in going_on if sequence in sampling):
-        return False
-    newcomer = scheduler.next_to_admit
-    if newcomer is not None and newcomer.constraint is not None:
-        return False
-    if scheduler.speculation is None:
+    for sequence in scheduler.running:
+        if sequence not in sampling:
+            if sequence.constraint is not None or sequence.search is not None:
+                return False
+        elif not sequence.ends_with_next_token and not (sequence.search is None and sequence.is_predictable):
+            return False
+    if not scheduler.waiting:
         return True
-    proposers = [sequence.proposer for sequence in going_on if sequence in sampling and sequence.proposer is not None]
-    return not scheduler.speculation.is_worthwhile(proposers, num_rows=len(going_on))
+    num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
+    return all(sequence.constraint is None for sequence in scheduler.waiting.first(num_places))
 
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
@@ -324,6 +321,12 @@ class EngineCore:
         )
         self._beams = BeamProcessor(self._outputs)
 
+    def hash_prompt(self, request: Request) -> None:
+        """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
+        self._check_prompt(request)
+        if self.scheduler.pool.enable_prefix_caching:
+            hash_prompt(request.prompt_token_ids, self.scheduler.block_size, request.block_hashes, request.cache_salt)
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         self._check(request)
@@ -371,7 +374,10 @@ class EngineCore:
 
         It must be built before `update` gets that step's results, and passed to `update`, `fail` or `cancel_step` afterwards.
         """
-        if not (self.is_async and can_look_ahead(self.scheduler, step, batch)):
+        if not self.is_async:
+            return None
+        self.scheduler.weighs_drafts = is_predictable(self.scheduler, batch)
+        if not self.scheduler.weighs_drafts or step.drafts or self.scheduler.wants_drafts(step):
             return None
         self.scheduler.count_computed(step)
         for row, sampler in enumerate(batch.samplers):
@@ -387,6 +393,7 @@ class EngineCore:
         return build_batch(
             step,
             self.masks,
+            self.runner.cache.block_tables_PN,
             block_size=self.scheduler.block_size,
             vocab_size=self.vocab_size,
             min_tokens=self.runner.min_tokens,
@@ -535,7 +542,7 @@ class EngineCore:
         if self.observer is not None:
             self.observer.end(step, deltas)
 
-    def _check(self, request: Request) -> None:
+    def _check_prompt(self, request: Request) -> None:
         num_prompt = len(request.prompt_token_ids)
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
@@ -545,6 +552,9 @@ class EngineCore:
         for token_id in (min(request.prompt_token_ids), max(request.prompt_token_ids)):
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequest(f"the prompt holds token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", "prompt")
+
+    def _check(self, request: Request) -> None:
+        self._check_prompt(request)
         request.params.check_token_ids(self.vocab_size)
         check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.params.n > self.scheduler.max_num_seqs:

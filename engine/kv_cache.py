@@ -111,12 +111,25 @@ def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list
 
 
 class KVCache:
-    """One key and one value tensor [num_blocks, block_size, num_kv_heads, head_size] per layer.
+    """One key and one value tensor [num_blocks, block_size, num_kv_heads, head_size] per layer, and the block tables of all sequences.
 
     The memory is reserved at once but, on the CPU, only becomes resident as blocks are first written.
+
+    `block_tables_PN`, int32, has a row for each of the `max_num_seqs` sequences that may run, of as many blocks as the longest one may
+    have. It belongs to the model's thread, which writes the blocks that a step adds before that step reads them.
     """
 
-    def __init__(self, layout: list[LayerKV], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: list[LayerKV],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int = 256,
+        max_blocks: int | None = None,
+    ) -> None:
         def reserve(num_heads: int, size: int) -> Tensor:
             return torch.empty(num_blocks, block_size, num_heads, size, dtype=dtype, device=device)
 
@@ -125,6 +138,8 @@ class KVCache:
         self.block_size = block_size
         self.keys = [reserve(layer.num_kv_heads, layer.key_size) for layer in layout]
         self.values = [reserve(layer.num_kv_heads, layer.value_size) for layer in layout]
+        width = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
+        self.block_tables_PN = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
 
     def attach(self, model: nn.Module) -> None:
         """Hangs each layer's tensors on the modules that know its number, where the attention function finds them."""
@@ -139,6 +154,12 @@ class KVCache:
         for module in model.modules():
             if getattr(module, "key_cache", None) is self.keys[getattr(module, "layer_idx", 0)]:
                 del module.key_cache, module.value_cache
+
+    def write_tables(self, updates_3U: Tensor) -> None:
+        """Writes entries of the block tables: rows, positions in them, and blocks. Does not wait for the device."""
+        if updates_3U.shape[1]:
+            rows_U, positions_U, blocks_U = updates_3U
+            self.block_tables_PN[rows_U, positions_U] = blocks_U.to(torch.int32)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, target) pairs, in every layer."""
@@ -169,6 +190,7 @@ def block_bytes(layout: list[LayerKV], block_size: int, dtype: torch.dtype) -> i
     return sum(layer.num_elements for layer in layout) * block_size * dtype.itemsize
 
 
+HASHED_AT_ONCE = 4096  # tokens
 DEFAULT_RETENTION = 35
 MAX_RETENTION = 100
 
@@ -200,12 +222,30 @@ class Retention:
         return next(touching, None)
 
 
-def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:
-    """Extends `known` to one hash per full block of `token_ids`: each covers its own tokens, all before them, and the salt."""
-    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = known[-1] if known else hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
-        tokens = array("q", token_ids[start : start + block_size]).tobytes()
-        known.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "", max_tokens: int | None = None) -> None:
+    """Extends `known` to one hash per full block of `token_ids`: each covers its own tokens, all before them, and the salt.
+
+    `max_tokens` bounds how many tokens are hashed by this call.
+    """
+    first, stop = len(known) * block_size, len(token_ids) // block_size * block_size
+    if max_tokens is not None:
+        stop = min(stop, first + max_tokens // block_size * block_size)
+    if first >= stop:
+        return
+    parent = known[-1] if known else hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
+    tokens = array("q", token_ids[first:stop])
+    width = block_size * tokens.itemsize
+    data = tokens.tobytes()
+    for start in range(0, len(data), width):
+        parent = hashlib.blake2b(parent + data[start : start + width], digest_size=16).digest()
+        known.append(parent)
+
+
+def hash_prompt(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:
+    """As `chain_hashes`, in a thread that lets others run often: while hashing, Python's lock would be held for milliseconds at a time."""
+    while len(known) < len(token_ids) // block_size:
+        chain_hashes(token_ids, block_size, known, salt, max_tokens=max(HASHED_AT_ONCE, block_size))
+        time.sleep(0)
 
 
 class BlockPool:
@@ -302,6 +342,10 @@ class BlockPool:
             self._expire_at(until, block)
         if is_free:
             self._put_in(block)
+
+    def has(self, block_hash: bytes) -> bool:
+        """Whether a block with this hash is cached."""
+        return block_hash in self._block_of
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest cached prefix. They are not referenced yet."""

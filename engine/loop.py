@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,6 +24,7 @@ from penstock.engine.system.device import is_device_lost, is_out_of_memory
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
+LONG_PROMPT = 8192  # tokens; from here on a prompt is hashed by a thread, so that streams go on meanwhile
 STEP_FAILED = "the model failed while it computed this request; the error has been logged"
 ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
 
@@ -115,6 +117,37 @@ class _InFlight:
     handle: StepHandle
 
 
+class _StepClock:
+    """How long the loop works for each step, and how long the step takes, for the choice between drafts and scheduling ahead."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._speculation = core.scheduler.speculation if core.is_async else None
+        self._host_seconds = 0.0
+        self._resumed = 0.0
+        self._ended: float | None = None  # the step before
+        self._is_ahead = False
+
+    def resume(self) -> None:
+        """The loop goes on with the step."""
+        self._resumed = time.perf_counter()
+
+    def pause(self) -> None:
+        """Other tasks run, until the step's results are there."""
+        self._host_seconds += time.perf_counter() - self._resumed
+
+    def end_step(self, *, has_follower: bool) -> None:
+        """The step's results have been processed. With `has_follower`, the next one is under way."""
+        self.pause()
+        now = time.perf_counter()
+        if self._speculation is not None and self._ended is not None:
+            self._speculation.observe(self._host_seconds, now - self._ended, is_ahead=self._is_ahead)
+        self._ended, self._host_seconds, self._is_ahead = now, 0.0, has_follower
+
+    def reset(self) -> None:
+        """Nothing is to be computed: the time until the next step counts for none."""
+        self._ended, self._host_seconds, self._is_ahead = None, 0.0, False
+
+
 class Engine:
     """Runs an `EngineCore` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks."""
 
@@ -178,6 +211,9 @@ class Engine:
 
         Raises `EngineUnavailable`, `QueueFull` or `InvalidRequest` before the first delta.
         """
+        if len(request.prompt_token_ids) >= LONG_PROMPT:
+            self.check_admission()
+            await asyncio.to_thread(self._core.hash_prompt, request)
         self._life.check_accepting()
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
@@ -200,8 +236,10 @@ class Engine:
     async def _run(self) -> None:
         deltas: DeltasByRequest = {}
         flight: _InFlight | None = None
+        clock = _StepClock(self._core)
         try:
             while True:
+                clock.resume()
                 for request_id, last in self._core.expire().items():
                     deltas.setdefault(request_id, []).extend(last)
                 flight = flight or self._launch(self._core.schedule())
@@ -209,12 +247,16 @@ class Engine:
                 if flight is not None and flight.batch is not None:
                     follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
                 self._publish(deltas)  # of the previous step, while the next one is computed
+                clock.pause()
                 if flight is None:
+                    clock.reset()
                     self._wake.clear()
                     await self._awake()
                 else:
                     await done(flight.handle.future)
+                    clock.resume()
                     deltas, flight = self._collect(flight, follower)
+                    clock.end_step(has_follower=flight is not None)
         except Exception:  # a defect of the scheduler, or the device is lost: the engine ends, and no client may be left waiting
             logger.exception("The engine has failed")
             self._publish(deltas)

@@ -193,8 +193,9 @@ class ModelRunner:
             batch.masks.begin()
         batch = batch.on(self.loaded.device)
         if batch.num_pending:
-            self._pending.fill_in(batch.input_ids_1T)
+            self._pending.fill_in(batch.inputs.input_ids_1T)
         self._pending.clear()
+        self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
         names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
         if names:
@@ -225,12 +226,13 @@ class ModelRunner:
         return logits_KV
 
     def _forward_plainly(self, batch: Batch) -> Tensor:
-        return compute_logits(self.loaded.model, batch.input_ids_1T, batch.positions_1T, batch.attention, batch.kept_T)
+        inputs = batch.inputs
+        return compute_logits(self.loaded.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""
         rows_R = index_on(self.loaded.device, [row for rows in batch.outputs for row in range(rows.start, rows.stop)])
-        with self.outputs.capturing(names, rows_R, batch.input_ids_1T.shape[1]) as capture:
+        with self.outputs.capturing(names, rows_R, batch.inputs.input_ids_1T.shape[1]) as capture:
             return self._forward_plainly(batch), capture
 
     def _score(self, logits_KV: Tensor, rows: PromptRows) -> tuple[Sequence, int, list[TokenLogprobs]]:

@@ -7,7 +7,9 @@ import bisect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
+from penstock.engine.admission import Forecast, OutputLengths
 from penstock.engine.errors import QueueFull
 from penstock.engine.kv_cache import BlockPool, chain_hashes
 from penstock.engine.sequence import Sequence, Status
@@ -129,6 +131,38 @@ class Step:
         return bool(self.num_tokens)
 
 
+class BlocksUnderway:
+    """The blocks that running prompts will fill in later steps; lives for one call of `schedule`.
+
+    Sequences that wait for the same prompt are found to be at the same place by one look each, however long it is.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._hashes: set[bytes] = set()
+        self._found: dict[bytes, tuple[int, bytes]] = {}  # where a walk along cached blocks ended that began with this block
+
+    def add(self, hashes: list[bytes]) -> None:
+        self._hashes.update(hashes)
+
+    def has_next_of(self, sequence: Sequence, num_usable: int) -> bool:
+        """Whether the first of its usable blocks that is not cached will be soon. Begins where the sequence was the last time."""
+        if not self._hashes:
+            return False
+        hashes = sequence.block_hashes
+        start = place = min(sequence.num_blocks_found, num_usable)
+        if place < num_usable:
+            stop, last = self._found.get(hashes[place], (place, b""))
+            if place < stop <= num_usable and hashes[stop - 1] == last:  # chained hashes: all blocks up to there are the same
+                place = stop
+        while place < num_usable and self._pool.has(hashes[place]):
+            place += 1
+        if start < place:
+            self._found[hashes[start]] = (place, hashes[place - 1])
+        sequence.num_blocks_found = place
+        return place < num_usable and hashes[place] in self._hashes
+
+
 @dataclass(slots=True)
 class TokenBudget:
     """The tokens one step may compute; lives for one call of `schedule`."""
@@ -146,7 +180,8 @@ class TokenBudget:
 class Scheduler:
     """Decodes first, then prompts in the order of `waiting`, under one token budget; preempts the last in order when blocks run out.
 
-    A preempted sequence gives up its blocks and computes its tokens again later; what it has said stays said.
+    A preempted sequence gives up its blocks and computes its tokens again later; what it has said stays said. With `reserves`, a sequence
+    is admitted only where blocks are expected to suffice for all that run until they end.
     """
 
     def __init__(
@@ -158,6 +193,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         waiting: WaitingQueue,
         speculation: Speculation | None = None,
+        reserves: bool = True,
     ) -> None:
         self.pool = pool
         self.speculation = speculation
@@ -165,7 +201,11 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
-        self.running: list[Sequence] = []
+        self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
+        self.running: list[Sequence] = []  # in scheduling order
+        self._lengths = OutputLengths() if reserves else None
+        self._refused: Sequence | None = None  # until a running sequence gives up its blocks
+        self._free_table_rows = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -189,8 +229,12 @@ class Scheduler:
         self.waiting.age()
         budget = TokenBudget(self.max_num_batched_tokens)
         num_preemptions = self.num_preemptions
-        num_prompts = sum(sequence.num_uncomputed_tokens > 1 for sequence in self.running)
-        for sequence in sorted(self.running, key=lambda running: (running.num_uncomputed_tokens > 1, running.order)):
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            (prompts if sequence.num_uncomputed_tokens > 1 else decodes).append(sequence)
+        num_prompts = len(prompts)
+        for sequence in [*decodes, *prompts]:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
             if sequence.pending_row is not None and sequence.ends_with_next_token:
@@ -204,32 +248,54 @@ class Scheduler:
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
         # A sequence that was just preempted would only be admitted to preempt the next one.
-        underway: set[bytes] = set()
-        for sequence in self.running:
-            underway.update(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
+        if self.waiting and budget.left and self.num_preemptions == num_preemptions:
+            self._admit_waiting(step, budget, prompts, is_ahead=is_ahead)
+        # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
+        step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
+        if self.speculation is not None and not is_ahead:
+            self._speculate(self.speculation, step, budget)
+        return step
+
+    def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
+        """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
+        num_places = self.max_num_seqs - self.num_places_taken
+        if not num_places:
+            return
+        forecast = self._forecast()
+        underway = BlocksUnderway(self.pool)
+        for sequence in prompts:
+            underway.add(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
         for sequence in self.waiting.first(self.max_num_seqs):  # no more can be admitted at once
-            if not budget.left or self.num_preemptions != num_preemptions:
-                break
-            if self.num_places_taken + sequence.num_places > self.max_num_seqs:
+            if not budget.left or sequence.num_places > num_places:
                 break
             if sequence.is_held_up:
                 step.num_held_up += 1
                 continue
             if is_ahead and sequence.constraint is not None:
                 break  # its mask would be filled for the step that is under way
-            if self._is_next_block_among(underway, sequence):
+            if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
                 continue  # the block is being computed, and can be shared soon
-            if not self._admit(sequence):
+            if not self._admit(sequence, forecast):
                 break
+            if forecast is not None:
+                forecast.add(sequence)
+            num_places -= sequence.num_places
             num_tokens = budget.take(sequence.num_uncomputed_tokens, len(self.waiting))
             self._extend_blocks(sequence, num_tokens)
             self._include(sequence, num_tokens, step)
-            underway.update(self._hashes_to_come(sequence, num_tokens))
-        # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
-        step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
-        if self.speculation is not None and not is_ahead:
-            self._speculate(self.speculation, step, budget)
-        return step
+            underway.add(self._hashes_to_come(sequence, num_tokens))
+
+    def max_num_draft_tokens(self, num_sequences: int) -> int:
+        """How many rows drafts may have in a step of so many sequences."""
+        return max(self.max_num_seqs, MIN_MAX_ROWS) - num_sequences
+
+    def _forecast(self) -> Forecast | None:
+        if self._lengths is None or self.waiting.first(1) == [self._refused]:
+            return None
+        forecast = Forecast(self._lengths, self.block_size)
+        for sequence in self.running:
+            forecast.add(sequence)
+        return forecast
 
     def count_computed(self, step: Step) -> None:
         """The step's tokens are computed, or will be before anything that is scheduled from now on."""
@@ -244,14 +310,6 @@ class Scheduler:
         """Whether all that run can compute their next tokens without a block of another's."""
         wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in self.running)
         return sum(self._num_needed_blocks(sequence, num_tokens) for sequence, num_tokens in wanted) <= self.pool.num_free
-
-    @property
-    def next_to_admit(self) -> Sequence | None:
-        """The waiting sequence to be admitted next, if it fits."""
-        sequence = next((waiting for waiting in self.waiting if not waiting.is_held_up), None)
-        if sequence is None or self.num_places_taken + sequence.num_places > self.max_num_seqs:
-            return None
-        return sequence if self._fits(sequence, self._cached_blocks(sequence)) else None
 
     def publish_last_block(self, sequence: Sequence) -> None:
         """Publishes the block that ends with the sequence's last token, which was pending when the step was scheduled."""
@@ -302,6 +360,8 @@ class Scheduler:
         self._give_up_blocks(sequence)
         if was is Status.RUNNING:
             self.running.remove(sequence)
+            if self._lengths is not None and sequence.search is None:
+                self._lengths.add(sequence.num_output_tokens)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         for fork in sequence.forks:
@@ -317,6 +377,10 @@ class Scheduler:
             assert sequence.num_computed_tokens <= len(sequence.token_ids)
         assert all(sequence.status is Status.WAITING and not sequence.block_table for sequence in self.waiting)
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
+        assert self.running == sorted(self.running, key=_order)
+        rows = [sequence.table_row for sequence in sequences if sequence.table_row is not None]
+        assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
+        assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
         self.waiting.check_integrity()
         self.pool.check_integrity(sequence.block_table for sequence in sequences)
 
@@ -328,11 +392,14 @@ class Scheduler:
         sequence.num_cached_tokens = parent.num_cached_tokens
         sequence.queue_seconds = parent.queue_seconds
         sequence.is_overdue = parent.is_overdue
+        sequence.num_blocks_found = len(sequence.block_table)
         self.pool.share(sequence.block_table)
         self._run(sequence)
 
     def _include(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
         step.num_tokens[sequence] = num_tokens
+        if sequence.table_row is None:
+            sequence.table_row = self._free_table_rows.pop()
         first = sequence.num_computed_tokens // self.block_size
         last = min(sequence.num_computed_tokens + num_tokens, len(sequence.token_ids)) // self.block_size
         step.promised += self._publish(sequence, first, last)
@@ -345,6 +412,21 @@ class Scheduler:
         blocks = zip(sequence.block_table[first:last], sequence.block_hashes[first:last], strict=True)
         return [block for block, block_hash in blocks if self.pool.publish(block, block_hash)]
 
+    def wants_drafts(self, step: Step) -> bool:
+        """Whether drafts for the sequences that this step, which is in flight, samples from are worth waiting for its tokens."""
+        if self.speculation is None:
+            return False
+        num_sequences = len(self.running)
+        limit = self.max_num_draft_tokens(num_sequences)
+        if limit <= 0:
+            return False
+        proposers = [
+            sequence.proposer
+            for sequence, num_tokens in step.num_tokens.items()
+            if sequence.proposer is not None and num_tokens == sequence.num_uncomputed_tokens and not sequence.ends_with_next_token
+        ]
+        return self.speculation.is_worthwhile(proposers, limit, num_sequences=num_sequences)
+
     def _speculate(self, speculation: Speculation, step: Step, budget: TokenBudget) -> None:
         """Gives drafts the tokens and blocks that the step leaves; no sequence is preempted for them."""
         ready = {
@@ -352,9 +434,13 @@ class Scheduler:
             for sequence, num_tokens in step.num_tokens.items()
             if num_tokens == sequence.num_uncomputed_tokens <= SHORT_CHUNK and (proposer := sequence.ready_proposer) is not None
         }
+        limit = min(budget.left, self.max_num_draft_tokens(len(step.num_tokens)))
+        proposers = list(ready.values())
+        if self.weighs_drafts and not speculation.is_worthwhile(proposers, limit, num_sequences=len(step.num_tokens)):
+            return
         lengths = speculation.share(
-            list(ready.values()),
-            min(budget.left, max(self.max_num_seqs, MIN_MAX_ROWS) - len(step.num_tokens)),
+            proposers,
+            limit,
             num_rows=sum(step.num_tokens.values()),
             num_sequences=sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items()),
         )
@@ -366,6 +452,7 @@ class Scheduler:
             if num_tokens > 0:
                 self._extend_blocks(sequence, step.num_tokens[sequence] + num_tokens)
                 step.drafts[sequence] = proposer.propose(num_tokens)
+                speculation.expect(proposer, num_tokens)
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)
@@ -375,36 +462,33 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
-        self.running.append(sequence)
+        bisect.insort(self.running, sequence, key=_order)
 
     def _hashes_to_come(self, sequence: Sequence, num_scheduled: int) -> list[bytes]:
         """Of the prompt's blocks that the sequence will fill in later steps."""
         num_computed = sequence.num_computed_tokens + num_scheduled
         return sequence.block_hashes[num_computed // self.block_size :] if num_computed < sequence.num_prompt_tokens else []
 
-    def _is_next_block_among(self, underway: set[bytes], sequence: Sequence) -> bool:
-        if not underway or not self._may_find(sequence):
-            return False
-        hashes = self._usable_hashes(sequence)
-        num_found = len(self.pool.find(hashes))
-        return num_found < len(hashes) and hashes[num_found] in underway
-
     def _may_find(self, sequence: Sequence) -> bool:
         # The prompt's log probabilities take its computation.
         return self.pool.enable_prefix_caching and sequence.prompt_logprobs is None
 
-    def _usable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the blocks that need not be computed where they are found."""
+    def _num_usable_blocks(self, sequence: Sequence) -> int:
+        """How many blocks need not be computed where they are found. Their hashes are known then."""
         chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-        return sequence.block_hashes[: sequence.num_reusable_tokens // self.block_size]
+        return sequence.num_reusable_tokens // self.block_size
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if all it knows fits."""
+    def _admit(self, sequence: Sequence, forecast: Forecast | None) -> bool:
+        """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if it fits and will fit."""
+        if sequence is self._refused:
+            return False
         cached = self._cached_blocks(sequence)
-        if not self._fits(sequence, cached):
+        if not self._fits(sequence, cached) or not self._will_fit(sequence, cached, forecast):
+            self._refused = sequence
             return False
         self.pool.share(cached)
         sequence.block_table = cached
+        sequence.num_blocks_found = len(cached)
         sequence.num_computed_tokens = len(cached) * self.block_size
         if sequence.queue_seconds is None:  # later, what it finds is what it left behind itself when it was preempted
             sequence.queue_seconds = self.waiting.seconds_waited(sequence)
@@ -416,7 +500,8 @@ class Scheduler:
         return True
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        return self.pool.find(self._usable_hashes(sequence)) if self._may_find(sequence) else []
+        num_usable = self._num_usable_blocks(sequence) if self._may_find(sequence) else 0
+        return self.pool.find(islice(sequence.block_hashes, num_usable))
 
     def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether all it knows fits into the free blocks, where these are cached."""
@@ -425,13 +510,20 @@ class Scheduler:
             needed += sum(self._num_blocks_apart(fork, sequence) for fork in sequence.forks)
         return needed <= self.pool.num_free - self.pool.num_unreferenced(cached)
 
+    def _will_fit(self, sequence: Sequence, cached: list[int], forecast: Forecast | None) -> bool:
+        """Whether all that run, this sequence too, are expected to find blocks until they end."""
+        if forecast is None or not self.running:
+            return True
+        num_used = self.pool.num_blocks - self.pool.num_free + self.pool.num_unreferenced(cached)
+        return forecast.fits(sequence, len(cached), num_used, self.pool.num_blocks)
+
     def _num_blocks_apart(self, fork: Sequence, parent: Sequence) -> int:
         return -(-len(fork.token_ids) // self.block_size) - fork.num_tokens_shared(parent) // self.block_size
 
     def _make_room(self, sequence: Sequence, num_tokens: int, step: Step, budget: TokenBudget) -> bool:
         """Gives the sequence the blocks that its next tokens need, at the expense of the last in order; False where that is itself."""
         while self._num_needed_blocks(sequence, num_tokens) > self.pool.num_free:
-            victim = max(self.running, key=lambda running: running.order)
+            victim = self.running[-1]
             for member in self._preempted_with(victim):
                 self._exclude(member, step, budget)
             self._preempt(victim)
@@ -444,6 +536,7 @@ class Scheduler:
             target = self.pool.allocate()
             self.pool.free([source])
             sequence.block_table[position] = target
+            sequence.num_blocks_sent = min(sequence.num_blocks_sent, position)
             step.copies.append((source, target))
         self._extend_blocks(sequence, num_tokens)
         return True
@@ -483,3 +576,8 @@ class Scheduler:
                     self.pool.retain(block, rule)
         self.pool.free(sequence.block_table)
         sequence.block_table = []
+        sequence.num_blocks_sent = sequence.num_blocks_found = 0
+        self._refused = None
+        if sequence.table_row is not None:
+            self._free_table_rows.append(sequence.table_row)
+            sequence.table_row = None

@@ -29,6 +29,7 @@ class Request:
     one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
     `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
+    `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache.
     """
@@ -49,6 +50,7 @@ class Request:
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     retention: Retention | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
 
 
 LOGITS = "logits"  # the one output that no module has to be looked at for
@@ -192,6 +194,9 @@ class Sequence:
     `proposer` is None where the sequence never has draft tokens.
     `stops` is None where no token sequence ends the answer.
     `pending_row` is the row of the step in flight that samples its next token, where another step is scheduled behind that one.
+    `num_blocks_found` of its first blocks were not its own when it got them: cached ones, and those that it shares with its parent.
+    While it waits, as many were found when it was last looked for.
+    `table_row` is its row of the model's block tables, while it runs, which knows the first `num_blocks_sent` blocks of its `block_table`.
     """
 
     request: Request
@@ -215,6 +220,9 @@ class Sequence:
     is_overdue: bool = False
     queue_seconds: float | None = None
     block_table: list[int] = field(default_factory=list)
+    num_blocks_found: int = 0
+    table_row: int | None = None
+    num_blocks_sent: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: SequenceOutputs | None = None

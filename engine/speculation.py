@@ -9,6 +9,11 @@ FIRST_ACCURACY = 0.4
 MEMORY = 0.8  # the weight of the accuracy so far, in its moving average
 MAX_DRAFT = 16  # tokens
 MIN_ACCURACY = 0.3  # of so few remembered guesses, less may be chance
+FIRST_HOST_SHARE = 0.2
+MAX_HOST_SHARE = 10.0
+HOST_MEMORY = 0.95  # the weight of the share so far, in its moving average
+CALIBRATION_TOKENS = 8.0  # until drafts have been expected to bring more than a few, they are taken to do as expected
+CALIBRATION_MEMORY = 0.99  # of each draft
 MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
 
 
@@ -83,12 +88,16 @@ class Speculation:
     and all together they make a step at most half as long again, or are no more than one sequence may have: sequences without drafts
     gain nothing by those of others.
 
-    `lengths` counts drafts by how many of their tokens were accepted.
+    `lengths` counts drafts by how many of their tokens were accepted. `host_share` is how long the host works for a step, over how long the
+    device does.
     """
 
     rows_for_weights: float
+    host_share: float = FIRST_HOST_SHARE
     num_drafted: int = 0
     lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
+    _num_expected: float = 0.0
+    _num_accepted: float = 0.0
 
     def share(self, proposers: list[NgramProposer], limit: int, *, num_rows: int, num_sequences: int) -> list[int]:
         """How many tokens each may propose, at most `limit` in all, in a step of `num_rows` rows without them for `num_sequences`."""
@@ -111,16 +120,42 @@ class Speculation:
                 heapq.heappop(queue)
         return lengths
 
-    def is_worthwhile(self, proposers: list[NgramProposer], *, num_rows: int) -> bool:
-        """Whether any proposer, as accurate as it is now, would get a draft token in a step of `num_rows` sequences."""
-        return any(
-            proposer.read()
-            and proposer.has_guess
-            and proposer.accuracy >= MIN_ACCURACY
-            and proposer.accuracy * (self.rows_for_weights + num_rows) > num_rows
-            for proposer in proposers
-        )
+    def is_worthwhile(self, proposers: list[NgramProposer], limit: int, *, num_sequences: int) -> bool:
+        """Whether a step of `num_sequences` rows is better drafted for than scheduled ahead: a draft waits for the tokens before it.
+
+        Drafts make a step longer by their rows and by the host's time, and bring the tokens that are expected to be accepted. Without, the
+        step takes as long as the device or the host does, whichever takes longer.
+        """
+        if limit <= 0 or not proposers:
+            return False
+        lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
+        num_gained = sum(_expected_tokens(proposer.accuracy, length) for proposer, length in zip(proposers, lengths, strict=True) if length)
+        drafted = 1 + sum(lengths) / (self.rows_for_weights + num_sequences) + self.host_share
+        return (1 + self._calibration * num_gained / num_sequences) * max(1.0, self.host_share) > drafted
+
+    @property
+    def _calibration(self) -> float:
+        """How many draft tokens are accepted for each that is expected to be: the surest proposers are chosen, and then do worse."""
+        return (self._num_accepted + CALIBRATION_TOKENS) / (self._num_expected + CALIBRATION_TOKENS)
+
+    def observe(self, host_seconds: float, step_seconds: float, *, is_ahead: bool) -> None:
+        """Measures a step: how long the host worked for it, and the time from the end of the step before. `is_ahead`: both at once."""
+        device_seconds = step_seconds if is_ahead else step_seconds - host_seconds
+        if device_seconds > 0:
+            share = min(host_seconds / device_seconds, MAX_HOST_SHARE)
+            self.host_share = HOST_MEMORY * self.host_share + (1 - HOST_MEMORY) * share
+
+    def expect(self, proposer: NgramProposer, num_tokens: int) -> None:
+        """A draft of so many tokens is computed."""
+        self._num_expected += _expected_tokens(proposer.accuracy, num_tokens)
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
+        self._num_expected *= CALIBRATION_MEMORY
+        self._num_accepted = CALIBRATION_MEMORY * self._num_accepted + num_accepted
         self.num_drafted += num_drafted
         self.lengths[num_accepted] += 1
+
+
+def _expected_tokens(accuracy: float, length: int) -> float:
+    """How many tokens of a draft are accepted on average, each with the probability `accuracy` where all before it were."""
+    return float(length) if accuracy >= 1 else accuracy * (1 - accuracy**length) / (1 - accuracy)

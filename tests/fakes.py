@@ -90,6 +90,12 @@ def saying(text: str, prompt: str = "?") -> NextToken:
     return lambda token_ids: said[min(len(token_ids) - start, len(said) - 1)]
 
 
+def block_tables(tables: Sequence[Sequence[int]]) -> Tensor:
+    """The block tables of some sequences as the model reads them, one row each."""
+    width = max(map(len, tables), default=0)
+    return torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32).view(len(tables), width)
+
+
 class FakeRunner:
     """Keeps tokens and their positions where a model keeps keys and values, and reads every history from there, through the block tables.
 
@@ -130,8 +136,9 @@ class FakeRunner:
         if self.failure is not None:
             raise self.failure
         if batch.num_pending:
-            self.pending.fill_in(batch.input_ids_1T)
+            self.pending.fill_in(batch.inputs.input_ids_1T)
         self.pending.clear()
+        self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
         logits_KV = self._forward(batch)
         output = sample_rows(batch, logits_KV, self.sampler)
@@ -145,13 +152,13 @@ class FakeRunner:
         return output
 
     def _outputs(self, batch: Batch, rows: OutputRows, logits_KV: Tensor) -> dict[str, Tensor]:
-        inputs_TI = torch.stack([batch.positions_1T[0], batch.input_ids_1T[0]], 1)[rows.start : rows.stop]
+        inputs_TI = torch.stack([batch.inputs.positions_1T[0], batch.inputs.input_ids_1T[0]], 1)[rows.start : rows.stop]
         logits_TV = logits_KV[rows.first_kept : rows.first_kept + rows.stop - rows.start]
         return {name: logits_TV.clone() if name == LOGITS else inputs_TI for name in rows.names}
 
     def _forward(self, batch: Batch) -> Tensor:
         """The logits of the kept rows. Asserts that each history is whole and, where one is sampled from, that it is the sequence's own."""
-        attention = batch.attention
+        attention = batch.inputs.attention
         slots = attention.slot_mapping_T.tolist()
         is_token = attention.slot_mapping_T >= 0
         num_tokens = int(is_token.sum())
@@ -160,20 +167,20 @@ class FakeRunner:
         assert len(slots) >= self.min_tokens
         self.num_tokens_per_step.append(num_tokens)
         tokens, positions = (cache[0].view(-1) for cache in (self.cache.keys, self.cache.values))
-        tokens[slots[:num_tokens]] = batch.input_ids_1T[0, :num_tokens]
-        positions[slots[:num_tokens]] = batch.positions_1T[0, :num_tokens]
+        tokens[slots[:num_tokens]] = batch.inputs.input_ids_1T[0, :num_tokens]
+        positions[slots[:num_tokens]] = batch.inputs.positions_1T[0, :num_tokens]
         offsets = torch.arange(self.cache.block_size)
         starts, lens = attention.query_start_loc.tolist(), attention.context_lens_B.tolist()
         assert starts[-1] == num_tokens
         histories: list[list[int]] = []
         for row, length in enumerate(lens):
-            context = (attention.block_table_BN[row][:, None] * self.cache.block_size + offsets).flatten()[:length]
+            context = (attention.blocks_of(row)[:, None] * self.cache.block_size + offsets).flatten()[:length]
             assert positions[context].tolist() == list(range(length)), "the cache holds something else at these positions"
             history = tokens[context].tolist()
             num_new = starts[row + 1] - starts[row]
             assert (num_new == 1) == (row < attention.num_decodes)
             histories += [history[: length - num_new + 1 + position] for position in range(num_new)]
-        kept = [histories[row] for row in batch.kept_T.tolist()]
+        kept = [histories[row] for row in batch.inputs.kept_T.tolist()]
         for row, sampler in zip(batch.sample_rows, batch.samplers, strict=True):
             known = sampler.sequence.token_ids
             assert kept[row][: len(known)] == known[: len(kept[row])], "the cache holds another sequence's tokens"
@@ -204,8 +211,12 @@ def make_core(
     grace: float = 60.0,
     rows_for_weights: float | None = None,
     is_async: bool = False,
+    reserves: bool = False,
 ) -> EngineCore:
-    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens."""
+    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens.
+
+    Without `reserves`, sequences are admitted as long as they fit, and preempted later.
+    """
     assert num_blocks * block_size >= max_model_len
     scheduler = Scheduler(
         BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching),
@@ -214,6 +225,7 @@ def make_core(
         max_num_batched_tokens=max_num_batched_tokens,
         waiting=WaitingQueue(max_sequences=max_waiting, max_tokens=max_waiting_tokens, aging_seconds=aging_seconds, clock=clock),
         speculation=None if rows_for_weights is None else Speculation(rows_for_weights),
+        reserves=reserves,
     )
     return EngineCore(
         runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size)),

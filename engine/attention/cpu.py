@@ -61,7 +61,7 @@ def _shape_and_options(
         key_cache.shape[3],
         value_cache.shape[3],
         key_cache.shape[1],
-        metadata.block_table_BN.shape[1],
+        metadata.block_tables_PN.shape[1],
         query.dtype == torch.bfloat16,
         options.scaling,
         options.sliding_window or 0,
@@ -82,7 +82,8 @@ def _decode_native(
         query_BHD.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
-        metadata.block_table_BN.data_ptr(),
+        metadata.block_tables_PN.data_ptr(),
+        metadata.table_rows_B.data_ptr(),
         metadata.context_lens_B.data_ptr(),
         len(query_BHD),
         *_shape_and_options(query_BHD, key_cache, value_cache, metadata, options, sinks),
@@ -95,7 +96,7 @@ def _decode_torch(
     batch = len(query_BHD)
     num_kv_heads = key_cache.shape[2]
     lens_B1 = metadata.context_lens_B[:batch, None]
-    table_BN = metadata.block_table_BN[:batch, : math.ceil(metadata.max_context_len / key_cache.shape[1])]
+    table_BN = metadata.block_tables_PN[metadata.table_rows_B[:batch], : math.ceil(metadata.max_context_len / key_cache.shape[1])]
     keys_BKDS = key_cache[table_BN].flatten(1, 2).permute(0, 2, 3, 1)
     values_BKSD = value_cache[table_BN].flatten(1, 2).permute(0, 2, 1, 3)
     positions_S = torch.arange(keys_BKDS.shape[3])
@@ -129,7 +130,8 @@ def _prefill_native(
         query_THD.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
-        metadata.block_table_BN[decodes:].data_ptr(),
+        metadata.block_tables_PN.data_ptr(),
+        metadata.table_rows_B[decodes:].data_ptr(),
         metadata.query_start_loc[decodes:].data_ptr(),
         metadata.context_lens_B[decodes:].data_ptr(),
         metadata.num_sequences - decodes,
@@ -144,7 +146,7 @@ def _prefill_torch(
     context_lens = metadata.context_lens_B.tolist()
     for i in range(metadata.num_decodes, metadata.num_sequences):
         rows = slice(starts[i], starts[i + 1])
-        _prefill_sequence(out_THD[rows], query_THD[rows], key_cache, value_cache, metadata.block_table_BN[i], context_lens[i], options)
+        _prefill_sequence(out_THD[rows], query_THD[rows], key_cache, value_cache, metadata.blocks_of(i), context_lens[i], options)
 
 
 def _prefill_sequence(

@@ -1,7 +1,7 @@
 """The attention function that transformers' models call, over the paged KV cache.
 
-The cache of a layer is a buffer of its attention module and everything about the batch travels in one tensor, so that layers of one kind
-share one compiled graph. To the compiler the whole of attention is one opaque operator.
+The cache of a layer is a buffer of its attention module and everything about the batch travels in one tensor beside the block
+tables, so that layers of one kind share one compiled graph. To the compiler the whole of attention is one opaque operator.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ IMPLEMENTATION = "penstock_paged"
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor packed,"
-    " float scaling, int sliding_window, float softcap, Tensor? sinks) -> Tensor"
+    " Tensor block_tables, float scaling, int sliding_window, float softcap, Tensor? sinks) -> Tensor"
 )
 
 
@@ -31,10 +31,10 @@ class _LastUnpacked:
 
     metadata: AttentionMetadata | None = None
 
-    def __call__(self, packed: Tensor) -> AttentionMetadata:
+    def __call__(self, packed: Tensor, block_tables_PN: Tensor) -> AttentionMetadata:
         metadata = self.metadata  # read once: another engine's thread may replace it at any time
         if metadata is None or metadata.packed is not packed:
-            self.metadata = metadata = AttentionMetadata.unpack(packed)
+            self.metadata = metadata = AttentionMetadata.unpack(packed, block_tables_PN)
         return metadata
 
 
@@ -49,12 +49,13 @@ def _paged_attention_cpu(
     key_cache: Tensor,
     value_cache: Tensor,
     packed: Tensor,
+    block_tables_PN: Tensor,
     scaling: float,
     sliding_window: int,
     softcap: float,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    metadata = _unpack(packed)
+    metadata = _unpack(packed, block_tables_PN)
     write_kv(key_cache, key_THD, metadata.slot_mapping_T)
     write_kv(value_cache, value_THD, metadata.slot_mapping_T)
     options = AttentionOptions(scaling, sliding_window or None, softcap or None, sinks_H)
@@ -94,6 +95,7 @@ def paged_attention(
             key_cache,
             value_cache,
             attention_metadata.packed,
+            attention_metadata.block_tables_PN,
             scaling,
             sliding_window or 0,
             softcap or 0.0,

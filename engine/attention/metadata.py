@@ -6,26 +6,28 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.engine.system.device import to_device
-
-NUM_HEADER_FIELDS = 6
+NUM_HEADER_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """T tokens of B sequences, flat; sequences with one new token (decodes) come first.
 
-    `packed` is int64 and holds the header, then `slot_mapping_T` (block * block_size + offset; negative for padding),
-    `query_start_loc` [B + 1], `context_lens_B` (keys per sequence, the new ones included) and `block_table_BN`.
+    `packed` is int64 and holds the header, then `query_start_loc` [B + 1], `slot_mapping_T` (block * block_size + offset; negative for
+    padding), `context_lens_B` (keys per sequence, the new ones included) and `table_rows_B`.
     One tensor because it is one copy to the device, and because a compiled layer then sees one input whose length is dynamic
-    instead of many whose sizes it would specialise on. The other fields are views of it.
+    instead of many whose sizes it would specialise on. The other fields are views of it, but for the block tables.
+
+    `block_tables_PN`, int32, stays on the model's device from step to step (`KVCache.block_tables_PN`). The blocks of sequence i are in its
+    row `table_rows_B[i]`: no step copies a table, however long the contexts are.
     """
 
     packed: Tensor
-    slot_mapping_T: Tensor
     query_start_loc: Tensor
+    slot_mapping_T: Tensor
     context_lens_B: Tensor
-    block_table_BN: Tensor
+    table_rows_B: Tensor
+    block_tables_PN: Tensor
     num_decodes: int
     max_query_len: int
     max_context_len: int
@@ -39,43 +41,45 @@ class AttentionMetadata:
         """Those that are not padding. On a device other than the CPU this waits for it."""
         return int(self.query_start_loc[-1])
 
+    def blocks_of(self, sequence: int) -> Tensor:
+        """The row of the tables that holds the sequence's blocks."""
+        return self.block_tables_PN[self.table_rows_B[sequence]]
+
     @classmethod
     def pack(
         cls,
         slot_mapping: list[int],
         query_start_loc: list[int],
         context_lens: list[int],
-        block_tables: list[list[int]],
+        table_rows: list[int],
+        block_tables_PN: Tensor,
         *,
         num_decodes: int,
     ) -> "AttentionMetadata":
         """On the CPU."""
-        width = max((len(table) for table in block_tables), default=0)
-        max_query_len = max((end - start for start, end in pairwise(query_start_loc)), default=0)
-        header = [len(slot_mapping), len(context_lens), width, num_decodes, max_query_len, max(context_lens, default=0)]
-        flat = header + slot_mapping + query_start_loc + context_lens
-        for table in block_tables:
-            flat += table
-            flat += [0] * (width - len(table))
-        return cls._view(torch.tensor(flat, dtype=torch.int64), header)
-
-    def on(self, device: torch.device) -> "AttentionMetadata":
-        """The same on another device. Does not wait for what that has to do before."""
-        num_sequences, width = self.block_table_BN.shape
-        header = [len(self.slot_mapping_T), num_sequences, width, self.num_decodes, self.max_query_len, self.max_context_len]
-        return self._view(to_device(self.packed, device), header)
+        flat = flatten(slot_mapping, query_start_loc, context_lens, table_rows, num_decodes=num_decodes)
+        return cls.view(torch.tensor(flat, dtype=torch.int64), flat[:NUM_HEADER_FIELDS], block_tables_PN)
 
     @classmethod
-    def unpack(cls, packed: Tensor) -> "AttentionMetadata":
+    def unpack(cls, packed: Tensor, block_tables_PN: Tensor) -> "AttentionMetadata":
         """The metadata whose `packed` this is. On a device other than the CPU this waits for it."""
-        return cls._view(packed, packed[:NUM_HEADER_FIELDS].tolist())
+        return cls.view(packed, packed[:NUM_HEADER_FIELDS].tolist(), block_tables_PN)
 
     @classmethod
-    def _view(cls, packed: Tensor, header: list[int]) -> "AttentionMetadata":
-        num_tokens, num_sequences, width, num_decodes, max_query_len, max_context_len = header
-        sizes = [num_tokens, num_sequences + 1, num_sequences, num_sequences * width]
-        slots, starts, lens, table = torch.split(packed[NUM_HEADER_FIELDS:], sizes)
-        return cls(packed, slots, starts, lens, table.view(num_sequences, width), num_decodes, max_query_len, max_context_len)
+    def view(cls, packed: Tensor, header: list[int], block_tables_PN: Tensor) -> "AttentionMetadata":
+        """The metadata whose `packed` begins with this header."""
+        num_tokens, num_sequences, num_decodes, max_query_len, max_context_len = header
+        starts, slots, lens, rows = torch.split(packed[NUM_HEADER_FIELDS:], [num_sequences + 1, num_tokens, num_sequences, num_sequences])
+        return cls(packed, starts, slots, lens, rows, block_tables_PN, num_decodes, max_query_len, max_context_len)
+
+
+def flatten(
+    slot_mapping: list[int], query_start_loc: list[int], context_lens: list[int], table_rows: list[int], *, num_decodes: int
+) -> list[int]:
+    """The numbers of `AttentionMetadata.packed`."""
+    max_query_len = max((end - start for start, end in pairwise(query_start_loc)), default=0)
+    header = [len(slot_mapping), len(context_lens), num_decodes, max_query_len, max(context_lens, default=0)]
+    return header + query_start_loc + slot_mapping + context_lens + table_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,8 +150,8 @@ def kv_write_kernel(
     tl.store(target, bounded(tl.load(source, mask=is_element), LARGEST), mask=is_element)
 
 
-# Tables and lengths are views of one packed tensor and begin anywhere in it: compiling for their alignment would only compile more often.
-@triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_table", "context_lens"])
+# Rows and lengths are views of one packed tensor and begin anywhere in it: compiling for their alignment would only compile more often.
+@triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["table_rows", "context_lens"])
 def paged_decode_kernel(
     output: tl.tensor,  # [B, H, VALUE_SIZE]; written where there is one split
     partial_output: tl.tensor,  # [B, H, num_splits, VALUE_SIZE] float32 and [B, H, num_splits] float32; written where there are several
@@ -159,7 +159,8 @@ def paged_decode_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
-    block_table: tl.tensor,
+    block_tables: tl.tensor,
+    table_rows: tl.tensor,
     context_lens: tl.tensor,
     sinks: tl.tensor,
     scaling: tl.tensor,
@@ -221,7 +222,7 @@ def paged_decode_kernel(
         tl.where(is_row, context_len - 1, -1),
         key_cache + kv_head.to(tl.int64) * key_head_stride,
         value_cache + kv_head.to(tl.int64) * value_head_stride,
-        block_table + sequence * block_table_stride,
+        block_tables + tl.load(table_rows + sequence).to(tl.int64) * block_table_stride,
         first_key,
         end_key,
         key_block_stride,
@@ -289,14 +290,15 @@ def merge_splits_kernel(
 
 @triton.jit(
     do_not_specialize=["first_sequence", "block_table_stride"],
-    do_not_specialize_on_alignment=["block_table", "query_start_loc", "context_lens"],
+    do_not_specialize_on_alignment=["table_rows", "query_start_loc", "context_lens"],
 )
 def varlen_prefill_kernel(
     output: tl.tensor,
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
-    block_table: tl.tensor,
+    block_tables: tl.tensor,
+    table_rows: tl.tensor,
     query_start_loc: tl.tensor,
     context_lens: tl.tensor,
     sinks: tl.tensor,
@@ -359,7 +361,7 @@ def varlen_prefill_kernel(
     end_key = tl.minimum(first_position + num_queries, context_len)
     keys = key_cache + kv_head.to(tl.int64) * key_head_stride
     values = value_cache + kv_head.to(tl.int64) * value_head_stride
-    table = block_table + sequence * block_table_stride
+    table = block_tables + tl.load(table_rows + sequence).to(tl.int64) * block_table_stride
     accumulator = tl.zeros([TILE_ROWS, VALUE_PADDED], tl.float32)
     row_max, row_sum = first_state(sinks, heads, is_row, TILE_ROWS)
     if sliding_window is None:

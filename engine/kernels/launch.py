@@ -120,7 +120,8 @@ def paged_decode(
     query_BHD: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table_BN: Tensor,
+    block_tables_PN: Tensor,
+    table_rows_B: Tensor,
     context_lens_B: Tensor,
     *,
     scaling: float,
@@ -132,10 +133,10 @@ def paged_decode(
 ) -> Tensor:
     """Attention of each sequence's last token over all its keys, in `num_splits` parts that run side by side; returns [B, H, Dv].
 
-    The caches are [num_blocks, block_size, KV heads, Dk or Dv] with contiguous heads, of the query's type or float8_e4m3fn. The table names
-    each sequence's blocks in order; entries past its context are never read. `context_lens_B` counts the new token, whose key and value
-    are in the cache already; a sequence of length 0 gets zeros. Table and lengths are int32 or int64. `sinks` [H] join the softmax as
-    keys without values. Never waits for the device.
+    The caches are [num_blocks, block_size, KV heads, Dk or Dv] with contiguous heads, of the query's type or float8_e4m3fn. Row
+    `table_rows_B[i]` of the tables names the blocks of sequence i in order; entries past its context are never read. `context_lens_B`
+    counts the new token, whose key and value are in the cache already; a sequence of length 0 gets zeros. Tables, rows and lengths are
+    int32 or int64. `sinks` [H] join the softmax as keys without values. Never waits for the device.
     Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile.
     """
     from penstock.engine.kernels.attention_triton import merge_splits_kernel, paged_decode_kernel
@@ -143,7 +144,7 @@ def paged_decode(
     num_sequences, num_heads, key_size = query_BHD.shape
     _, block_size, num_kv_heads, value_size = value_cache.shape
     assert num_heads % num_kv_heads == 0
-    assert query_BHD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_table_BN.stride(-1) == 1
+    assert query_BHD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables_PN.stride(-1) == 1
     if out is None:
         out = query_BHD.new_empty(num_sequences, num_heads, value_size)
     if num_sequences == 0:
@@ -162,7 +163,8 @@ def paged_decode(
         query_BHD,
         key_cache,
         value_cache,
-        block_table_BN,
+        block_tables_PN,
+        table_rows_B,
         context_lens_B,
         sinks,
         scaling,
@@ -172,7 +174,7 @@ def paged_decode(
         *query_BHD.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        block_table_BN.stride(0),
+        block_tables_PN.stride(0),
         GROUP_SIZE=group_size,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
@@ -206,7 +208,8 @@ def varlen_prefill(
     query_THD: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table_BN: Tensor,
+    block_tables_PN: Tensor,
+    table_rows_B: Tensor,
     query_start_loc: Tensor,
     context_lens_B: Tensor,
     *,
@@ -231,7 +234,7 @@ def varlen_prefill(
     num_tokens, num_heads, key_size = query_THD.shape
     _, block_size, num_kv_heads, value_size = value_cache.shape
     assert num_heads % num_kv_heads == 0
-    assert query_THD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_table_BN.stride(-1) == 1
+    assert query_THD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables_PN.stride(-1) == 1
     if out is None:
         out = query_THD.new_empty(num_tokens, num_heads, value_size)
     num_sequences = context_lens_B.shape[0] - first_sequence
@@ -245,7 +248,8 @@ def varlen_prefill(
         query_THD,
         key_cache,
         value_cache,
-        block_table_BN,
+        block_tables_PN,
+        table_rows_B,
         query_start_loc,
         context_lens_B,
         sinks,
@@ -257,7 +261,7 @@ def varlen_prefill(
         *query_THD.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        block_table_BN.stride(0),
+        block_tables_PN.stride(0),
         GROUP_SIZE=group_size,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,

@@ -8,7 +8,8 @@ def paged_decode(
     query_BHD: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table_BN: Tensor,
+    block_tables_PN: Tensor,
+    table_rows_B: Tensor,
     context_lens_B: Tensor,
     *,
     scaling: float,
@@ -22,7 +23,8 @@ def paged_decode(
         query_BHD,
         key_cache,
         value_cache,
-        block_table_BN,
+        block_tables_PN,
+        table_rows_B,
         query_start_loc,
         context_lens_B,
         scaling=scaling,
@@ -36,7 +38,8 @@ def varlen_prefill(
     query_THD: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table_BN: Tensor,
+    block_tables_PN: Tensor,
+    table_rows_B: Tensor,
     query_start_loc: Tensor,
     context_lens_B: Tensor,
     *,
@@ -51,7 +54,7 @@ def varlen_prefill(
     starts = query_start_loc.tolist()
     for sequence, context_len in enumerate(context_lens_B.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
-        blocks_N = block_table_BN[sequence, : -(-context_len // key_cache.shape[1])].long()
+        blocks_N = block_tables_PN[table_rows_B[sequence], : -(-context_len // key_cache.shape[1])].long()
         key_CHD = key_cache[blocks_N].flatten(0, 1)[:context_len]
         value_CHD = value_cache[blocks_N].flatten(0, 1)[:context_len]
         out[rows] = _attend(query_THD[rows], key_CHD, value_CHD, scaling, sliding_window, softcap, sinks).to(out.dtype)

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.batch import Batch
+from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
+from penstock.engine.batch import Batch, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -70,55 +70,52 @@ def graph_sizes(max_num_rows: int) -> list[int]:
     return sorted({size for size in sizes if size < max_num_rows} | {max_num_rows})
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeInputs:
-    """The tensors that a graph over S rows reads. Rows of padding have no keys and no slot."""
+def padding(num_rows: int, block_tables_PN: Tensor, *, max_context_len: int) -> StepInputs:
+    """The tensors that a graph over S rows reads, all of them rows of padding, which have no keys and no slot.
 
-    input_ids_1S: Tensor
-    positions_1S: Tensor
-    attention: AttentionMetadata
+    Of the block tables it reads those of the engine, as all steps do.
+    """
+    zeros = [0] * num_rows
+    attention = flatten([-1] * num_rows, list(range(num_rows + 1)), zeros, zeros, num_decodes=num_rows)
+    attention[NUM_HEADER_FIELDS - 1] = max_context_len
+    return StepInputs.pack(attention, zeros, zeros, [], [], block_tables_PN).on(block_tables_PN.device)
 
-    @classmethod
-    def of_padding(cls, num_rows: int, *, table_width: int, max_context_len: int, device: torch.device) -> "DecodeInputs":
-        header = torch.tensor([num_rows, num_rows, table_width, num_rows, 1, max_context_len])
-        slots = torch.full((num_rows,), -1)
-        rest = torch.zeros(num_rows * (1 + table_width), dtype=torch.int64)  # context lengths and tables
-        packed = torch.cat([header, slots, torch.arange(num_rows + 1), rest]).to(device)
-        zeros_1S = torch.zeros(1, num_rows, dtype=torch.int64, device=device)
-        return cls(zeros_1S, zeros_1S.clone(), AttentionMetadata.unpack(packed))
 
-    def load(self, batch: Batch) -> None:
-        """Copies in all that differs from one batch to the next, and makes padding of the rows beyond it. Never waits for the device."""
-        own, given = self.attention, batch.attention
-        num_rows, width = given.block_table_BN.shape
-        self.input_ids_1S[:, :num_rows].copy_(batch.input_ids_1T[:, :num_rows])
-        self.positions_1S[:, :num_rows].copy_(batch.positions_1T[:, :num_rows])
-        own.slot_mapping_T[:num_rows].copy_(given.slot_mapping_T[:num_rows])
-        own.context_lens_B[:num_rows].copy_(given.context_lens_B)
-        own.block_table_BN[:num_rows, :width].copy_(given.block_table_BN)
-        own.slot_mapping_T[num_rows:].fill_(-1)
-        own.context_lens_B[num_rows:].zero_()
-        self.positions_1S[:, num_rows:].zero_()  # some models look for the greatest position of all
+def load(own: StepInputs, given: StepInputs) -> None:
+    """Copies decodes into a graph's tensors, and makes padding of the rows beyond them. Never waits for the device."""
+    num_rows = given.attention.num_sequences
+    own_vectors = _vectors(own)
+    torch._foreach_copy_([vector[:num_rows] for vector in own_vectors], [vector[:num_rows] for vector in _vectors(given)])
+    if num_rows < len(own_vectors[0]):
+        slots, *others = (vector[num_rows:] for vector in own_vectors)
+        slots.fill_(-1)
+        torch._foreach_zero_(others)  # positions, too: some models look for the greatest of all
+
+
+def _vectors(inputs: StepInputs) -> list[Tensor]:
+    """All that differs from one batch of decodes to the next."""
+    attention = inputs.attention
+    slots_and_tables = [attention.slot_mapping_T, attention.context_lens_B, attention.table_rows_B]
+    return [*slots_and_tables, inputs.input_ids_1T[0], inputs.positions_1T[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    inputs: DecodeInputs
+    inputs: StepInputs
     replay: Callable[[], None]
 
 
 class DecodeGraphs:
     """The graphs of one model. Belongs to the thread that runs the model, in inference mode.
 
-    `forward` gives logits [T, V] from input ids and positions [1, T]. `table_width` blocks hold the longest sequence there is.
+    `forward` gives logits [T, V] from input ids and positions [1, T].
     """
 
-    def __init__(self, forward: Forward, recorder: Recorder, *, max_num_rows: int, table_width: int, block_size: int, device: torch.device):
+    def __init__(self, forward: Forward, recorder: Recorder, *, max_num_rows: int, block_tables_PN: Tensor, block_size: int) -> None:
         self._forward = forward
         self._recorder = recorder
-        self._table_width = table_width
-        self._max_context_len = table_width * block_size
-        self._device = device
+        self._block_tables_PN = block_tables_PN
+        self._max_context_len = block_tables_PN.shape[1] * block_size
         self._sizes = graph_sizes(max_num_rows)
         self._wanted = list(self._sizes)
         self._graphs: dict[int, _Graph] = {}
@@ -148,24 +145,25 @@ class DecodeGraphs:
 
     def run(self, batch: Batch) -> Tensor | None:
         """The logits of the batch's kept rows, valid until the next run; None where the batch is to be run without a graph."""
-        num_rows = batch.attention.num_sequences
+        attention, kept_T = batch.inputs.attention, batch.inputs.kept_T
+        num_rows = attention.num_sequences
         # A decode is a sequence with one new token, so no other kind of batch has a longest query of one.
-        if batch.attention.max_query_len != 1 or num_rows > self._sizes[-1]:
+        if attention.max_query_len != 1 or num_rows > self._sizes[-1]:
             return None
         graph = self._graphs.get(next(size for size in self._sizes if size >= num_rows))
         if graph is None:
             return None
         assert self._logits_SV is not None
-        graph.inputs.load(batch)
+        load(graph.inputs, batch.inputs)
         graph.replay()
         # A row of one token is kept once or not at all: when as many are kept as there are, it is all of them in their order.
-        return self._logits_SV[:num_rows] if len(batch.kept_T) == num_rows else self._logits_SV[batch.kept_T]
+        return self._logits_SV[:num_rows] if len(kept_T) == num_rows else self._logits_SV[kept_T]
 
     def _capture(self, size: int) -> _Graph:
-        inputs = DecodeInputs.of_padding(size, table_width=self._table_width, max_context_len=self._max_context_len, device=self._device)
+        inputs = padding(size, self._block_tables_PN, max_context_len=self._max_context_len)
 
         def work() -> None:
-            logits_SV = self._forward(inputs.input_ids_1S, inputs.positions_1S, inputs.attention)
+            logits_SV = self._forward(inputs.input_ids_1T, inputs.positions_1T, inputs.attention)
             if self._logits_SV is None:
                 self._logits_SV = torch.empty_like(logits_SV)
             self._logits_SV[:size].copy_(logits_SV)

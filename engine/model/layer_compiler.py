@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.engine.attention import interface
-from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata
+from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.config import QuantizationMode
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.model.config import check_servable, read_config
@@ -72,7 +72,9 @@ def capture_call(model: nn.Module, layer: nn.Module) -> tuple[tuple[Any, ...], d
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     handle = layer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     tokens = torch.zeros(1, NUM_EXAMPLE_TOKENS, dtype=torch.long, device="meta")
-    metadata = AttentionMetadata.pack([-1] * NUM_EXAMPLE_TOKENS, [0], [], [], num_decodes=0).on(torch.device("meta"))
+    flat = flatten([-1] * NUM_EXAMPLE_TOKENS, [0], [], [], num_decodes=0)
+    tables_PN = torch.zeros(2, 3, dtype=torch.int32, device="meta")
+    metadata = AttentionMetadata.view(torch.tensor(flat, device="meta"), flat[:NUM_HEADER_FIELDS], tables_PN)
     with torch.no_grad():
         model(input_ids=tokens, position_ids=tokens, use_cache=False, attention_metadata=metadata)
     handle.remove()
@@ -87,10 +89,14 @@ def compile_layer(model: nn.Module, layer: nn.Module, target: Path) -> None:
     num_tokens = torch.export.Dim("num_tokens", min=2, max=MAX_TOKENS)
     packed_length = torch.export.Dim("packed_length", min=NUM_HEADER_FIELDS + 2)
     num_blocks = torch.export.Dim("num_blocks", min=2)
+    num_tables = torch.export.Dim("num_tables", min=1)
+    table_width = torch.export.Dim("table_width", min=1)
 
     def varying(tensor: Tensor) -> dict[int, Any]:
         if tensor.ndim == 1:
             return {0: packed_length}
+        if tensor.dtype == torch.int32:
+            return {0: num_tables, 1: table_width}
         return {dim: num_tokens for dim, size in enumerate(tensor.shape) if size == NUM_EXAMPLE_TOKENS}
 
     shapes = (

@@ -42,7 +42,7 @@ def layer_kind(layer: nn.Module) -> str:
 
 
 def call_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among a layer's arguments, in order. Of the attention metadata only `packed` takes part in the computation."""
+    """The tensors among a layer's arguments, in order. Of the attention metadata these are `packed` and the block tables."""
     tensors: list[Tensor] = []
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, Tensor):
@@ -50,7 +50,7 @@ def call_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tenso
         elif isinstance(argument, tuple):
             tensors += argument
         elif isinstance(argument, AttentionMetadata):
-            tensors.append(argument.packed)
+            tensors += (argument.packed, argument.block_tables_PN)
     return tensors
 
 
@@ -64,7 +64,7 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
         if isinstance(argument, tuple):
             return tuple(next(remaining) for _ in argument)
         if isinstance(argument, AttentionMetadata):
-            return SimpleNamespace(packed=next(remaining))
+            return SimpleNamespace(packed=next(remaining), block_tables_PN=next(remaining))
         return argument
 
     return tuple(rebuild(argument) for argument in args), {name: rebuild(argument) for name, argument in kwargs.items()}

@@ -283,9 +283,11 @@ class NativeDecoder:
             out_KH.data_ptr(),
             ctypes.addressof(self.structure if layers is None else layers),
             metadata.packed.data_ptr(),
+            metadata.block_tables_PN.data_ptr(),
             x_TH.data_ptr(),
             positions_1T.data_ptr(),
             kept.data_ptr(),
+            metadata.block_tables_PN.shape[1],
             len(kept),
         )
         return out_KH
@@ -340,12 +342,14 @@ def verify_native(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -
     num_blocks = -(-PROMPT_TOKENS // block_size)
     if cache.num_blocks <= num_blocks:
         raise UnsuitableModel("the cache is too small to verify it")
-    prompt_table = list(range(1, num_blocks + 1))
+    tables_PN = torch.arange(num_blocks + 1, dtype=torch.int32).repeat(2, 1)
+    tables_PN[1] += 1
     metadata = AttentionMetadata.pack(
         [0, *range(block_size, block_size + PROMPT_TOKENS)],
         [0, 1, 1 + PROMPT_TOKENS],
         [1, PROMPT_TOKENS],
-        [[0], prompt_table],
+        [0, 1],
+        tables_PN,
         num_decodes=1,
     )
     generator = torch.Generator().manual_seed(0)

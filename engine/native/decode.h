@@ -23,7 +23,16 @@ constexpr int64_t KEYS_OF_PART = 1024;
 constexpr int64_t TASKS_PER_THREAD = 4;  // at least, where there are as many parts: so that all threads end at about the same time
 
 struct Shape {
-    int64_t num_heads, num_kv_heads, key_size, value_size, block_size, blocks_per_sequence;
+    int64_t num_heads, num_kv_heads, key_size, value_size, block_size;
+};
+
+// The block table of sequence i is row rows[i] of `blocks`.
+struct BlockTables {
+    const int32_t* blocks;
+    int64_t width;
+    const int64_t* rows;
+
+    const int32_t* operator[](int64_t sequence) const { return blocks + rows[sequence] * width; }
 };
 
 template <typename T, int64_t SIZE>
@@ -38,7 +47,7 @@ inline float dot(const float* query, const T* key, int64_t size) {
 // One sequence, one KV head, all of its query heads, the keys from `first` to `last`. `scratch` holds, for each of the group's heads:
 // query [key_size], scores [block_size].
 template <typename T, int64_t SIZE>
-void decode_part(const Part& part, const T* query, const T* key_cache, const T* value_cache, const int64_t* blocks, int64_t first, int64_t last,
+void decode_part(const Part& part, const T* query, const T* key_cache, const T* value_cache, const int32_t* blocks, int64_t first, int64_t last,
                  int64_t kv_head, const Shape& shape, const Options& options, float* scratch) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
     const int64_t key_size = SIZE > 0 ? SIZE : shape.key_size;
@@ -58,8 +67,8 @@ void decode_part(const Part& part, const T* query, const T* key_cache, const T* 
     for (int64_t block = first / shape.block_size; block * shape.block_size < last; ++block) {
         const int64_t begin = std::max<int64_t>(first - block * shape.block_size, 0);
         const int64_t end = std::min(shape.block_size, last - block * shape.block_size);
-        const T* keys = key_cache + (blocks[block] * shape.block_size) * key_stride + kv_head * key_size;
-        const T* values = value_cache + (blocks[block] * shape.block_size) * value_stride + kv_head * value_size;
+        const T* keys = key_cache + (int64_t{blocks[block]} * shape.block_size) * key_stride + kv_head * key_size;
+        const T* values = value_cache + (int64_t{blocks[block]} * shape.block_size) * value_stride + kv_head * value_size;
         for (int64_t i = begin; i < end; ++i) {
             const T* key = keys + i * key_stride;
             for (int64_t g = 0; g < group; ++g) {
@@ -98,7 +107,7 @@ void decode_part(const Part& part, const T* query, const T* key_cache, const T* 
 }
 
 template <typename T, int64_t SIZE>
-void decode(T* out, const T* query, const T* key_cache, const T* value_cache, const int64_t* block_table, const int64_t* context_lens,
+void decode(T* out, const T* query, const T* key_cache, const T* value_cache, const BlockTables& tables, const int64_t* context_lens,
             int64_t num_sequences, const Shape& shape, const Options& options) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
     const int64_t part_size = Part::size(group, shape.value_size);
@@ -129,7 +138,7 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     parallel_for(tasks.size(), [&](int64_t i) {
         const Task& task = all_tasks[i];
         const T* sequence_query = query + task.sequence * shape.num_heads * shape.key_size;
-        const int64_t* blocks = block_table + task.sequence * shape.blocks_per_sequence;
+        const int32_t* blocks = tables[task.sequence];
         const int64_t context_len = context_lens[task.sequence];
         float* const group_parts = all_parts + task.first_place * part_size;
         for (int64_t part = task.first_part; part < task.end_part; ++part) {
@@ -156,10 +165,10 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
 }
 
 template <typename T>
-void decode_any(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table, const int64_t* context_lens,
+void decode_any(void* out, const void* query, const void* key_cache, const void* value_cache, const BlockTables& tables, const int64_t* context_lens,
                 int64_t num_sequences, const Shape& shape, const Options& options) {
     auto run = [&](auto* function) {
-        function(static_cast<T*>(out), static_cast<const T*>(query), static_cast<const T*>(key_cache), static_cast<const T*>(value_cache), block_table,
+        function(static_cast<T*>(out), static_cast<const T*>(query), static_cast<const T*>(key_cache), static_cast<const T*>(value_cache), tables,
                  context_lens, num_sequences, shape, options);
     };
     const bool is_square = shape.key_size == shape.value_size;

@@ -44,7 +44,7 @@ inline void fetch(const BFloat16* rows, int64_t stride) {
 // One sequence, one KV head, all of its query heads, the keys from `first` to `last`, of those up to `end` that are next. What lies in their
 // blocks beside them may be anything, NaN included.
 template <int64_t SIZE>
-void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat16* key_cache, const BFloat16* value_cache, const int64_t* blocks,
+void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat16* key_cache, const BFloat16* value_cache, const int32_t* blocks,
                           int64_t first, int64_t last, int64_t end, int64_t kv_head, int64_t group, int64_t num_kv_heads, const Options& options) {
     constexpr int64_t HALVES = SIZE / 32, LANES = SIZE / 16;
     __m512 sums[MAX_GROUP][LANES];
@@ -76,10 +76,10 @@ void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat1
     for (int64_t chunk = first / BLOCK; chunk < num_blocks; chunk += CHUNK) {
         const int64_t chunk_end = std::min(chunk + CHUNK, num_blocks);
         for (int64_t block = chunk; block < chunk_end; ++block) {
-            if ((block + 1) * BLOCK < end) fetch<SIZE>(all_keys + blocks[block + 1] * BLOCK * stride, stride);
-            fetch<SIZE>(all_values + blocks[block] * BLOCK * stride, stride);
+            if ((block + 1) * BLOCK < end) fetch<SIZE>(all_keys + int64_t{blocks[block + 1]} * BLOCK * stride, stride);
+            fetch<SIZE>(all_values + int64_t{blocks[block]} * BLOCK * stride, stride);
             const __mmask16 visible = visible_in(block);
-            const BFloat16* keys = all_keys + blocks[block] * BLOCK * stride;
+            const BFloat16* keys = all_keys + int64_t{blocks[block]} * BLOCK * stride;
             for (int64_t g = 0; g < group; ++g) {
                 const BFloat16* row = query + (kv_head * group + g) * SIZE;
                 __m512 products[BLOCK];
@@ -111,7 +111,7 @@ void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat1
         }
         for (int64_t block = chunk; block < chunk_end; ++block) {
             const __mmask16 visible = visible_in(block);
-            const BFloat16* values = all_values + blocks[block] * BLOCK * stride;
+            const BFloat16* values = all_values + int64_t{blocks[block]} * BLOCK * stride;
             __m512bh pairs[BLOCK / 2][LANES];
             for (int64_t p = 0; p < BLOCK / 2; ++p) {
                 const __mmask32 has_even = visible >> (2 * p) & 1 ? ~0u : 0u, has_odd = visible >> (2 * p + 1) & 1 ? ~0u : 0u;

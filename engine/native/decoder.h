@@ -48,14 +48,17 @@ struct Decoder {
     float epsilon;
 };
 
-// Views of the packed metadata; see engine/attention/metadata.py.
+// Views of the packed metadata, and the block tables; see engine/attention/metadata.py.
 struct Step {
-    int64_t num_tokens, num_sequences, table_width, num_decodes;
-    const int64_t *slots, *query_starts, *context_lens, *block_table;
+    int64_t num_tokens, num_sequences, num_decodes;
+    const int64_t *query_starts, *slots, *context_lens, *table_rows;
+    const int32_t* block_tables;
+    int64_t table_width;
 
-    explicit Step(const int64_t* packed)
-        : num_tokens(packed[0]), num_sequences(packed[1]), table_width(packed[2]), num_decodes(packed[3]), slots(packed + 6),
-          query_starts(slots + num_tokens), context_lens(query_starts + num_sequences + 1), block_table(context_lens + num_sequences) {}
+    Step(const int64_t* packed, const int32_t* block_tables, int64_t table_width)
+        : num_tokens(packed[0]), num_sequences(packed[1]), num_decodes(packed[2]), query_starts(packed + 5),
+          slots(query_starts + num_sequences + 1), context_lens(slots + num_tokens), table_rows(context_lens + num_sequences),
+          block_tables(block_tables), table_width(table_width) {}
 
     int64_t num_real_tokens() const { return query_starts[num_sequences]; }
 };
@@ -158,15 +161,16 @@ struct DecoderScratch {
 
 inline void attend(const Decoder& decoder, const DecoderLayer& layer, const Step& step, BFloat16* out, const BFloat16* queries) {
     const Options options{layer.scaling, layer.window, 0.0f, nullptr};
-    const Shape shape{decoder.num_heads, decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size, step.table_width};
+    const Shape shape{decoder.num_heads, decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size};
+    const BlockTables tables{step.block_tables, step.table_width, step.table_rows};
     if (step.num_decodes)
-        decode_any<BFloat16>(out, queries, layer.key_cache, layer.value_cache, step.block_table, step.context_lens, step.num_decodes, shape, options);
+        decode_any<BFloat16>(out, queries, layer.key_cache, layer.value_cache, tables, step.context_lens, step.num_decodes, shape, options);
     std::vector<Prefill<BFloat16>> sequences;
     const int64_t width = decoder.num_heads * decoder.head_size;
     for (int64_t i = step.num_decodes; i < step.num_sequences; ++i) {
         const int64_t first = step.query_starts[i];
         sequences.push_back({out + first * width, queries + first * width, layer.key_cache, layer.value_cache,
-                             step.block_table + i * step.table_width, step.query_starts[i + 1] - first, step.context_lens[i], decoder.num_heads,
+                             tables[i], step.query_starts[i + 1] - first, step.context_lens[i], decoder.num_heads,
                              decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size, options});
     }
     if (!sequences.empty()) prefill(sequences);

@@ -31,17 +31,18 @@ void penstock_apply_bitmask(float* logits, const uint32_t* words, const int64_t*
     });
 }
 
-// query and out: [num_sequences, num_heads, size], contiguous. block_table: [num_sequences, blocks_per_sequence].
-void penstock_paged_decode(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table,
-                           const int64_t* context_lens, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t key_size,
-                           int64_t value_size, int64_t block_size, int64_t blocks_per_sequence, int64_t is_bfloat16, float scaling, int64_t window,
+// query and out: [num_sequences, num_heads, size], contiguous. block_tables: [tables, table_width]; that of sequence i is row table_rows[i].
+void penstock_paged_decode(void* out, const void* query, const void* key_cache, const void* value_cache, const int32_t* block_tables,
+                           const int64_t* table_rows, const int64_t* context_lens, int64_t num_sequences, int64_t num_heads,
+                           int64_t num_kv_heads, int64_t key_size, int64_t value_size, int64_t block_size, int64_t table_width, int64_t is_bfloat16, float scaling, int64_t window,
                            float softcap, const float* sinks) {
-    const Shape shape{num_heads, num_kv_heads, key_size, value_size, block_size, blocks_per_sequence};
+    const Shape shape{num_heads, num_kv_heads, key_size, value_size, block_size};
+    const BlockTables tables{block_tables, table_width, table_rows};
     const Options options{scaling, window, softcap, sinks};
     if (is_bfloat16) {
-        decode_any<BFloat16>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
+        decode_any<BFloat16>(out, query, key_cache, value_cache, tables, context_lens, num_sequences, shape, options);
     } else {
-        decode_any<float>(out, query, key_cache, value_cache, block_table, context_lens, num_sequences, shape, options);
+        decode_any<float>(out, query, key_cache, value_cache, tables, context_lens, num_sequences, shape, options);
     }
 }
 
@@ -86,11 +87,12 @@ void penstock_quantized_linear(void* out, const void* x, const uint8_t* blocks, 
     function(out, x, blocks, bias, num_rows, inputs / GROUP, outputs, is_bfloat16);
 }
 
-// See `run_decoder`; `packed` is an AttentionMetadata's.
-void penstock_run_decoder(void* out, const void* decoder, const int64_t* packed, float* x, const int64_t* positions, const int64_t* kept,
-                          int64_t num_kept) {
+// See `run_decoder`; `packed` and `block_tables` are an AttentionMetadata's.
+void penstock_run_decoder(void* out, const void* decoder, const int64_t* packed, const int32_t* block_tables, float* x, const int64_t* positions,
+                          const int64_t* kept, int64_t table_width, int64_t num_kept) {
 #ifdef __AVX512BF16__
-    run_decoder(*static_cast<const Decoder*>(decoder), Step(packed), static_cast<BFloat16*>(out), x, positions, kept, num_kept);
+    const Step step(packed, block_tables, table_width);
+    run_decoder(*static_cast<const Decoder*>(decoder), step, static_cast<BFloat16*>(out), x, positions, kept, num_kept);
 #endif
 }
 
@@ -105,18 +107,19 @@ int64_t penstock_has_prefill() {
 
 // query and out: [num_tokens, num_heads, size], contiguous. Sequence i has the rows from query_starts[i] to query_starts[i + 1], its last
 // tokens, whose keys are in the caches like all before them: context_lens[i] in all. key_size and value_size may be at most 256.
-void penstock_paged_prefill(void* out, const void* query, const void* key_cache, const void* value_cache, const int64_t* block_table,
-                            const int64_t* query_starts, const int64_t* context_lens, int64_t num_sequences, int64_t num_heads,
-                            int64_t num_kv_heads, int64_t key_size, int64_t value_size, int64_t block_size, int64_t blocks_per_sequence,
+void penstock_paged_prefill(void* out, const void* query, const void* key_cache, const void* value_cache, const int32_t* block_tables,
+                            const int64_t* table_rows, const int64_t* query_starts, const int64_t* context_lens, int64_t num_sequences,
+                            int64_t num_heads, int64_t num_kv_heads, int64_t key_size, int64_t value_size, int64_t block_size, int64_t table_width,
                             int64_t is_bfloat16, float scaling, int64_t window, float softcap, const float* sinks) {
     const Options options{scaling, window, softcap, sinks};
+    const BlockTables tables{block_tables, table_width, table_rows};
     auto run = [&](auto* element) {
         using T = std::remove_pointer_t<decltype(element)>;
         std::vector<Prefill<T>> sequences;
         for (int64_t i = 0; i < num_sequences; ++i)
             sequences.push_back({static_cast<T*>(out) + query_starts[i] * num_heads * value_size,
                                  static_cast<const T*>(query) + query_starts[i] * num_heads * key_size, static_cast<const T*>(key_cache),
-                                 static_cast<const T*>(value_cache), block_table + i * blocks_per_sequence,
+                                 static_cast<const T*>(value_cache), tables[i],
                                  query_starts[i + 1] - query_starts[i], context_lens[i], num_heads, num_kv_heads, key_size, value_size,
                                  block_size, options});
         prefill(sequences);

@@ -68,9 +68,9 @@ def native_library() -> ctypes.CDLL | None:
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     library.penstock_write_rows.argtypes = [pointer, pointer, pointer, integer, integer, integer]
     library.penstock_write_rows.restype = None
-    library.penstock_paged_decode.argtypes = [pointer] * 6 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_paged_decode.argtypes = [pointer] * 7 + [integer] * 8 + [number, integer, number, pointer]
     library.penstock_paged_decode.restype = None
-    library.penstock_paged_prefill.argtypes = [pointer] * 7 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_paged_prefill.argtypes = [pointer] * 8 + [integer] * 8 + [number, integer, number, pointer]
     library.penstock_paged_prefill.restype = None
     library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
     library.penstock_apply_bitmask.restype = None
@@ -84,7 +84,7 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_has_bfloat16_products.restype = integer
     library.penstock_quantized_linear.argtypes = [pointer] * 4 + [integer] * 5
     library.penstock_quantized_linear.restype = None
-    library.penstock_run_decoder.argtypes = [pointer] * 6 + [integer]
+    library.penstock_run_decoder.argtypes = [pointer] * 7 + [integer] * 2
     library.penstock_run_decoder.restype = None
     library.penstock_has_prefill.argtypes = []
     library.penstock_has_prefill.restype = integer

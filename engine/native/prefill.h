@@ -103,7 +103,7 @@ struct Prefill {
     const T* query;  // [num_queries, num_heads, key_size]
     const T* key_cache;
     const T* value_cache;
-    const int64_t* block_table;
+    const int32_t* block_table;
     int64_t num_queries, context_len, num_heads, num_kv_heads, key_size, value_size, block_size;
     Options options;
 
@@ -153,7 +153,7 @@ struct Prefill {
                     const T *key_rows[16], *value_rows[16];
                     const int64_t count = std::clamp<int64_t>(last - first - i, 0, 16);
                     for (int64_t r = 0; r < count; ++r) {
-                        const int64_t position = first + i + r, slot = block_table[position / block_size] * block_size + position % block_size;
+                        const int64_t position = first + i + r, slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;
                         key_rows[r] = key_cache + (slot * num_kv_heads + head) * key_size;
                         value_rows[r] = value_cache + (slot * num_kv_heads + head) * value_size;
                     }
@@ -167,7 +167,7 @@ struct Prefill {
         std::memset(static_cast<void*>(packed_keys), 0, key_depth() * KEY_TILE * sizeof(Element));
         std::memset(static_cast<void*>(packed_values), 0, KEY_TILE * value_columns() * sizeof(Element));
         for (int64_t position = first; position < last; ++position) {
-            const int64_t slot = block_table[position / block_size] * block_size + position % block_size;
+            const int64_t slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;
             const T* key = key_cache + (slot * num_kv_heads + head) * key_size;
             const T* value = value_cache + (slot * num_kv_heads + head) * value_size;
             const int64_t i = position - first;

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine import kv_cache
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
@@ -495,5 +496,39 @@ def test_a_sequence_that_ended_in_an_update_which_failed_still_gets_its_last_del
         async with running(make_core()) as engine:
             said = await collect(engine, make_request("one", n=n, temperature=1.0, max_tokens=1))
         assert [(delta.finish_reason, delta.error) for delta in said] == [(FinishReason.ERROR, STEP_FAILED)] * n
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_tokens", [39, 40])
+def test_only_a_long_prompt_is_hashed_by_another_thread(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    threads: list[int] = []
+    chain_hashes = kv_cache.chain_hashes
+
+    def note(token_ids: list[int], block_size: int, known: list[bytes], *options: Any, **bounds: Any) -> None:
+        num_known = len(known)
+        chain_hashes(token_ids, block_size, known, *options, **bounds)
+        threads.extend([threading.get_ident()] * (len(known) - num_known))
+
+    for module in ("kv_cache", "scheduler"):
+        monkeypatch.setattr(f"penstock.engine.{module}.chain_hashes", note)
+    monkeypatch.setattr("penstock.engine.loop.LONG_PROMPT", 40)
+
+    async def test() -> None:
+        async with running(make_core(block_size=4)) as engine:
+            await collect(engine, make_request(prompt=(LETTERS * 3)[:num_tokens], max_tokens=1))
+
+    run(test)
+    assert len(threads) == num_tokens // 4
+    assert (threading.get_ident() in threads) == (num_tokens < 40)
+
+
+def test_a_long_prompt_that_cannot_be_served_is_refused_before_it_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.loop.LONG_PROMPT", 40)
+
+    async def test() -> None:
+        async with running(make_core()) as engine:
+            with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+                await collect(engine, make_request(prompt=[*LETTERS * 3, 2**80]))
 
     run(test)

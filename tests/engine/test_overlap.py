@@ -233,7 +233,7 @@ def test_who_does_not_need_the_token_before_goes_ahead_of_it(options: dict[str, 
     next_batch = core.build(follower)
     assert follower.num_tokens == dict.fromkeys(step.num_tokens, 1)
     assert next_batch.num_pending == len(follower.num_tokens)
-    placeholders = [token_id for token_id in next_batch.input_ids_1T[0].tolist() if token_id < 0]
+    placeholders = [token_id for token_id in next_batch.inputs.input_ids_1T[0].tolist() if token_id < 0]
     assert placeholders == [placeholder(row) for row in range(next_batch.num_pending)]
 
 
@@ -299,6 +299,33 @@ def test_a_likely_draft_is_worth_waiting_for() -> None:
     assert content(said) == "abcabcabcabcabc"
     assert any(follower is not None for follower in followers)
     assert sum(core.stats().accepted_lengths[1:]) > 0
+
+
+def test_a_step_is_scheduled_ahead_where_all_places_are_taken_however_much_the_text_repeats_itself() -> None:
+    core = make_core(letter_like_before, num_blocks=400, max_num_seqs=32, rows_for_weights=64.0, is_async=True)
+    for number in range(32):
+        core.add(make_request(str(number), LETTERS[:3] * 4, max_tokens=20, ignore_eos=True))
+    followers = [follower is not None for _, follower in steps(core, [])]
+    assert sum(followers) >= len(followers) - 3
+    assert core.stats().num_draft_tokens == 0
+
+
+def test_drafts_that_are_not_worth_the_wait_do_not_keep_the_next_step_from_being_scheduled_ahead() -> None:
+    core = make_core(letter_like_before, num_blocks=400, max_num_seqs=64, rows_for_weights=8.0, is_async=True)
+    for number in range(24):
+        core.add(make_request(str(number), LETTERS[number % 5 : number % 5 + 3] * 4, max_tokens=30, ignore_eos=True))
+    followers = [follower is not None for _, follower in steps(core, [])]
+    assert sum(followers) > 0.8 * len(followers)
+
+
+def test_where_a_grammar_has_the_next_step_wait_anyway_there_are_drafts() -> None:
+    core = make_core(letter_like_before, num_blocks=400, max_num_seqs=64, rows_for_weights=64.0, is_async=True)
+    core.scheduler.speculation.host_share = 1.0  # type: ignore[union-attr]
+    core.add(make_request("constrained", grammar=Grammar(lambda: Walk(1)), max_tokens=40))
+    for number in range(3):
+        core.add(make_request(str(number), LETTERS[:3] * 4, max_tokens=30, ignore_eos=True))
+    assert None in [follower for _, follower in steps(core, [])]
+    assert core.stats().num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"grammar": Grammar(lambda: Walk(1))}])

@@ -261,3 +261,25 @@ def test_a_prompt_is_hashed_when_it_comes_and_not_in_a_step_for_which_many_may_h
         step.setattr(kv_cache, "hashlib", None)
         step_of(core)
     drive(core)
+
+
+def test_waiting_for_a_prompt_under_way_takes_one_look_each_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    has = kv_cache.BlockPool.has
+
+    def count(pool: kv_cache.BlockPool, block_hash: bytes) -> bool:
+        nonlocal looks
+        looks += 1
+        return has(pool, block_hash)
+
+    monkeypatch.setattr(kv_cache.BlockPool, "has", count)
+    core = make_core(num_blocks=200, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=700)
+    num_waiting = 30
+    for number in range(1 + num_waiting):
+        core.add(make_request(str(number), [*LETTERS * 38, LETTERS[number % 16]], max_tokens=1))
+    while core.scheduler.waiting:
+        looks = 0
+        core.step()
+        # The first walks along the blocks that the step before has filled, the others find where it got to.
+        assert looks <= 64 // 4 + 2 + 2 * num_waiting
+    core.runner.shutdown()

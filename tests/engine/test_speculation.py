@@ -277,6 +277,40 @@ def test_the_likeliest_tokens_are_tried_first_and_no_more_than_others_can_bear()
     assert sum(Speculation(12.0).share(proposers_of(*[1.0] * 60), 999, num_rows=60, num_sequences=60)) == 36
 
 
+def worth(speculation: Speculation, *accuracies: float, limit: int = 99) -> bool:
+    return speculation.is_worthwhile(proposers_of(*accuracies), limit, num_sequences=len(accuracies))
+
+
+def test_drafts_are_weighed_against_what_they_cost_and_what_waiting_costs() -> None:
+    assert worth(Speculation(64.0), 0.9)
+    assert not worth(Speculation(64.0), 0.1)
+    assert not worth(Speculation(64.0), 0.9, limit=0)  # all places are taken
+    assert not worth(Speculation(64.0), *[0.5] * 64)  # half a token each, for a step half as long again
+
+
+def test_a_host_that_takes_long_makes_drafts_wait_longer() -> None:
+    speculation = Speculation(64.0)
+    assert worth(speculation, 0.6)
+    for _ in range(200):
+        speculation.observe(0.9, 1.9, is_ahead=False)
+    assert abs(speculation.host_share - 0.9) < 0.01
+    assert not worth(speculation, 0.45)
+    for _ in range(200):
+        speculation.observe(0.1, 1.0, is_ahead=True)
+    assert abs(speculation.host_share - 0.1) < 0.01
+    assert worth(speculation, 0.45)
+
+
+def test_what_drafts_were_found_to_bring_counts_for_those_to_come() -> None:
+    speculation = Speculation(64.0)
+    assert worth(speculation, 0.7)
+    (proposer,) = proposers_of(0.7)
+    for _ in range(50):
+        speculation.expect(proposer, 4)
+        speculation.count(4, 0)
+    assert not worth(speculation, 0.7)
+
+
 def test_nothing_is_tried_where_a_logits_processor_may_remember_what_it_saw() -> None:
     seen: list[int] = []
 

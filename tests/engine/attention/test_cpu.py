@@ -13,6 +13,7 @@ from penstock.engine.attention.cpu import QUERY_BLOCK, paged_attention_cpu, writ
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import slots_of
 from penstock.engine.native.library import native_library
+from tests.fakes import block_tables
 
 BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -74,7 +75,8 @@ class Paged:
             self.slots + [-1] * self.num_padding,
             starts,
             list(self.context_lens),
-            self.tables,
+            list(range(len(self.tables)))[::-1],
+            block_tables(self.tables[::-1]),
             num_decodes=sum(length == 1 for length in self.query_lens),
         )
 

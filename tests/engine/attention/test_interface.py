@@ -14,6 +14,7 @@ from penstock.engine.attention.cpu import paged_attention_cpu
 from penstock.engine.attention.interface import paged_attention
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.kv_cache import KVCache, LayerKV
+from tests.fakes import block_tables
 
 KEY_SIZE, VALUE_SIZE, NUM_HEADS, NUM_KV_HEADS = 8, 6, 4, 2
 
@@ -47,7 +48,8 @@ def prompt(num_tokens: int) -> AttentionMetadata:
         list(range(4, 4 + num_tokens)),
         [0, num_tokens],
         [num_tokens],
-        [blocks],
+        [0],
+        block_tables([blocks]),
         num_decodes=int(num_tokens == 1),
     )
 

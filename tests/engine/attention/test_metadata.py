@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.attention.metadata import AttentionMetadata
+from tests.fakes import block_tables
 
 CPU = torch.device("cpu")
 
@@ -16,11 +17,12 @@ def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], nu
     batch = sorted(batch, key=lambda sequence: sequence[0])
     query_lens = [new for new, _, _ in batch]
     context_lens = [new + old for new, old, _ in batch]
-    tables = [table for _, _, table in batch]
+    tables_PN = block_tables([table for _, _, table in batch])
+    rows = list(range(len(batch)))[::-1]
     starts = [sum(query_lens[:index]) for index in range(len(batch) + 1)]
     slots = [*range(starts[-1]), *[-1] * num_padding]
-    packed = AttentionMetadata.pack(slots, starts, context_lens, tables, num_decodes=query_lens.count(1))
-    for metadata in (packed, AttentionMetadata.unpack(packed.packed)):
+    packed = AttentionMetadata.pack(slots, starts, context_lens, rows, tables_PN, num_decodes=query_lens.count(1))
+    for metadata in (packed, AttentionMetadata.unpack(packed.packed, tables_PN)):
         assert metadata.slot_mapping_T.tolist() == slots
         assert metadata.query_start_loc.tolist() == starts
         assert metadata.context_lens_B.tolist() == context_lens
@@ -28,8 +30,8 @@ def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], nu
         assert metadata.num_decodes == query_lens.count(1)
         assert metadata.max_query_len == max(query_lens, default=0)
         assert metadata.max_context_len == max(context_lens, default=0)
-        for row, table in zip(metadata.block_table_BN.tolist(), tables, strict=True):
-            assert row[: len(table)] == table
-            assert not any(row[len(table) :])
-        parts = (metadata.slot_mapping_T, metadata.query_start_loc, metadata.context_lens_B, metadata.block_table_BN)
+        assert metadata.table_rows_B.tolist() == rows
+        for place, row in enumerate(rows):
+            assert torch.equal(metadata.blocks_of(place), tables_PN[row])
+        parts = (metadata.slot_mapping_T, metadata.query_start_loc, metadata.context_lens_B, metadata.table_rows_B)
         assert all(part.is_contiguous() and part.dtype == torch.int64 for part in parts)

@@ -118,13 +118,14 @@ class Case:
         num_blocks = sum(num_blocks_of) + 2
         free_blocks = torch.randperm(num_blocks, generator=generator).tolist()
         # Entries past a sequence's blocks are out of any cache's range.
-        block_table_BN = torch.full((len(self.context_lens), max(1, *num_blocks_of, 0) + 1), 2**30, dtype=self.index_dtype)
+        block_tables_PN = torch.full((len(self.context_lens) + 1, max(1, *num_blocks_of, 0) + 1), 2**30, dtype=torch.int32)
+        table_rows = list(range(len(self.context_lens), 0, -1))
         key_cache = torch.full((num_blocks, self.block_size, self.num_kv_heads, self.key_size), float("nan"))
         value_cache = torch.full((num_blocks, self.block_size, self.num_kv_heads, self.value_size), float("nan"))
         for row, context_len in enumerate(self.context_lens):
             for first in range(0, context_len, self.block_size):
                 block = free_blocks.pop()
-                block_table_BN[row, first // self.block_size] = block
+                block_tables_PN[table_rows[row], first // self.block_size] = block
                 num_tokens = min(self.block_size, context_len - first)
                 key_cache[block, :num_tokens] = torch.randn(num_tokens, *key_cache.shape[2:], generator=generator)
                 value_cache[block, :num_tokens] = torch.randn(num_tokens, *value_cache.shape[2:], generator=generator)
@@ -134,7 +135,8 @@ class Case:
             "query": query_THD.to(self.dtype),
             "key_cache": key_cache.to(self.cache_dtype or self.dtype),
             "value_cache": value_cache.to(self.cache_dtype or self.dtype),
-            "block_table_BN": block_table_BN,
+            "block_tables_PN": block_tables_PN,
+            "table_rows_B": torch.tensor(table_rows, dtype=self.index_dtype),
             "context_lens_B": torch.tensor(self.context_lens, dtype=self.index_dtype),
             "scaling": self.key_size**-0.5 * 1.5,
             "sliding_window": self.sliding_window,

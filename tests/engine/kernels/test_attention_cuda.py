@@ -9,9 +9,10 @@ from torch import Tensor
 
 from penstock.engine.attention.cuda import paged_attention_cuda
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
-from penstock.engine.batch import Batch
+from penstock.engine.batch import StepInputs
 from penstock.engine.kernels import references
-from penstock.engine.model.cuda_graphs import DecodeInputs
+from penstock.engine.model.cuda_graphs import load, padding
+from tests.fakes import block_tables
 
 Launch = Callable[..., Any]
 
@@ -32,11 +33,11 @@ def make_arguments(
     """The caches hold what came before the new tokens; decodes come first."""
     generator = torch.Generator().manual_seed(sum(context_lens))
     free_blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
-    block_tables = [[free_blocks.pop() for _ in range(0, length, BLOCK_SIZE)] for length in context_lens]
+    tables = [[free_blocks.pop() for _ in range(0, length, BLOCK_SIZE)] for length in context_lens]
     key_cache = torch.randn(NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, KEY_SIZE, generator=generator)
     value_cache = torch.randn(NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, VALUE_SIZE, generator=generator)
     slots = []
-    for table, context_len, query_len in zip(block_tables, context_lens, query_lens, strict=True):
+    for table, context_len, query_len in zip(tables, context_lens, query_lens, strict=True):
         positions = range(context_len - query_len, context_len)
         slots += [table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE if position >= 0 else -1 for position in positions]
     slots += [-1] * num_padding
@@ -44,7 +45,8 @@ def make_arguments(
         slots,
         [sum(query_lens[:index]) for index in range(len(query_lens) + 1)],
         list(context_lens),
-        block_tables,
+        list(range(len(tables))),
+        block_tables(tables),
         num_decodes=sum(query_len == 1 for query_len in query_lens),
     )
     return {
@@ -66,7 +68,8 @@ def reference(arguments: dict[str, Any]) -> Tensor:
         arguments["query_THD"],
         key_cache,
         value_cache,
-        metadata.block_table_BN,
+        metadata.block_tables_PN,
+        metadata.table_rows_B,
         metadata.query_start_loc,
         metadata.context_lens_B,
         scaling=options.scaling,
@@ -119,16 +122,18 @@ def test_padding_gets_zeros_and_writes_nothing(launch: Launch, query_lens: tuple
 
 
 def test_a_graphs_tensors_give_what_the_batch_gives_whatever_was_in_them_before(launch: Launch) -> None:
-    inputs = DecodeInputs.of_padding(4, table_width=9, max_context_len=9 * BLOCK_SIZE, device=torch.device("cpu"))
+    tables_PN = torch.zeros(4, 9, dtype=torch.int32)
+    own = padding(4, tables_PN, max_context_len=9 * BLOCK_SIZE)
     for context_lens in [(130, 33, 70), (20, 51)]:  # the second leaves rows and entries of the first behind
         arguments = make_arguments(context_lens, (1,) * len(context_lens), AttentionOptions(0.125))
-        num_rows = len(context_lens)
-        ids_1T = torch.zeros(1, num_rows, dtype=torch.int64)
-        inputs.load(Batch(ids_1T, ids_1T, arguments["metadata"], ids_1T[0], [], [], [], None, []))
+        num_rows, width = arguments["metadata"].block_tables_PN.shape
+        tables_PN[:num_rows, :width] = arguments["metadata"].block_tables_PN
+        ids = torch.zeros(num_rows, dtype=torch.int64)
+        load(own, StepInputs(ids, arguments["metadata"], ids[None], ids[None], ids, ids[:0].view(3, 0)))
     expected = reference(arguments)
-    padding = {name: torch.randn(4 - num_rows, *arguments[name].shape[1:]) for name in ("query_THD", "key_THD", "value_THD")}
-    padded = {name: torch.cat([arguments[name], rows]) for name, rows in padding.items()}
-    launched = launch(paged_attention_cuda, **arguments | padded | {"metadata": inputs.attention})
+    extra = {name: torch.randn(4 - num_rows, *arguments[name].shape[1:]) for name in ("query_THD", "key_THD", "value_THD")}
+    padded = {name: torch.cat([arguments[name], rows]) for name, rows in extra.items()}
+    launched = launch(paged_attention_cuda, **arguments | padded | {"metadata": own.attention})
     torch.testing.assert_close(launched.result[:num_rows], expected, atol=2e-5, rtol=0)
     assert launched.result[num_rows:].abs().sum() == 0
     assert (launched.arguments["key_cache"] != arguments["key_cache"]).any(-1).any(-1).sum() == num_rows

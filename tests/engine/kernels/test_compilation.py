@@ -128,9 +128,9 @@ def test_writing_to_a_cache_of_8_bits_compiles(kernels: dict[str, Compiled]) -> 
 def test_batches_of_other_sizes_need_no_other_kernels(kernels: dict[str, Compiled], make_case: MakeCase) -> None:
     for context_lens in [(1,), (17, 3), (256, 40, 3)]:
         decode = make_case(context_lens=context_lens, query_lens=(1,) * len(context_lens), dtype=torch.bfloat16).decode_arguments()
-        packed = torch.cat([torch.zeros(1, dtype=torch.int64), decode["context_lens_B"], decode["block_table_BN"].flatten()])
+        packed = torch.cat([torch.zeros(1, dtype=torch.int64), decode["context_lens_B"], decode["table_rows_B"]])
         decode["context_lens_B"] = packed[1 : 1 + len(context_lens)]  # views that begin anywhere, as in AttentionMetadata
-        decode["block_table_BN"] = packed[1 + len(context_lens) :].view(len(context_lens), -1)
+        decode["table_rows_B"] = packed[1 + len(context_lens) :]
         paged_decode(**decode)
         query_lens = tuple(max(100, length) for length in context_lens)
         prefill = make_case(context_lens=query_lens, query_lens=query_lens, dtype=torch.bfloat16).prefill_arguments()

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.attention import interface
-from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.batch import Batch, slots_of
+from penstock.engine.attention.metadata import AttentionMetadata, flatten
+from penstock.engine.batch import Batch, StepInputs, slots_of
 from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache import KVCache, kv_layout
-from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs, DecodeInputs, graph_sizes
+from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs, graph_sizes, load, padding
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.runner import ModelRunner
@@ -33,6 +33,8 @@ BLOCK_SIZE = 8
 TABLE_WIDTH = 8
 MAX_LEN = BLOCK_SIZE * TABLE_WIDTH
 NUM_BLOCKS = 40
+NUM_TABLES = 8
+TABLES_PN = torch.zeros(NUM_TABLES, TABLE_WIDTH, dtype=torch.int32)
 
 
 def make_batch(context_lens: Sequence[int], num_rows_kept: int | None = None, query_lens: Sequence[int] = (), seed: int = 0) -> Batch:
@@ -50,11 +52,19 @@ def make_batch(context_lens: Sequence[int], num_rows_kept: int | None = None, qu
     starts = [sum(query_lens[:index]) for index in range(len(query_lens) + 1)]
     num_decodes = sum(length == 1 for length in query_lens)
     kept = sorted(chance.sample(range(len(slots)), num_rows_kept or len(slots)))
+    rows = chance.sample(range(NUM_TABLES), len(tables))
+    attention = flatten(slots + [-1] * num_padding, starts, list(context_lens), rows, num_decodes=num_decodes)
+    entries = [(row, place, block) for row, table in zip(rows, tables, strict=True) for place, block in enumerate(table)]
+    padding = [0] * num_padding
     return Batch(
-        input_ids_1T=torch.tensor([chance.choices(range(3, 259), k=len(slots)) + [0] * num_padding]),
-        positions_1T=torch.tensor([positions + [0] * num_padding]),
-        attention=AttentionMetadata.pack(slots + [-1] * num_padding, starts, list(context_lens), tables, num_decodes=num_decodes),
-        kept_T=torch.tensor(kept),
+        inputs=StepInputs.pack(
+            attention,
+            chance.choices(range(3, 259), k=len(slots)) + padding,
+            positions + padding,
+            kept,
+            [number for numbers in zip(*entries, strict=True) for number in numbers],
+            TABLES_PN,
+        ),
         sample_rows=[],
         samplers=[],
         prompts=[],
@@ -72,15 +82,14 @@ class Setup:
         if name == "qwen3_moe":
             self.model.set_experts_implementation("batched_mm")  # on a CPU the others wait for the device
         self.cache = KVCache(kv_layout(self.model.config), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+        self.cache.block_tables_PN = TABLES_PN
         generator = torch.Generator().manual_seed(1)
         for tensor in (*self.cache.keys, *self.cache.values):
             tensor.normal_(generator=generator)
         self.cache.attach(self.model)
         self.recorder = recorder or TapeRecorder()
         forward = functools.partial(compute_logits, self.model, kept=None)
-        self.graphs = DecodeGraphs(
-            forward, self.recorder, max_num_rows=max_num_rows, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU
-        )
+        self.graphs = DecodeGraphs(forward, self.recorder, max_num_rows=max_num_rows, block_tables_PN=TABLES_PN, block_size=BLOCK_SIZE)
 
     def capture(self) -> "Setup":
         while self.graphs.capture_next():
@@ -89,12 +98,15 @@ class Setup:
 
     @torch.inference_mode()
     def replayed(self, batch: Batch) -> Tensor | None:
+        self.cache.write_tables(batch.inputs.table_updates_3U)
         logits = self.graphs.run(batch)
         return None if logits is None else logits.clone()
 
     @torch.inference_mode()
     def eager(self, batch: Batch) -> Tensor:
-        return compute_logits(self.model, batch.input_ids_1T, batch.positions_1T, batch.attention, batch.kept_T)
+        inputs = batch.inputs
+        self.cache.write_tables(inputs.table_updates_3U)
+        return compute_logits(self.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
 
 
 @pytest.fixture(scope="module")
@@ -160,24 +172,25 @@ def test_padding_touches_no_slot_and_a_row_only_its_own(llama: Setup) -> None:
     assert llama.replayed(full) is not None  # leaves its slots and tables in the graph's tensors
     before = [tensor.clone() for tensor in (*llama.cache.keys, *llama.cache.values)]
     assert llama.replayed(small) is not None
-    slots = small.attention.slot_mapping_T
+    slots = small.inputs.attention.slot_mapping_T
     for tensor, was in zip((*llama.cache.keys, *llama.cache.values), before, strict=True):
         is_changed = (tensor != was).flatten(2).any(-1).flatten()
         assert sorted(is_changed.nonzero()[:, 0].tolist()) == sorted(slots.tolist())
 
 
 def test_loading_copies_in_all_that_differs_between_batches() -> None:
-    inputs = DecodeInputs.of_padding(5, table_width=TABLE_WIDTH, max_context_len=MAX_LEN, device=CPU)
+    own = padding(5, TABLES_PN, max_context_len=MAX_LEN)
     for seed, context_lens in enumerate([(9, 30, 14, 50, 1), (3,), (12, 33, 7)]):
-        batch = make_batch(context_lens, seed=seed)
-        num_rows, width = batch.attention.block_table_BN.shape
-        inputs.load(batch)
-        assert torch.equal(inputs.input_ids_1S[:, :num_rows], batch.input_ids_1T[:, :num_rows])
-        assert inputs.positions_1S.tolist() == [batch.positions_1T[0, :num_rows].tolist() + [0] * (5 - num_rows)]
-        metadata = AttentionMetadata.unpack(inputs.attention.packed)  # the fields are views of it
-        assert metadata.slot_mapping_T.tolist() == batch.attention.slot_mapping_T[:num_rows].tolist() + [-1] * (5 - num_rows)
-        assert metadata.context_lens_B.tolist() == [*context_lens, *[0] * (5 - num_rows)]
-        assert torch.equal(metadata.block_table_BN[:num_rows, :width], batch.attention.block_table_BN)
+        inputs = make_batch(context_lens, seed=seed).inputs
+        num_rows = inputs.attention.num_sequences
+        num_padding = 5 - num_rows
+        load(own, inputs)
+        assert own.input_ids_1T[0].tolist() == inputs.input_ids_1T[0, :num_rows].tolist() + [0] * num_padding
+        assert own.positions_1T[0].tolist() == inputs.positions_1T[0, :num_rows].tolist() + [0] * num_padding
+        metadata = AttentionMetadata.unpack(own.attention.packed, TABLES_PN)  # the fields are views of it
+        assert metadata.slot_mapping_T.tolist() == inputs.attention.slot_mapping_T[:num_rows].tolist() + [-1] * num_padding
+        assert metadata.context_lens_B.tolist() == [*context_lens, *[0] * num_padding]
+        assert metadata.table_rows_B.tolist() == inputs.attention.table_rows_B.tolist() + [0] * num_padding
         assert metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4, 5]
         assert (metadata.num_decodes, metadata.max_query_len, metadata.max_context_len) == (5, 1, MAX_LEN)
 
@@ -197,7 +210,7 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs(caplog: pytest.Lo
         scale = 2.0 if positions_1T.max() > MAX_LEN else 1.0
         return input_ids_1T[0, :, None].float() * scale
 
-    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_rows=4, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU)
+    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_rows=4, block_tables_PN=TABLES_PN, block_size=BLOCK_SIZE)
     with caplog.at_level(logging.WARNING):
         assert not graphs.capture_next()
     assert graphs.sizes == []
@@ -269,7 +282,7 @@ def graphed_core(loaded: LoadedModel, recorder: TapeRecorder) -> EngineCore:
     core = core_over(loaded, block_size=BLOCK_SIZE, max_num_seqs=4)
     core.runner.shutdown()
     forward = functools.partial(compute_logits, loaded.model, kept=None)
-    graphs = DecodeGraphs(forward, recorder, max_num_rows=4, table_width=TABLE_WIDTH, block_size=BLOCK_SIZE, device=CPU)
+    graphs = DecodeGraphs(forward, recorder, max_num_rows=4, block_tables_PN=core.runner.cache.block_tables_PN, block_size=BLOCK_SIZE)
     core.runner = ModelRunner(loaded, core.runner.cache, vocab_size=core.vocab_size, graphs=graphs, num_threads=1)
     return core
 

@@ -17,6 +17,7 @@ from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptio
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native import library as module
 from penstock.engine.native.library import choose_kernels, find_compiler, kernels_in_use, native_library
+from tests.fakes import block_tables
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 KERNELS = module.SOURCE
@@ -62,7 +63,7 @@ def fake_compiler(directory: Path, body: str) -> Path:
 def decode_and_prefill() -> torch.Tensor:
     """Attention of a sequence's second token and of another's two tokens, over keys and values that are all ones."""
     keys, values = torch.zeros(2, 2, 4, 1, 8)
-    metadata = AttentionMetadata.pack([1, 4, 5], [0, 1, 3], [2, 2], [[0], [1]], num_decodes=1)
+    metadata = AttentionMetadata.pack([1, 4, 5], [0, 1, 3], [2, 2], [0, 1], block_tables([[0], [1]]), num_decodes=1)
     for cache in (keys, values):
         cache[0, 0] = 1.0
         write_kv(cache, torch.ones(3, 1, 8), metadata.slot_mapping_T)

@@ -1,0 +1,96 @@
+"""Admission: whether a waiting sequence will still find blocks when the running ones have grown to what is expected of them."""
+
+import bisect
+import math
+from collections import deque
+
+import numpy as np
+
+from penstock.engine.sequence import Sequence
+
+FIRST_LENGTH = 2048  # tokens; what answers are expected to have before any has ended
+NUM_FIRST = 16  # as many answers are taken to have ended so: the first that do end are the shortest ones
+NUM_REMEMBERED = 512
+RESERVED = 0.9  # of the expected growth: all of it would leave blocks unused, to compute at best a few hundredths less
+
+
+class OutputLengths:
+    """Expects of an answer the mean length of the last answers that were longer than it is so far.
+
+    Source: the Past-Future scheduler (Gong et al., ASPLOS 2025).
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque([FIRST_LENGTH] * NUM_FIRST)
+        self._sorted: list[int] = list(self._recent)
+        self._mean_of_longer: list[float] = []  # by place in `_sorted`; empty where it has to be computed anew
+
+    def add(self, num_tokens: int) -> None:
+        """An answer has ended with so many tokens."""
+        if len(self._recent) == NUM_REMEMBERED:
+            self._sorted.pop(bisect.bisect_left(self._sorted, self._recent.popleft()))
+        self._recent.append(num_tokens)
+        bisect.insort(self._sorted, num_tokens)
+        self._mean_of_longer = []
+
+    def expected(self, num_said: int) -> int:
+        """The expected length of an answer that has so many tokens; twice as many as it has where none was longer."""
+        if not self._mean_of_longer:
+            lengths = np.array(self._sorted[::-1])
+            self._mean_of_longer = (np.cumsum(lengths) / np.arange(1, len(lengths) + 1))[::-1].tolist()
+        place = bisect.bisect_right(self._sorted, num_said)
+        return 2 * num_said if place == len(self._sorted) else math.ceil(self._mean_of_longer[place])
+
+
+class Forecast:
+    """The most blocks that will be in use at once, if each sequence grows as is expected of it and then gives up its blocks.
+
+    Lives for one call of `schedule`. For each sequence: the blocks that it needs for the tokens that it has, those for the tokens that are
+    still expected of it, and those that it holds alone.
+    """
+
+    def __init__(self, lengths: OutputLengths, block_size: int) -> None:
+        self._lengths = lengths
+        self._block_size = block_size
+        self._needed: list[int] = []
+        self._growth: list[int] = []
+        self._own: list[int] = []
+        self._num_to_come = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds a sequence that runs, with those that will run once their prompt is computed."""
+        num_held = len(sequence.block_table)
+        self._add(sequence, num_held, num_held - sequence.num_blocks_found)
+
+    def fits(self, sequence: Sequence, num_found: int, num_used: int, num_blocks: int) -> bool:
+        """Whether so many blocks will do where the sequence runs, too, on `num_found` cached blocks. With those, `num_used` are in use."""
+        before = len(self._needed), self._num_to_come
+        self._add(sequence, num_found, 0)
+        fits = num_used + self._num_to_come <= num_blocks or num_used + self._peak() <= num_blocks
+        num_before, self._num_to_come = before
+        for column in (self._needed, self._growth, self._own):
+            del column[num_before:]
+        return fits
+
+    def _add(self, sequence: Sequence, num_held: int, num_own: int) -> None:
+        needed = -(-len(sequence.token_ids) // self._block_size) - num_held
+        for member in sequence.family:
+            num_said = member.num_output_tokens
+            num_left = min(self._lengths.expected(num_said), member.max_tokens) - num_said
+            growth = math.ceil(RESERVED * num_left / self._block_size)
+            self._needed.append(needed)
+            self._growth.append(growth)
+            self._own.append(num_own)
+            self._num_to_come += needed + growth
+            needed = num_own = 0
+
+    def _peak(self) -> int:
+        """How many more blocks than now are in use at most."""
+        growth = np.array(self._growth)
+        order = np.argsort(growth)
+        growth, needed, own = growth[order], np.array(self._needed)[order], np.array(self._own)[order]
+        # When one ends, those before it hold nothing any more, and it and all after it have grown by as much as it has.
+        still_needed = np.cumsum(needed[::-1])[::-1]
+        given_up = np.cumsum(own) - own
+        num_running = np.arange(len(order), 0, -1)
+        return int((still_needed + num_running * growth - given_up).max())
