@@ -1,4 +1,4 @@
-"""Measures decode, prefill and each kernel on a CUDA GPU, against what the device can do and against transformers.
+"""Measures the server, decode, prefill and each kernel on a CUDA GPU, against what the device can do and against transformers.
 
     python benchmarks/gpu.py --json results.json
     python benchmarks/gpu.py --model qwen3-0.6b --limit-s 200
@@ -30,6 +30,7 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
+from benchmarks.gpu_shapes import SHAPES
 from benchmarks.gpu_table import table
 from benchmarks.gpu_verdict import judged
 
@@ -65,8 +66,12 @@ def parts(models: Sequence[str], device: str, kernels: bool) -> list[Part]:
         command = [sys.executable, str(ROOT / "benchmarks" / "gpu_parts.py"), *arguments, "--device", device]
         return Part(name, command, limit_s)
 
+    # The server's start and its HTTP are what is new in this part, and a small model shows them best: steps are short beside them.
+    served = min(models, key=lambda model: SHAPES[model].num_weights)
     chosen = [part("ceilings", 60, "ceilings", "--model", models[0])]
     for number, model in enumerate(models):
+        if number == 0:
+            chosen.append(part(f"server {served}", 220, "server", "--model", served))
         chosen.append(part(f"penstock {model}", 120, "penstock", "--model", model))
         chosen.append(part(f"generate_batch {model}", 100, "generate_batch", "--model", model))
         if number == 0 and kernels:

@@ -21,8 +21,9 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks import gpu_server
 from benchmarks.gpu_clock import COPY_BYTES, MATMUL_SIZE, Clock, measure_ceilings
-from benchmarks.gpu_engine import Driver, make_core, random_model, random_prompts
+from benchmarks.gpu_engine import MAX_LEN, Driver, make_core, random_model, random_prompts
 from benchmarks.gpu_shapes import SHAPES, Shape
 
 MARK = "RESULT "
@@ -32,6 +33,8 @@ DECODE_STEPS = 32
 GENERATE_LENS = (128, 128)  # of prompt and output
 PREFILLS = ((8, 2048),)  # prompts at a time, tokens of each
 BUDGETS = (2048, 8192)  # tokens of a step; the first is what a server has by default
+SERVED_STREAMS = (1, 32, 256)
+SERVED_LENS = (256, 128, 3500)  # of prompts, of answers, and of the longest prompt
 REPEATS = 3
 PEER_BLOCK_SIZE = 256  # tokens; transformers' own, as the next
 PEER_STEP_TOKENS = 8192
@@ -94,6 +97,12 @@ def penstock(options: argparse.Namespace) -> Iterator[Record]:
                     yield {"kind": "prefill", "prompts": num_prompts, "prompt_len": prompt_len, "budget": budget, "seconds": seconds}
     core.runner.shutdown()
     core.masks.close()
+
+
+def server(options: argparse.Namespace) -> Iterator[Record]:
+    """The server over HTTP."""
+    chosen = gpu_server.variants(options.device.type == "cuda", *options.served)
+    yield from gpu_server.measure(SHAPES[options.model], options.device, chosen, max_len=options.served_len, flags=options.served_flags)
 
 
 def generate_batch(options: argparse.Namespace) -> Iterator[Record]:
@@ -165,7 +174,7 @@ def _generate_batch_s(model: Any, shape: Shape, count: int, lens: tuple[int, int
     return float(max(answer.lifespan[1] for answer in answers) - min(answer.lifespan[0] for answer in answers))
 
 
-PARTS = {part.__name__: part for part in (ceilings, kernels, penstock, generate_batch)}
+PARTS = {part.__name__: part for part in (ceilings, kernels, penstock, server, generate_batch)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -182,6 +191,10 @@ def main(argv: list[str] | None = None) -> None:
     options.prefills = ((2, 40),) if is_tiny else PREFILLS
     options.budgets = (32,) if is_tiny else BUDGETS
     options.settings = {"kv_cache_memory": 2**22, "compile": "off"} if is_tiny else {}
+    # Streams, tokens of prompt and answer, and of the longest prompt.
+    options.served = ((1, 2, 3), 8, 4, 40) if is_tiny else (SERVED_STREAMS, *SERVED_LENS)
+    options.served_len = 64 if is_tiny else MAX_LEN
+    options.served_flags = ("--kv-cache-memory", "4MiB", "--threads", "1", "--compile", "off") if is_tiny else ()
     for record in PARTS[options.part](options):
         print(MARK + json.dumps({"model": options.model} | record), flush=True)
 

@@ -11,6 +11,7 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         yield f"copy {record['bandwidth'] / 1e9:,.0f} GB/s, bf16 matrix product {record['matmul'] / 1e12:,.1f} TFLOP/s"
     for record in _of(records, "built"):
         yield f"{record['model']}: {record['engine']} was ready after {record['seconds']:.1f} s"
+    yield from _server(_of(records, "server"))
     yield from _decode(_of(records, "decode"))
     for record in _of(records, "profile"):
         yield ""
@@ -28,6 +29,23 @@ def _of(records: Iterable[Record], kind: str) -> list[Record]:
 
 def _percent(record: Record, key: str) -> str:
     return f"{record[key]:7.1%}" if key in record else "      -"
+
+
+def _server(records: list[Record]) -> Iterator[str]:
+    if records:
+        yield ""
+        yield f"{'server':16} {'flags':20} {'load':32} {'streams':>7} {'tokens/s':>9} {'first ms':>8} {'token ms':>8} {'GiB':>6}"
+    for record in records:
+        start = f"{record['model']:16} {record['flags']:20} {record['load']:32}"
+        if record["load"] == "start":
+            yield f"{start} ready after {record['seconds']:.1f} s"
+        elif "failed" in record:
+            yield f"{start} {record['failed'][:100]}"
+        else:
+            yield (
+                f"{start} {record['streams']:7} {record['tokens_per_s']:9,.0f} {record['first_token_s'] * 1e3:8.1f}"
+                f" {record['token_s'] * 1e3:8.2f} {record['memory_bytes'] / 2**30:6.1f}"
+            )
 
 
 def _decode(records: list[Record]) -> Iterator[str]:

@@ -1,14 +1,20 @@
 """Builds the engine from its configuration: loads the model, prepares its layers, captures CUDA graphs and sizes the KV cache."""
 
 import functools
+import itertools
 import logging
+import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.engine.attention import interface
 from penstock.engine.config import EngineConfig
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import BlockPool, KVCache, block_bytes, cache_dtype
@@ -22,9 +28,13 @@ from penstock.engine.model.loader import LoadedModel, load_model, num_cache_bloc
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduler import Scheduler, WaitingQueue
+from penstock.engine.sequence import Request
 from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.system.device import CudaHostCopies
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -114,15 +124,28 @@ def release(core: EngineCore) -> None:
 
 
 def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> EngineCore:
-    """Everything around a loaded model. Raises `ConfigurationError` where the KV cache does not fit or has no kernels."""
-    device_type = loaded.device.type
-    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    """Everything around a loaded model; on a GPU with its kernels compiled and its graphs captured, so that no request waits for that.
+
+    Raises `ConfigurationError` where the KV cache or a step does not fit, or has no kernels.
+    """
+    is_gpu = loaded.device.type == "cuda"
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
-        block_bytes=block_bytes(loaded.kv_layout, config.block_size, dtype),
+        block_bytes=block_bytes(loaded.kv_layout, config.block_size, cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)),
         blocks_per_sequence=-(-loaded.max_model_len // config.block_size),
         device=loaded.device,
+        activation_bytes=try_steps(loaded, tokenizer, config) if is_gpu else 0,
     )
+    core = core_over_blocks(loaded, tokenizer, config, num_blocks)
+    if is_gpu:
+        core.runner.capture_graphs()
+    return core
+
+
+def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig, num_blocks: int) -> EngineCore:
+    """An engine whose KV cache has so many blocks."""
+    device_type = loaded.device.type
+    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
     cache = KVCache(
         loaded.kv_layout,
         num_blocks,
@@ -165,3 +188,92 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
     )
+
+
+LONGEST_TILED = 256  # tokens of a prompt: longer ones are computed in the same tiles
+
+
+class AnyToken(CompiledGrammar, GrammarMatcher):
+    """A grammar that allows everything, for steps with masks."""
+
+    num_bytes = 0
+
+    def matcher(self) -> GrammarMatcher:
+        return self
+
+    def fill_bitmask(self, row: Tensor) -> None:
+        row.fill_(-1)
+
+    def advance(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """It has no state."""
+
+    @property
+    def finished(self) -> bool:
+        return False
+
+
+def trial_requests(tokenizer: Tokenizer, *, num_tokens: int, num_rows: int, max_model_len: int) -> list[list[Request]]:
+    """Requests to run at once, group after group: steps of so many tokens and so many rows, then prompts and samples of each kind.
+
+    Between them they launch every kernel with every choice of tile that decodes outside of graphs, prompts and sampling have.
+    """
+
+    def request(length: int, grammar: CompiledGrammar | None = None, **params: Any) -> Request:
+        prompt = [0] * length
+        return Request(
+            request_id=str(next(numbers)),
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=2, ignore_eos=True, **params),
+            make_answer=lambda: Answer(Detokenizer(tokenizer, prompt), None, None, (), False, True),
+            grammar=grammar,
+        )
+
+    numbers = itertools.count()
+    longest = min(num_tokens, max(1, max_model_len - 2))
+    lengths = [1 << power for power in range(4, LONGEST_TILED.bit_length()) if 1 << power <= longest]
+    sampling: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    return [
+        [request(longest, temperature=0.0) for _ in range(-(-num_tokens // longest))],
+        [request(1, **sampling) for _ in range(num_rows)],
+        *([request(length, temperature=0.0)] for length in lengths),
+        [request(1, **sampling, repetition_penalty=1.1, logprobs=1), request(1, AnyToken(), temperature=0.0)],
+    ]
+
+
+def try_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:
+    """Runs `trial_requests` over a small cache, which compiles kernels; returns the bytes of activations that the largest step took.
+
+    Raises `ConfigurationError` where a step does not fit in the GPU's memory.
+    """
+    num_tokens, num_rows = config.num_batched_tokens("cuda"), config.num_seqs("cuda")
+    groups = trial_requests(tokenizer, num_tokens=num_tokens, num_rows=num_rows, max_model_len=loaded.max_model_len)
+    options: dict[str, Any] = {"enable_prefix_caching": False, "compile": "off", "speculation": "none", "async_scheduling": False}
+    most_waiting = max(map(len, groups))
+    trial = replace(config, **options, max_waiting_requests=most_waiting, max_num_seqs=num_rows, max_num_batched_tokens=num_tokens)
+    num_blocks = max(sum(-(-(len(one.prompt_token_ids) + 2) // config.block_size) for one in group) for group in groups)
+    started = time.monotonic()
+    core = None
+    try:
+        core = core_over_blocks(loaded, tokenizer, trial, num_blocks)
+        torch.cuda.reset_peak_memory_stats(loaded.device)
+        before = torch.cuda.memory_allocated(loaded.device)
+        for number, group in enumerate(groups, 1):
+            for request in group:
+                core.add(request)
+            while core.has_work:
+                core.step()
+            logger.info("Kernels: %d of %d kinds of steps have run, after %.0f s", number, len(groups), time.monotonic() - started)
+        return torch.cuda.max_memory_allocated(loaded.device) - before
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"steps of {num_tokens} tokens and {num_rows} sequences do not fit in the GPU's memory beside the weights: "
+            "lower --max-num-batched-tokens or --max-num-seqs"
+        ) from error
+    finally:
+        if core is not None:
+            core.masks.close()
+            core.runner.shutdown()
+            release(core)

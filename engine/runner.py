@@ -152,15 +152,16 @@ class ModelRunner:
 
     def optimize(self) -> None:
         """Captures and compiles what makes steps faster, and swaps it in between two steps. Takes long, outside the model's thread."""
-        self._capture_graphs()
+        self.capture_graphs()
         self._compile_layers()
 
-    def _capture_graphs(self) -> None:
+    def capture_graphs(self) -> None:
+        """Captures the CUDA graphs that are still to be captured, one at a time: steps go on in between."""
         if self._graphs is None:
             return
         with suppress(RuntimeError):  # the runner was shut down meanwhile
             while self.thread.submit(self._graphs.capture_next).result():
-                pass  # one at a time: steps go on in between
+                logger.info("CUDA graphs: captured those of %s sequences", ", ".join(map(str, reversed(self._graphs.sizes))))
         if self._graphs.sizes:
             logger.info("Decode steps of up to %d sequences run as CUDA graphs.", self._graphs.sizes[-1])
 

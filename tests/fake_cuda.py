@@ -100,6 +100,8 @@ class FakeCuda:
         self.num_launches = 0
         self.num_replays = 0
         self.set_devices: dict[str, int] = {}
+        self.peak_memory = 0
+        self.variants: set[tuple[Any, ...]] = set()
         self.failure: Exception | None = None
         self.capture_error: Exception | None = None
         self._pools_captured_to: set[object] = set()
@@ -133,8 +135,9 @@ class FakeCuda:
             for target, source in copies:
                 target.copy_(source)
 
-    def launch(self, *operands: Any, **constants: Any) -> None:
-        """What a launch of a Triton kernel has to hold to."""
+    def launch(self, name: str, *operands: Any, **constants: Any) -> None:
+        """What a launch of a Triton kernel has to hold to. A kernel is compiled for each of its `variants`."""
+        self.variants.add((name, *sorted(constants.items())))
         for operand in operands:
             assert not isinstance(operand, Tensor) or isinstance(operand, CudaTensor), f"a kernel is given a tensor on {operand.device}"
         assert self._thread.device == DEVICE.index, "Triton launches on the thread's current device, and nothing has set it here"
@@ -344,11 +347,12 @@ LAUNCHERS: dict[str, tuple[Any, ...]] = {
 class _Kernel:
     """Stands in for a Triton kernel: looks at the operands of a launch."""
 
-    def __init__(self, device: FakeCuda) -> None:
+    def __init__(self, name: str, device: FakeCuda) -> None:
+        self.name = name
         self.device = device
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.device.launch
+        return functools.partial(self.device.launch, self.name)
 
 
 def _launcher(name: str, device: FakeCuda) -> Callable[..., Any]:
@@ -401,6 +405,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
             "mem_get_info": lambda *_: (FREE_MEMORY, MEMORY),
             "memory_reserved": lambda *_: 0,
             "memory_allocated": lambda *_: 0,
+            "max_memory_allocated": lambda *_: device.peak_memory,
+            "reset_peak_memory_stats": lambda *_: None,
             "empty_cache": device.empty_cache,
             "synchronize": lambda *_: device.wait(),
             "Stream": FakeStream,
@@ -421,7 +427,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
             patch.setattr(torch, name, _with_pinned(getattr(torch, name), device))
         for module, names in KERNELS.items():
             for name in names:
-                patch.setattr(module, name, _Kernel(device))
+                patch.setattr(module, name, _Kernel(name, device))
         launchers = {name: _launcher(name, device) for name in LAUNCHERS}
         for name, modules in LAUNCHERS.items():
             for module in modules:

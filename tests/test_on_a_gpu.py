@@ -18,12 +18,14 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.cli.flags import parse_arguments
-from penstock.engine.build import build_core
+from penstock.engine.build import build_core, core_over_blocks
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
+from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.loop import Engine
+from penstock.engine.model.loader import CUDA_SHARE
 from penstock.engine.model.loader import load_model as load_generation_model
 from penstock.engine.pooling.loader import load_pooling_model
 from penstock.engine.sampling.params import BeamSearchParams
@@ -34,7 +36,7 @@ from tests import encoders
 from tests.api.pooling_server import Reference
 from tests.engine.test_quantization import STORED, save_stored
 from tests.engines import Recorder, loaded_model
-from tests.fake_cuda import DEVICE, FakeCuda, fake_cuda
+from tests.fake_cuda import DEVICE, FREE_MEMORY, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens
 from tests.matchers import Grammar, Walk
 from tests.tiny_models import ARCHITECTURES, tiny_model
@@ -43,6 +45,7 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this tor
 
 PROMPT = list(range(3, 50))
 CHUNK = 32  # tokens in a step: the prompt takes two
+NUM_BLOCKS = 64
 NUM_TOKENS = 6
 NUM_STEPS = NUM_TOKENS + 1
 RESULTS = ("results", "system/device wait")  # where waiting costs nothing: the thread that launches steps goes on
@@ -55,12 +58,16 @@ def cuda() -> Iterator[FakeCuda]:
 
 
 def make_core(name: str, device: torch.device, **settings: Any) -> EngineCore:
-    """As `build_core` makes it, with graphs where the device has any."""
-    model = tiny_model(name).to(device)
-    loaded = loaded_model(model)
-    memory = 64 * block_bytes(loaded.kv_layout, 16, torch.float32)
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "num_threads": 1, "compile": "auto" if device.type == "cuda" else "off"}
-    return build_core(loaded, byte_tokenizer(), EngineConfig(kv_cache_memory=memory, **(options | settings)))
+    """As `build_core` makes it, with graphs where the device has any, but for its trials of steps."""
+    loaded = loaded_model(tiny_model(name).to(device))
+    core = core_over_blocks(loaded, byte_tokenizer(), engine_config(**settings), NUM_BLOCKS)
+    core.runner.capture_graphs()
+    return core
+
+
+def engine_config(**settings: Any) -> EngineConfig:
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "num_threads": 1}
+    return EngineConfig(**(options | settings))
 
 
 def serve(core: EngineCore, requests: list[Request]) -> list[list[SequenceDelta]]:
@@ -90,7 +97,7 @@ def make(request_id: str = "r", prompt: list[int] = PROMPT, **params: Any) -> Re
 @pytest.fixture
 def said_on_cpu(name: str) -> list[list[int]]:
     requests = [make("long"), make("short", [9, 8, 7])]
-    return [tokens(deltas) for deltas in serve(make_core(name, torch.device("cpu"), speculation="none"), requests)]
+    return [tokens(deltas) for deltas in serve(make_core(name, torch.device("cpu"), compile="off", speculation="none"), requests)]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -98,7 +105,6 @@ def test_every_architecture_says_the_same_as_on_the_cpu_and_waits_for_results_al
     said_on_cpu: list[list[int]], cuda: FakeCuda, name: str
 ) -> None:
     core = make_core(name, DEVICE, speculation="none")
-    core.runner.optimize()
     cuda.clear()
     deltas = serve(core, [make("long"), make("short", [9, 8, 7])])
     assert [tokens(each) for each in deltas] == said_on_cpu
@@ -140,7 +146,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[tuple[str, str], int]]] = {
 def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_else(cuda: FakeCuda, kind: str) -> None:
     params, allowed = KINDS[kind]
     core = make_core("llama", DEVICE, speculation="ngram" if kind == "drafts" else "none")
-    core.runner.optimize()
     cuda.clear()
     (deltas,) = serve(core, [make(**params)])
     assert deltas[-1].error is None
@@ -148,13 +153,38 @@ def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_
 
 
 def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_frees(cuda: FakeCuda) -> None:
-    core = make_core("llama", DEVICE, speculation="none")
     cuda.capture_error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-    core.runner.optimize()
+    core = make_core("llama", DEVICE, speculation="none")
     torch.cuda.empty_cache()
     (deltas,) = serve(core, [make()])
     assert len(tokens(deltas)) == NUM_TOKENS
     assert cuda.num_replays == 0
+
+
+def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
+    loaded = loaded_model(tiny_model("gemma2").to(DEVICE), max_model_len=300)
+    core = build_core(loaded, byte_tokenizer(), engine_config(speculation="none", max_num_batched_tokens=300))
+    before = set(cuda.variants)
+    lengths = [make(str(length), [7] * length, temperature=float(length % 2)) for length in (1, 2, 5, 9, 17, 33, 40, 70, 120)]
+    serve(core, [*lengths, *(make(kind, **params) for kind, (params, _) in KINDS.items())])
+    assert {name for name, *_ in before} >= {"varlen_prefill_kernel", "paged_decode_kernel", "sample_kernel", "bitmask_apply_kernel"}
+    assert cuda.variants == before
+
+
+@pytest.mark.parametrize("peak_memory", [0, 2**26])
+def test_the_cache_leaves_room_for_what_the_largest_step_takes(cuda: FakeCuda, peak_memory: int) -> None:
+    cuda.peak_memory = peak_memory
+    core = build_core(loaded_model(tiny_model("llama").to(DEVICE)), byte_tokenizer(), engine_config())
+    per_block = block_bytes(core.runner.loaded.kv_layout, 16, torch.float32)
+    assert core.runner.cache.num_blocks == int((FREE_MEMORY - peak_memory) * CUDA_SHARE) // per_block
+
+
+def test_steps_that_do_not_fit_are_refused_before_the_first_request(cuda: FakeCuda) -> None:
+    model = tiny_model("llama").to(DEVICE)
+    loaded = loaded_model(model)
+    cuda.failure = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(ConfigurationError, match="lower --max-num-batched-tokens or --max-num-seqs"):
+        build_core(loaded, byte_tokenizer(), EngineConfig())
 
 
 Client = Callable[[str, dict[str, Any]], str]
@@ -162,12 +192,12 @@ COMPLETION = ("/v1/completions", {"model": "tiny", "prompt": "Hi", "max_tokens":
 EMBEDDING = ("/v1/embeddings", {"model": "tiny", "input": ["Hi", "a longer text"]})
 
 
-def serve_http(directory: Path, use: Callable[[Client], None], *, ends_by_itself: bool = False) -> int:
-    """The exit code of a server that starts as `penstock --model DIRECTORY` does, and ends by a signal after `use` if not by itself.
+def serve_http(directory: Path, use: Callable[[Client], None], *flags: str, ends_by_itself: bool = False) -> int:
+    """The exit code of `penstock --model DIRECTORY` with `flags`. It ends by a signal after `use` if not by itself.
 
     `use` is given what posts a body to a path, and returns the first line of the answer.
     """
-    arguments = parse_arguments(["--model", str(directory), "--served-model-name", "tiny", "--no-access-log"])
+    arguments = parse_arguments(["--model", str(directory), "--served-model-name", "tiny", "--no-access-log", *flags])
     assembled = load_model(arguments, Plugins.start([]))
 
     def client(url: str) -> None:
@@ -269,4 +299,4 @@ def test_a_server_whose_gpu_is_lost_exits_with_a_code_of_its_own(request: pytest
         with suppress(urllib.error.HTTPError):  # an answer that has begun ends with an error, another is a 503
             ask(*asked)
 
-    assert serve_http(request.getfixturevalue(directory), use, ends_by_itself=True) == ENGINE_FAILED
+    assert serve_http(request.getfixturevalue(directory), use, "--max-num-seqs", "4", ends_by_itself=True) == ENGINE_FAILED

@@ -52,7 +52,11 @@ def mass_above(
     return mass
 
 
-@triton.jit(do_not_specialize=["logits_stride"])
+@triton.jit(
+    do_not_specialize=["logits_stride"],
+    # Rows of one tensor, whose alignment depends on the number of columns: three kernels would be compiled instead of one.
+    do_not_specialize_on_alignment=["temperatures", "top_ps", "min_ps", "floors", "seeds"],
+)
 def sample_kernel(
     token_ids: tl.tensor,  # int64 [B]
     is_possible: tl.tensor,  # int8 [B]

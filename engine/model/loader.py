@@ -258,7 +258,7 @@ def _check_weight_files(directory: Path) -> None:
         raise ConfigurationError(f"{directory} lacks {', '.join(missing)}{hint}")
 
 
-CUDA_SHARE = 0.9  # of what is free once the weights are loaded; the rest is for activations
+CUDA_SHARE = 0.95  # of what is free beside weights and activations; the rest is for CUDA graphs, and for gaps between tensors
 CPU_SHARE = 0.5
 CPU_CACHE = 2**29  # on a CPU the cache is no faster for being large, and the memory is the user's
 
@@ -275,14 +275,16 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def num_cache_blocks(wanted: int | None, *, block_bytes: int, blocks_per_sequence: int, device: torch.device) -> int:
-    """How many blocks to reserve: `wanted` bytes' worth, or a default for the device.
+def num_cache_blocks(
+    wanted: int | None, *, block_bytes: int, blocks_per_sequence: int, device: torch.device, activation_bytes: int = 0
+) -> int:
+    """How many blocks to reserve: `wanted` bytes' worth, or a default for the device that leaves room for `activation_bytes`.
 
     Raises `ConfigurationError` where not even one sequence of the full length fits.
     """
     free = free_memory(device)
     if wanted is None:
-        wanted = int(free * CUDA_SHARE)
+        wanted = int(max(0, free - activation_bytes) * CUDA_SHARE)
         if device.type == "cpu":
             wanted = int(min(free * CPU_SHARE, max(CPU_CACHE, blocks_per_sequence * block_bytes)))
     elif wanted > free:

@@ -213,7 +213,7 @@ class NativeDecoder:
     """
 
     def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
-        # The library is asked for last: where there is none yet, that builds it.
+        # The library is looked up last: the first call builds it.
         library = native_library() if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16 else None
         if library is None or not library.penstock_has_bfloat16_products():
             raise UnsuitableModel("it takes bfloat16, and a processor that multiplies that")

@@ -129,7 +129,7 @@ def greedy_tokens(logits_BV: Tensor, vocab_size: int, bitmask_BW: Tensor | None 
         return None
     if bitmask_BW is not None and (bitmask_BW.device.type != "cpu" or bitmask_BW.stride(1) != 1):
         return None
-    library = native_library()  # last: where there is none yet, this builds it
+    library = native_library()  # last: the first call builds it
     if library is None:
         return None
     token_ids = torch.empty(len(logits_BV), dtype=torch.int64)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import gpu, gpu_parts
+from benchmarks import gpu, gpu_parts, gpu_server
 from benchmarks.gpu import Part, run_part
 from benchmarks.gpu_clock import Clock, measure_ceilings
 from benchmarks.gpu_shapes import SHAPES, Shape, share
@@ -137,6 +137,36 @@ def test_the_engine_is_measured_over_a_model_of_random_weights(capsys: pytest.Ca
     assert found[1]["context_len"] > 20
 
 
+def test_the_server_is_measured_over_http_and_a_load_that_fails_takes_no_other_with_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, no_drafts, fast_cache = gpu_server.variants(True, (1, 2, 3), 8, 4, 40)
+    assert (no_drafts.flags, fast_cache.flags) == (("--speculation", "none"), ("--kv-cache-dtype", "fp8"))
+    loads = (gpu_server.Load("wrong", (3,), 2, {"temperature": -1}), *usual.loads)
+    monkeypatch.setattr(gpu_server, "variants", lambda *_: [gpu_server.Variant("", (), loads)])
+    with pytest.raises(RuntimeError, match="these loads failed: wrong"):
+        results(capsys, "server", "--model", "tiny")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(gpu.MARK)]
+    start, wrong, *found = judged(json.loads(line.removeprefix(gpu.MARK)) for line in lines)
+    assert start["load"] == "start"
+    assert "HTTP 400" in wrong["failed"]
+    assert [record["load"] for record in found] == [
+        "greedy, 1 stream",
+        "greedy, 2 streams",
+        "greedy, 3 streams",
+        "one context of 40 among 1",
+        "prompts beside decodes",
+        "temperature, top-p, top-k",
+        "repetition penalty",
+        "5 log probabilities",
+        "regex",
+        "drafts that are all accepted",
+    ]
+    assert all(record["tokens_per_s"] > 0 and record["memory_bytes"] > 2**20 for record in found)
+    assert all(0 < record["first_token_s"] <= record["slowest_first_token_s"] < record["seconds"] for record in found)
+    assert len([line for line in table([start, wrong, *found]) if line.startswith("tiny ")]) == len(loads) + 1
+
+
 def test_generate_batch_is_timed_from_its_first_start_to_its_last_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,8 +224,8 @@ def test_parts_run_until_the_time_is_up_and_all_is_written(
 
 def test_the_most_telling_parts_come_first() -> None:
     names = [part.name for part in gpu.parts(gpu.MODELS, "cuda", kernels=True)]
-    assert names[:4] == ["ceilings", "penstock llama-3.1-8b", "generate_batch llama-3.1-8b", "kernels"]
-    assert len(names) == 8
+    assert names[:5] == ["ceilings", "server qwen3-0.6b", "penstock llama-3.1-8b", "generate_batch llama-3.1-8b", "kernels"]
+    assert len(names) == 9
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

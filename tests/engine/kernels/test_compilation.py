@@ -1,6 +1,8 @@
 # mypy: disable-error-code="import-untyped,import-not-found"
 """The interpreter accepts more than the compiler does: here every kernel is compiled for real chips, which takes no GPU."""
 
+import re
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -26,7 +29,9 @@ KERNELS = [
     (layers_triton, "rms_norm_kernel"),
     (layers_triton, "rotate_kernel"),
 ]
-SHARED_MEMORY = {80: 163, 89: 99, 90: 227}  # KiB that one program may have, by compute capability
+SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that one program may have, by compute capability
+SPILLED_IN_FLOAT32 = 160  # bytes a thread
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Chip:
@@ -69,7 +74,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) ->
     yield stand_ins
     results = [result for stand_in in stand_ins.values() for result in stand_in.results]
     assert results
-    assert all(result.metadata.shared <= SHARED_MEMORY[capability] * 1024 for result in results)
+    for result in {id(result): result for result in results}.values():
+        assert result.metadata.shared <= SHARED_MEMORY[capability] * 1024
+        # Products in float32 run outside the tensor cores, and take more registers than there are.
+        bound = SPILLED_IN_FLOAT32 if result.src.signature.get("query") == "*fp32" else 0
+        assert stack_bytes(result, tmp_path) <= bound, f"{result.metadata.name} keeps in memory what its registers do not hold"
+
+
+def stack_bytes(result: Any, scratch: Path) -> int:
+    """What each thread of a compiled kernel spills."""
+    binary = scratch / "kernel.cubin"
+    binary.write_bytes(result.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    return max(int(size) for kind, size in re.findall(r"(STACK|LOCAL):(\d+)", usage))
 
 
 def num_compiled(kernels: dict[str, Compiled]) -> dict[str, int]:
@@ -87,8 +104,9 @@ def num_compiled(kernels: dict[str, Compiled]) -> dict[str, int]:
         (80, 4, {"group_size": 3, "dtype": torch.float32}),
         (90, 4, {"group_size": 4, "key_size": 128, "value_size": 128, "cache_dtype": torch.float8_e4m3fn}),
         (89, 1, {"group_size": 2, "key_size": 256, "value_size": 256, "cache_dtype": torch.float8_e4m3fn}),
+        (100, 4, {"group_size": 4, "key_size": 128, "value_size": 128}),
     ],
-    ids=["llama-sm90", "llama-sm89", "gpt-oss-sm90", "gemma-sm89", "deepseek-sm90", "smollm-sm80", "8bit-sm90", "8bit-sm89"],
+    ids=["llama-sm90", "llama-sm89", "gpt-oss-sm90", "gemma-sm89", "deepseek-sm90", "smollm-sm80", "8bit-sm90", "8bit-sm89", "llama-sm100"],
 )
 def test_attention_compiles_and_fits(kernels: dict[str, Compiled], make_case: MakeCase, num_splits: int, options: dict[str, Any]) -> None:
     make_case = partial(make_case, **{"dtype": torch.bfloat16} | options)
@@ -99,7 +117,7 @@ def test_attention_compiles_and_fits(kernels: dict[str, Compiled], make_case: Ma
     )
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     rows, cache = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     kv_write(rows, rows, cache, cache, torch.zeros(3, dtype=torch.int64))
@@ -136,3 +154,12 @@ def test_batches_of_other_sizes_need_no_other_kernels(kernels: dict[str, Compile
         prefill = make_case(context_lens=query_lens, query_lens=query_lens, dtype=torch.bfloat16).prefill_arguments()
         varlen_prefill(**prefill, max_query_len=max(query_lens), first_sequence=len(context_lens) - 1)
     assert num_compiled(kernels) == {"paged_decode_kernel": 1, "varlen_prefill_kernel": 1}
+
+
+@pytest.mark.parametrize("capability", [80])
+def test_batches_of_any_size_are_sampled_by_one_kernel(kernels: dict[str, Compiled]) -> None:
+    for num_rows in (1, 2, 3, 4, 5, 8):
+        temperatures, top_ps, min_ps = torch.ones(3, num_rows).unbind()  # views of one tensor, as `choose_on_device` makes them
+        top_ks, seeds = torch.ones(2, num_rows, dtype=torch.int64).unbind()
+        sample(torch.zeros(num_rows, 4096), temperatures, top_ps, min_ps, seeds, top_ks_B=top_ks, max_top_k=1)
+    assert num_compiled(kernels) == {"sample_kernel": 1}
