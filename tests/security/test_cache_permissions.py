@@ -15,6 +15,8 @@ from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.loader import in_memory
 from penstock.engine.native import library as native
 from penstock.engine.system.cache import COMPILER_CACHES, build_once, check_private, make_private, redirect_compiler_caches
+from penstock.plugins.grammars.outlines_core.backend import to_pattern
+from penstock.plugins.grammars.regex.tree import Literal
 from tests.tiny_models import tiny_model
 
 SOMEBODY_ELSE = 12345
@@ -131,3 +133,11 @@ def test_torch_neither_reads_nor_writes_the_directory_that_any_user_can_make_fir
     subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True)
     assert list(planted.rglob("*")) == []
     assert list((cache / "torchinductor").rglob("*.so"))
+
+
+def test_outlines_opens_no_cache_of_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dependency diskcache unpickles what a database holds that others may have written (CVE-2025-69872)."""
+    monkeypatch.setenv("OUTLINES_CACHE_DIR", str(tmp_path / "outlines"))
+    monkeypatch.setattr("diskcache.Cache.__init__", None)  # would raise if it were called
+    assert to_pattern(Literal("a")) == "a"
+    assert not (tmp_path / "outlines").exists()

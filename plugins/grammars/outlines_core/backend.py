@@ -11,11 +11,53 @@ from penstock.plugins.grammars.json_schema.document import parse_document
 from penstock.plugins.grammars.json_schema.values import Whitespace
 from penstock.plugins.grammars.outlines_core.index_size import IndexSize, IndexTooLarge, TokenOpenings, measure
 from penstock.plugins.grammars.regex import lark as text_constraints
-from penstock.plugins.grammars.regex.lark import UnwritableRegex, num_ranges, to_pattern
-from penstock.plugins.grammars.regex.tree import Node
+from penstock.plugins.grammars.regex.lark import num_ranges
+from penstock.plugins.grammars.regex.tree import Chars, CharSet, Either, Literal, Node, Repeat, Sequence, of
 
 if TYPE_CHECKING:
+    from outlines.types.dsl import Term
+
     from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
+
+
+class UnwritableText(Exception):
+    """Text that is asked for holds NUL or a lone surrogate."""
+
+
+def to_pattern(node: Node) -> str:
+    """The regex, in the syntax of Rust's `regex`. Every set is spelled out in ranges, so that it means there what it means here."""
+    from outlines.types.dsl import to_regex
+
+    return to_regex(_term(node))
+
+
+def _term(node: Node) -> "Term":
+    from outlines.types import dsl
+
+    match node:
+        case Literal(text):
+            if any(not of(character) for character in text):
+                raise UnwritableText("NUL and lone surrogates cannot be generated")
+            return dsl.String(text)
+        case Chars(chars):
+            return dsl.Regex(_class(chars))
+        case Sequence(items):
+            return dsl.Sequence([_term(item) for item in items])
+        case Either(items):
+            return dsl.Alternatives([_term(item) for item in items])
+        case Repeat(item, 0, None):
+            return dsl.KleeneStar(_term(item))
+        case Repeat(item, 0, 1):
+            return dsl.Optional(_term(item))
+        case Repeat(item, minimum, None):
+            return dsl.QuantifyMinimum(_term(item), minimum)
+        case Repeat(item, minimum, maximum) if maximum is not None:
+            return dsl.QuantifyBetween(_term(item), minimum, maximum)
+    raise AssertionError("anchors are resolved before a pattern is written")
+
+
+def _class(chars: CharSet) -> str:
+    return "[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in chars) + "]"
 
 
 MAX_SECONDS = 2.0
@@ -61,7 +103,7 @@ class OutlinesCoreBackend(GrammarBackend):
             size = measure(node, self._openings, int(MAX_SECONDS / self._seconds_per_state))
             self._check(size, num_ranges(node), spec)
             pattern = to_pattern(node)
-        except (IndexTooLarge, UnwritableRegex) as error:
+        except (IndexTooLarge, UnwritableText) as error:
             raise UnsupportedGrammar(f"the constraint cannot be compiled: {error}", spec.param) from error
         try:
             index = Index(f"\\x00(?:{pattern})\\x00", self._engine_vocabulary)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_schema.values import number
-from penstock.plugins.grammars.regex.lark import to_pattern
+from penstock.plugins.grammars.outlines_core.backend import to_pattern
 
 SIDES = {"minimum": operator.ge, "exclusiveMinimum": operator.gt, "maximum": operator.le, "exclusiveMaximum": operator.lt}
 integers = st.one_of(st.integers(-30, 30), st.integers(-100_000, 100_000))
