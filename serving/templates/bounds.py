@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sized, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, KeysView, Mapping, Sized, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -40,7 +40,7 @@ TEXT_FILTERS = (  # those that begin with `str` of their value
 
 TEXTS = (str, bytes)  # a union written where it is used is made anew at each operation
 SEQUENCES = (list, tuple)
-CONTAINERS = (list, tuple, dict, type({}.items()))
+CONTAINERS: tuple[type[Any], ...] = (list, tuple, dict, type({}.items()))
 TEXTS_AND_NUMBERS = (str, bytes, int)
 COMPARING = (*CONTAINERS, LoopContext)
 
@@ -151,12 +151,12 @@ def comparable(value: Result) -> Result:
     return value
 
 
-def check_compared(function: Callable[..., bool]) -> Callable[..., bool]:
+def check_compared(function: Any) -> Callable[..., bool]:
     """The test, with the values that it compares checked."""
 
     @functools.wraps(function)
     def checked(*args: Any) -> bool:
-        return function(*map(comparable, args))
+        return bool(function(*map(comparable, args)))
 
     return checked
 
@@ -247,13 +247,13 @@ def check_method(function: Any, arguments: tuple[Any, ...]) -> None:
         return
     check_widths(*arguments)
     match function.__name__, arguments:
-        case "split" | "rsplit" | "splitlines", _ if _size(owner) * BYTES_PER_ITEM > MAX_OUTPUT_CHARS:
+        case "split" | "rsplit" | "splitlines", _ if isinstance(owner, TEXTS) and _size(owner) * BYTES_PER_ITEM > MAX_OUTPUT_CHARS:
             check_size(BYTES_PER_ITEM * _num_pieces(owner, *arguments[:1]))
         case "encode", (_, _, *_):
             check_size(MAX_EXPANSION * _size(owner))
         case "replace", (old, new, *_):
             check_size(_replaced_size(owner, old, new))
-        case "join", (pieces, *_) if isinstance(pieces, Sized):
+        case "join", (pieces, *_) if isinstance(pieces, Collection):
             check_size(_size(owner) * len(pieces) + (len(pieces) if isinstance(pieces, str | bytes) else sum(map(_size, pieces))))
         case "expandtabs", (width, *_) if isinstance(width, int):
             check_size(_size(owner) * max(width, 1))
