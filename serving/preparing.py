@@ -49,6 +49,7 @@ from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_
 from penstock.serving.workers import lane_of
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
+MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +382,18 @@ def completion_params(context: ServerContext, body: CompletionRequest, encoded: 
         params.append(by_limit[limit])
     if params[0].n * len(params) > MAX_SEQUENCES:
         raise InvalidRequest(f"prompts times `n` must be at most {MAX_SEQUENCES}, got {params[0].n * len(params)}", "n")
+    check_prompt_logprobs(body, params[0], sum(map(len, encoded)))
     return params
+
+
+def check_prompt_logprobs(body: CompletionRequest, params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raises `InvalidRequest` for more log probabilities of prompts than an answer may have: each choice has those of its prompt."""
+    if params.prompt_logprobs is None:
+        return
+    number = num_prompt_tokens * params.n * (1 + params.prompt_logprobs)
+    if number > MAX_PROMPT_LOGPROBS:
+        message = f"an answer may hold at most {MAX_PROMPT_LOGPROBS} log probabilities of prompts, got {number}: send fewer prompts at once"
+        raise InvalidRequest(message, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs")
 
 
 def _completion_params(context: ServerContext, body: CompletionRequest, limit: TokenLimit) -> SamplingParams:
