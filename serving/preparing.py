@@ -12,6 +12,7 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
+from penstock.engine.core import token_rules
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.sequence import Request
@@ -146,6 +147,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompt_token_ids=prompt_token_ids,
         params=params,
+        rules=token_rules(params, context.tokenizer, context.vocab_size),
         make_answer=answer_reader(
             context.tokenizer,
             prompt_token_ids,
@@ -184,6 +186,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
     sources = split_prompts(body.prompt, "prompt")
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
     params = completion_params(context, body, encoded)
+    rules = token_rules(params[0], context.tokenizer, context.vocab_size)  # all differ in `max_tokens` alone
     processors = logits_processors(context, body.logits_processors)
     spec = grammar_spec(body, context.options.additional_properties)
     requests = [
@@ -191,6 +194,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
             request_id=request_id if len(sources) == 1 else f"{request_id}-{position}",
             prompt_token_ids=token_ids,
             params=prompt_params,
+            rules=rules,
             make_answer=answer_reader(context.tokenizer, token_ids, prompt_params),
             logits_processors=processors,
             priority=body.priority or 0,
