@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from penstock.api.bodies import SHARED
 from penstock.api.errors import body_of, json_response
@@ -25,7 +26,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import TokenCounts
 from penstock.serving.requests import GenerationFields, StreamOptions
-from penstock.serving.workers import Lane
+from penstock.serving.workers import lane_of
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -36,6 +37,10 @@ _encode = msgspec.json.Encoder().encode
 
 def encode_event(chunk: Struct) -> bytes:
     return b"data: %b\n\n" % _encode(chunk)
+
+
+def encode_events(chunks: Iterable[Struct]) -> bytes:
+    return b"".join(map(encode_event, chunks))
 
 
 class EventStream:
@@ -79,9 +84,8 @@ class EventStream:
             return True
         return True
 
-    async def send(self, chunks: Iterable[Struct]) -> None:
-        """One write for all that one step brought."""
-        data = b"".join(map(encode_event, chunks))
+    async def send(self, data: bytes) -> None:
+        """One write for all events that one step brought."""
         if data:
             self._last_write = asyncio.get_running_loop().time()
             await self._write(data)
@@ -285,7 +289,9 @@ class PromptLogprob(Struct):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+# Of each position a dict of `PromptLogprob`, or null. Encoded one by one: the objects of a whole prompt would take a gigabyte, and
+# encoding them in one call would hold the interpreter's lock.
+PromptLogprobs = list[Raw]
 
 LOWEST = -9999.0  # JSON has no -inf
 
@@ -311,7 +317,7 @@ class TokenWriter:
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> PromptLogprobs:
         """One entry per token of the prompt, None for the first. Each holds the token itself and the best `num_top`, keyed by id."""
-        return [None if token is None else self._prompt_candidates(token, num_top) for token in logprobs]
+        return [Raw(_encode(None if token is None else self._prompt_candidates(token, num_top))) for token in logprobs]
 
     def _prompt_candidates(self, token: TokenLogprobs, num_top: int) -> dict[str, PromptLogprob]:
         best = [(other, logprob, rank) for rank, (other, logprob) in enumerate(token.top[:num_top], start=1)]
@@ -329,8 +335,8 @@ def prompt_logprobs(prompt: PromptInfo | None, num_top: int | None, tokens: Toke
 class AnswerFold(ABC):
     """One request's deltas as an endpoint writes them: `n` sequences for each prompt.
 
-    Streaming: `opening`, then `chunks` of each delta, then `closing`. Otherwise: `add` each delta, then `body`, in a worker where that
-    `is_long` to write.
+    Streaming: `opening`, then `chunks` of each delta, then `closing`. Otherwise: `add` each delta, then `body`. Each is called in a worker
+    where it writes many log probabilities, by `num_logprobs`.
     """
 
     def __init__(self, context: ServerContext, body: GenerationFields, request_id: str, model: str, n: int) -> None:
@@ -340,9 +346,13 @@ class AnswerFold(ABC):
         self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._counts = TokenCounts(n)
 
-    @property
-    def is_long(self) -> bool:
-        return self._num_prompt_top is not None
+    def num_logprobs(self, delta: SequenceDelta) -> int:
+        """How many log probabilities a delta brings, those of the prompt included, which come with each sequence's first delta."""
+        entries: Iterable[TokenLogprobs | None] = delta.logprobs
+        if delta.prompt is not None:
+            prompt = self._counts.prompts.get(delta.index // self._counts.n, delta.prompt)
+            entries = (*delta.logprobs, *(prompt.logprobs or ()))
+        return sum(1 + len(entry.top) for entry in entries if entry is not None)
 
     def opening(self) -> Sequence[Struct]:
         return []
@@ -381,17 +391,19 @@ async def answer(
     """Streams a chunk for every `interval` tokens. Raises what the engine raises, as long as nothing has been sent."""
     if stream:
         return await _stream(http, deltas if interval is None or interval == 1 else bundled(deltas, interval), fold, headers)
+    workers, num_logprobs = http.app[SHARED].workers, 0
     async with aclosing(deltas):
         async for delta in deltas:
-            fold.add(delta)
-    lane = Lane.LONG if fold.is_long else None
-    return await http.app[SHARED].workers.run(lane, lambda: json_response(fold.body(), headers=headers))
+            num_written = fold.num_logprobs(delta)
+            num_logprobs += num_written
+            await workers.run(lane_of(num_written), partial(fold.add, delta))
+    return await workers.run(lane_of(num_logprobs), lambda: json_response(fold.body(), headers=headers))
 
 
 async def _stream(
     http: web.Request, deltas: AsyncGenerator[SequenceDelta, None], fold: AnswerFold, headers: dict[str, str]
 ) -> web.StreamResponse:
-    keep_alive_seconds = http.app[SHARED].options.keep_alive_interval
+    workers, keep_alive_seconds = http.app[SHARED].workers, http.app[SHARED].options.keep_alive_interval
     source = FirstDelta(deltas)
     try:
         # An error before the first token keeps its status, unless the client has to wait so long that it needs a sign of life.
@@ -399,10 +411,14 @@ async def _stream(
         write_timeout_seconds = http.app[SHARED].options.write_timeout
         events = EventStream(http, keep_alive_seconds=keep_alive_seconds, headers=headers, write_timeout_seconds=write_timeout_seconds)
         async with events:
-            await events.send(fold.opening())
+            await events.send(encode_events(fold.opening()))
             async for delta in source.deltas():
-                await events.send(fold.chunks(delta))
-            await events.send(fold.closing())
+                await events.send(await workers.run(lane_of(fold.num_logprobs(delta)), partial(_chunks, fold, delta)))
+            await events.send(encode_events(fold.closing()))
         return events.response
     finally:
         await source.close()
+
+
+def _chunks(fold: AnswerFold, delta: SequenceDelta) -> bytes:
+    return encode_events(fold.chunks(delta))

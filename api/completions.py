@@ -163,15 +163,10 @@ class CompletionFold(AnswerFold):
         super().__init__(context, body, request_id, model, params.n)
         hidden = special_token_ids(context.tokenizer) if params.skip_special_tokens else frozenset[int]()
         self._n = params.n
-        self._has_echoed_logprobs = bool(body.echo) and body.logprobs is not None
         self._texts = [
             TextFold(index, prompts[index // self._n], body, self._tokens, hidden, found) for index in range(len(prompts) * self._n)
         ]
         self._choices: dict[int, CompletionChoice] = {}
-
-    @property
-    def is_long(self) -> bool:
-        return super().is_long or self._has_echoed_logprobs
 
     def chunks(self, delta: SequenceDelta) -> list[Completion]:
         choice = self._read(delta)

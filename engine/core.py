@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,8 +28,8 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache import hash_prompt
 from penstock.engine.output import OutputProcessor
 from penstock.engine.runner import ModelRunner, StepOutput
-from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.sampling.state import SamplingState
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Request, Sequence, SequenceOutputs, Status
 from penstock.engine.speculation import NgramProposer
@@ -38,6 +38,13 @@ from penstock.engine.text.stops import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def token_rules(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, bad_sequences: Iterable[tuple[int, ...]] = ()) -> TokenRules:
+    """Takes up to a second: the rules of a request that comes in over HTTP are made in a worker, and given with the request."""
+    words = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip(" "))]
+    bad_words_ids = [tokenizer.encode(word, add_special_tokens=False) for word in words]
+    return TokenRules.of(params, [*bad_words_ids, *bad_sequences], vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +60,13 @@ class SequenceFactory:
 
     def make(self, request: Request, arrival: int) -> list[Sequence]:
         """The request's n sequences; the first has the others as its forks."""
-        # Once for all n: there may be many words, and this holds up the loop.
-        words = [spelling for word in request.params.bad_words for spelling in (word, " " + word.lstrip(" "))]
-        bad_words_ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in words] + [*map(list, request.bad_sequences)]
+        rules = (request.rules or token_rules(request.params, self.tokenizer, self.vocab_size, request.bad_sequences)).on(self.device)
         if request.beam is not None:
-            sequences = self._make_search(request, request.beam, self._make_one(request, 0, arrival, bad_words_ids)).sequences
+            sequences = self._make_search(request, request.beam, self._make_one(request, 0, arrival, rules)).sequences
         else:
-            sequences = [self._make_one(request, index, arrival, bad_words_ids) for index in range(request.params.n)]
-            sequences[0].forks = sequences[1:]
+            first = self._make_one(request, 0, arrival, rules)
+            first.forks = [self._make_one(request, index, arrival, rules, first) for index in range(1, request.params.n)]
+            sequences = [first, *first.forks]
         if request.outputs:
             shares = SequenceOutputs.for_all(len(sequences), len(request.prompt_token_ids), with_context=request.with_context_outputs)
             for sequence, outputs in zip(sequences, shares, strict=True):
@@ -82,7 +88,7 @@ class SequenceFactory:
         first.sampling.block_stop = must_go_on(first, first.answer.phase)
         return search
 
-    def _make_one(self, request: Request, index: int, arrival: int, bad_words_ids: list[list[int]]) -> Sequence:
+    def _make_one(self, request: Request, index: int, arrival: int, rules: TokenRules, first: Sequence | None = None) -> Sequence:
         params = request.params
         answer = request.make_answer()
         room = self.max_model_len - len(request.prompt_token_ids)
@@ -92,12 +98,13 @@ class SequenceFactory:
             request.prompt_token_ids,
             vocab_size=self.vocab_size,
             stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
-            bad_words_ids=bad_words_ids,
+            rules=rules,
             processors=request.logits_processors,
             seed_offset=index,
             device=self.device,
             request_id=request.request_id,
             client_id=request.client_id,
+            counts=None if first is None else first.sampling.counts,
         )
         return Sequence(
             request=request,

@@ -15,7 +15,7 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache import Retention
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.state import SamplingState
+from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
@@ -31,7 +31,7 @@ class Request:
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
-    leaves in the cache.
+    leaves in the cache. `rules` are `core.token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
     """
 
     request_id: str
@@ -51,6 +51,7 @@ class Request:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     retention: Retention | None = None
     block_hashes: list[bytes] = field(default_factory=list)
+    rules: TokenRules | None = None
 
 
 LOGITS = "logits"  # the one output that no module has to be looked at for

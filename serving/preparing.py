@@ -12,6 +12,7 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
+from penstock.engine.core import token_rules
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.sequence import Request
@@ -49,6 +50,7 @@ from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_
 from penstock.serving.workers import lane_of
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
+MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompt_token_ids=prompt_token_ids,
         params=params,
+        rules=token_rules(params, context.tokenizer, context.vocab_size),
         make_answer=answer_reader(
             context.tokenizer,
             prompt_token_ids,
@@ -182,6 +185,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
     sources = split_prompts(body.prompt, "prompt")
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
     params = completion_params(context, body, encoded)
+    rules = token_rules(params[0], context.tokenizer, context.vocab_size)  # all differ in `max_tokens` alone
     processors = logits_processors(context, body.logits_processors)
     spec = grammar_spec(body, context.options.additional_properties)
     requests = [
@@ -189,6 +193,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
             request_id=request_id if len(sources) == 1 else f"{request_id}-{position}",
             prompt_token_ids=token_ids,
             params=prompt_params,
+            rules=rules,
             make_answer=answer_reader(context.tokenizer, token_ids, prompt_params),
             logits_processors=processors,
             priority=body.priority or 0,
@@ -390,7 +395,18 @@ def completion_params(context: ServerContext, body: CompletionRequest, encoded: 
         params.append(by_limit[limit])
     if params[0].n * len(params) > MAX_SEQUENCES:
         raise InvalidRequest(f"prompts times `n` must be at most {MAX_SEQUENCES}, got {params[0].n * len(params)}", "n")
+    check_prompt_logprobs(body, params[0], sum(map(len, encoded)))
     return params
+
+
+def check_prompt_logprobs(body: CompletionRequest, params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raises `InvalidRequest` for more log probabilities of prompts than an answer may have: each choice has those of its prompt."""
+    if params.prompt_logprobs is None:
+        return
+    number = num_prompt_tokens * params.n * (1 + params.prompt_logprobs)
+    if number > MAX_PROMPT_LOGPROBS:
+        message = f"an answer may hold at most {MAX_PROMPT_LOGPROBS} log probabilities of prompts, got {number}: send fewer prompts at once"
+        raise InvalidRequest(message, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs")
 
 
 def readable_prompts(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from struct import pack
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsRow
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.system.device import to_device
-from penstock.engine.text.patterns import compile_sequences
+from penstock.engine.text.patterns import PatternState, compile_sequences
 
 FIRST_CAPACITY = 64
 
@@ -118,13 +119,41 @@ class CounterRng:
         return CounterRng(self._seed, self._position + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """What a request's parameters say of single tokens, as the sampler reads it.
+
+    There may be hundreds of thousands of them, so they are prepared once for all sequences of a request, off the event loop.
+    `bad_words` reads the output alone: a word that begins in the prompt is not caught.
+    """
+
+    bad_words: PatternState[int]
+    has_bad_words: bool
+    allowed_ids: Tensor | None
+    bias_ids: Tensor | None
+    biases: Tensor
+
+    @classmethod
+    def of(cls, params: SamplingParams, bad_words_ids: Iterable[Sequence[int]], vocab_size: int) -> "TokenRules":
+        """On the CPU. `bad_words_ids` are token ids that the output may not have in a row."""
+        bad_words = tuple(tuple(ids) for ids in bad_words_ids if ids and max(ids) < vocab_size)
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64).clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float()
+        allowed_ids, bias_ids = _ids_tensor(params.allowed_token_ids), _ids_tensor(params.logit_bias)
+        return cls(compile_sequences(bad_words), bool(bad_words), allowed_ids, bias_ids, biases)
+
+    def on(self, device: torch.device) -> "TokenRules":
+        """The same on that device."""
+        allowed_ids, bias_ids = (None if ids is None else to_device(ids, device) for ids in (self.allowed_ids, self.bias_ids))
+        return replace(self, allowed_ids=allowed_ids, bias_ids=bias_ids, biases=to_device(self.biases, device))
+
+
 class SamplingState:
     """Parameters, penalties' counts and random numbers of one sequence. Nothing in it belongs to the cache: it survives preemption.
 
     `is_constrained` is set where a grammar decides on the next token; from then on `min_tokens` does not apply. `block_stop` keeps stop ids
     from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
-    chooses among that many tokens.
+    chooses among that many tokens. `counts` are those of a sequence with the same prompt and no output yet, to be copied.
     """
 
     def __init__(
@@ -134,14 +163,14 @@ class SamplingState:
         *,
         vocab_size: int,
         stop_token_ids: frozenset[int],
-        bad_words_ids: list[list[int]],
+        rules: TokenRules,
         processors: Sequence[ChosenProcessor],
         seed_offset: int,
         device: torch.device | str,
         request_id: str = "",
         client_id: int | str | None = None,
+        counts: TokenCounts | None = None,
     ) -> None:
-        device = torch.device(device)
         self.params = params
         self.is_constrained = False
         self.block_stop = False
@@ -153,19 +182,16 @@ class SamplingState:
         self.processors = [chosen.begin(row) for chosen in processors]
         self._vocab_size = vocab_size
         self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
-        bad_words = tuple(tuple(ids) for ids in bad_words_ids if ids and max(ids) < vocab_size)
-        self._has_bad_words = bool(bad_words)
-        self._bad_words = compile_sequences(bad_words)  # reads the output alone: a word that begins in the prompt is not caught
+        self._has_bad_words = rules.has_bad_words
+        self._bad_words = rules.bad_words
+        self.allowed_ids, self.bias_ids, self.biases = rules.allowed_ids, rules.bias_ids, rules.biases
         self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.counts: TokenCounts | None = None
         if self.penalties != Penalties(1.0, 0.0, 0.0):
             # Placeholders of images and the like have ids beyond the vocabulary.
             in_vocabulary = (token_id for token_id in prompt_token_ids if 0 <= token_id < vocab_size)
-            self.counts = TokenCounts(in_vocabulary if params.repetition_penalty != 1 else (), device)
-        self.allowed_ids = _ids_tensor(params.allowed_token_ids, device)
-        self.bias_ids = _ids_tensor(params.logit_bias, device)
-        biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
-        self.biases = to_device(biases.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float(), device)
+            known = in_vocabulary if params.repetition_penalty != 1 else ()
+            self.counts = TokenCounts(known, torch.device(device)) if counts is None else counts.copy()
 
     @property
     def top_k(self) -> int | None:
@@ -243,6 +269,6 @@ class SamplingState:
         return masked
 
 
-def _ids_tensor(token_ids: Iterable[int], device: torch.device) -> Tensor | None:
+def _ids_tensor(token_ids: Iterable[int]) -> Tensor | None:
     ids = list(token_ids)
-    return to_device(torch.tensor(ids, dtype=torch.int64), device) if ids else None
+    return torch.tensor(ids, dtype=torch.int64) if ids else None

@@ -9,7 +9,6 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from penstock.api.answering import EventStream
-from penstock.api.errors import ErrorInfo
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 
@@ -50,10 +49,10 @@ def test_a_stream_that_nobody_reads_is_cut() -> None:
         request = make_mocked_request("POST", "/", transport=transport)
         stream = EventStream(request, keep_alive_seconds=0, headers={}, write_timeout_seconds=0.01)
         stream.response = Unread()
-        await stream.send([ErrorInfo("first", "")])
+        await stream.send(b"first")
         assert not transport.abort.called
         with pytest.raises(ConnectionResetError):
-            await stream.send([ErrorInfo("second", "")])
+            await stream.send(b"second")
         assert transport.abort.called
 
     asyncio.run(scenario())

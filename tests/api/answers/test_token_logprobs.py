@@ -1,4 +1,5 @@
 import pytest
+from msgspec.json import decode
 
 from penstock.api.answering import TokenWriter
 from penstock.api.chat import chat_logprob
@@ -23,7 +24,7 @@ def test_an_impossible_token_is_minus_9999_in_every_form(tokenizer: Tokenizer) -
     token = TokenLogprobs(a, float("-inf"), 300, ((a + 1, float("-inf")),))
     chat = chat_logprob(token, 1, writer)
     assert (chat.logprob, chat.top_logprobs[0].logprob) == (-9999.0, -9999.0)
-    assert {entry.logprob for entry in (writer.prompt([token], 1)[0] or {}).values()} == {-9999.0}
+    assert {entry["logprob"] for entry in decode(writer.prompt([token], 1)[0]).values()} == {-9999.0}
     written = CompletionLogprobsWriter(writer, frozenset()).write([(a, token)], 1)
     assert written.token_logprobs == [-9999.0]
 
@@ -32,7 +33,7 @@ def test_no_more_alternatives_are_shown_than_asked_for(tokenizer: Tokenizer) -> 
     writer = TokenWriter(tokenizer, as_token_ids=False)
     token = TokenLogprobs(5, -2.0, 4, ((1, -0.1), (2, -0.2), (3, -0.3)))
     assert len(chat_logprob(token, 2, writer).top_logprobs) == 2
-    assert list(writer.prompt([None, token], 2)[1] or {}) == ["1", "2", "5"]
+    assert list(decode(writer.prompt([None, token], 2)[1])) == ["1", "2", "5"]
     written = CompletionLogprobsWriter(writer, frozenset()).write([(5, token)], 0)
     assert written.top_logprobs == [{tokenizer.token_text(5): -2.0}]
 

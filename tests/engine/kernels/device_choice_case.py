@@ -8,22 +8,22 @@ from torch import Tensor
 
 from penstock.engine.sampling.choice import choose_on_device
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.state import SamplingState
+from penstock.engine.sampling.state import SamplingState, TokenRules
 
 
 def choose(logits_BV: Tensor, settings: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
     states = [
         SamplingState(
-            SamplingParams(**kinds),
+            params,
             [1],
             vocab_size=logits_BV.shape[1],
             stop_token_ids=frozenset(),
-            bad_words_ids=[],
+            rules=TokenRules.of(params, [], logits_BV.shape[1]).on(logits_BV.device),
             processors=[],
             seed_offset=0,
             device=logits_BV.device,
         )
-        for kinds in settings
+        for params in (SamplingParams(**kinds) for kinds in settings)
     ]
     token_ids_B, is_possible_B = choose_on_device(logits_BV, states, random.Random(0))
     return token_ids_B.tolist(), is_possible_B.bool().tolist()

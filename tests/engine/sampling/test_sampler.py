@@ -17,7 +17,7 @@ from penstock.engine.sampling import sampler
 from penstock.engine.sampling import sampler as sampler_module
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs, token_logprobs
-from penstock.engine.sampling.state import CounterRng, SamplingState
+from penstock.engine.sampling.state import CounterRng, SamplingState, TokenRules
 from tests.fakes import RowFunction
 
 VOCAB = 40
@@ -84,7 +84,7 @@ def make_state(
         prompt,
         vocab_size=vocab_size,
         stop_token_ids=STOP_IDS,
-        bad_words_ids=list(bad_words),
+        rules=TokenRules.of(params, bad_words, vocab_size),
         processors=[ChosenProcessor(per_sequence(partial(_same, process)), {}) for process in processors],
         seed_offset=seed_offset,
         device="cpu",

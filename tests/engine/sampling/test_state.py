@@ -17,6 +17,7 @@ from penstock.engine.sampling.state import (
     Penalties,
     SamplingState,
     TokenCounts,
+    TokenRules,
     apply_penalties,
 )
 
@@ -26,12 +27,13 @@ VOCAB = 50
 def make_state(
     prompt: list[int] | None = None, bad_words: list[list[int]] | None = None, seed_offset: int = 0, **fields: Any
 ) -> SamplingState:
+    params = SamplingParams(**fields)
     return SamplingState(
-        SamplingParams(**fields),
+        params,
         prompt or [],
         vocab_size=VOCAB,
         stop_token_ids=frozenset({7, 3, VOCAB + 1}),
-        bad_words_ids=bad_words or [],
+        rules=TokenRules.of(params, bad_words or [], VOCAB),
         processors=[],
         seed_offset=seed_offset,
         device="cpu",
