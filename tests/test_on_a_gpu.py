@@ -29,6 +29,7 @@ from penstock.engine.model.loader import CUDA_SHARE
 from penstock.engine.model.loader import load_model as load_generation_model
 from penstock.engine.pooling.loader import load_pooling_model
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.scheduler import WaitingQueue
 from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
@@ -163,7 +164,9 @@ def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_f
 
 def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
     loaded = loaded_model(tiny_model("gemma2").to(DEVICE), max_model_len=300)
-    core = build_core(loaded, byte_tokenizer(), engine_config(speculation="none", max_num_batched_tokens=300))
+    small_queue = {"max_waiting_requests": 1, "max_waiting_tokens": 1}  # which trials of steps do not wait in
+    core = build_core(loaded, byte_tokenizer(), engine_config(speculation="none", max_num_batched_tokens=300, **small_queue))
+    core.scheduler.waiting = WaitingQueue(max_sequences=100)
     before = set(cuda.variants)
     lengths = [make(str(length), [7] * length, temperature=float(length % 2)) for length in (1, 2, 5, 9, 17, 33, 40, 70, 120)]
     serve(core, [*lengths, *(make(kind, **params) for kind, (params, _) in KINDS.items())])
