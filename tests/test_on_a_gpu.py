@@ -25,7 +25,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.loop import Engine
-from penstock.engine.model.loader import CUDA_SHARE
+from penstock.engine.model.loader import CUDA_SHARE, LoadedModel
 from penstock.engine.model.loader import load_model as load_generation_model
 from penstock.engine.pooling.loader import load_pooling_model
 from penstock.engine.sampling.params import BeamSearchParams
@@ -58,9 +58,13 @@ def cuda() -> Iterator[FakeCuda]:
         yield device
 
 
+def load(name: str, device: torch.device = DEVICE, max_model_len: int = 128) -> LoadedModel:
+    return loaded_model(torch.nn.Module.to(tiny_model(name), device), max_model_len)
+
+
 def make_core(name: str, device: torch.device, **settings: Any) -> EngineCore:
     """As `build_core` makes it, with graphs where the device has any, but for its trials of steps."""
-    loaded = loaded_model(tiny_model(name).to(device))
+    loaded = load(name, device)
     core = core_over_blocks(loaded, byte_tokenizer(), engine_config(**settings), NUM_BLOCKS)
     core.runner.capture_graphs()
     return core
@@ -163,7 +167,7 @@ def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_f
 
 
 def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
-    loaded = loaded_model(tiny_model("gemma2").to(DEVICE), max_model_len=300)
+    loaded = load("gemma2", max_model_len=300)
     small_queue = {"max_waiting_requests": 1, "max_waiting_tokens": 1}  # which trials of steps do not wait in
     core = build_core(loaded, byte_tokenizer(), engine_config(speculation="none", max_num_batched_tokens=300, **small_queue))
     core.scheduler.waiting = WaitingQueue(max_sequences=100)
@@ -177,14 +181,13 @@ def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("peak_memory", [0, 2**26])
 def test_the_cache_leaves_room_for_what_the_largest_step_takes(cuda: FakeCuda, peak_memory: int) -> None:
     cuda.peak_memory = peak_memory
-    core = build_core(loaded_model(tiny_model("llama").to(DEVICE)), byte_tokenizer(), engine_config())
+    core = build_core(load("llama"), byte_tokenizer(), engine_config())
     per_block = block_bytes(core.runner.loaded.kv_layout, 16, torch.float32)
     assert core.runner.cache.num_blocks == int((FREE_MEMORY - peak_memory) * CUDA_SHARE) // per_block
 
 
 def test_steps_that_do_not_fit_are_refused_before_the_first_request(cuda: FakeCuda) -> None:
-    model = tiny_model("llama").to(DEVICE)
-    loaded = loaded_model(model)
+    loaded = load("llama")
     cuda.failure = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(ConfigurationError, match="lower --max-num-batched-tokens or --max-num-seqs"):
         build_core(loaded, byte_tokenizer(), EngineConfig())
