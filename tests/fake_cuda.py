@@ -60,7 +60,7 @@ class CudaTensor(Tensor):
         wrapper.held = held
         return wrapper
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"CudaTensor({self.held})"
 
     def tolist(self) -> Any:
@@ -226,7 +226,7 @@ class FakeCuda:
         return 0 if before is None else before
 
     @contextmanager
-    def capture(self, graph: "FakeGraph", *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: "FakeGraph", *, pool: object, stream: object = None, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local", "the event loop's copies would end the capture"
         assert self._thread.tape is None
         tape: list[Callable[[], None]] = []

@@ -9,7 +9,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,59 @@ def serve(core: EngineCore, requests: list[Request]) -> list[list[SequenceDelta]
 def make(request_id: str = "r", prompt: list[int] = PROMPT, **params: Any) -> Request:
     if "beam" in params:
         return beam_request(request_id, prompt, params["beam"])
-    return make_request(request_id, prompt, **({"max_tokens": NUM_TOKENS, "ignore_eos": True} | params))
+    outputs = params.pop("outputs", ())
+    return replace(make_request(request_id, prompt, **({"max_tokens": NUM_TOKENS, "ignore_eos": True} | params)), outputs=outputs)
+
+
+def test_the_fake_device_refuses_operands_of_two_devices(cuda: FakeCuda) -> None:
+    on_gpu = torch.ones(3, device=DEVICE)
+    assert (on_gpu + 1).tolist() == [2.0, 2.0, 2.0]
+    assert (on_gpu * torch.tensor(2.0)).device == DEVICE  # a number may come from anywhere
+    with pytest.raises(RuntimeError, match="on the same device"):
+        _ = on_gpu + torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("work", "waits"),
+    [
+        (lambda gpu, cpu: gpu + 1, 0),
+        (lambda gpu, cpu: gpu[1:].clone(), 0),
+        (lambda gpu, cpu: cpu.pin_memory().to(DEVICE, non_blocking=True), 0),
+        (lambda gpu, cpu: cpu.pin_memory().to(DEVICE), 1),
+        (lambda gpu, cpu: cpu.to(DEVICE, non_blocking=True), 1),
+        (lambda gpu, cpu: torch.tensor([1, 2], device=DEVICE), 1),
+        (lambda gpu, cpu: gpu.sum().item(), 1),
+        (lambda gpu, cpu: bool(gpu.any()), 1),
+        (lambda gpu, cpu: gpu.tolist(), 1),
+        (lambda gpu, cpu: gpu.nonzero(), 1),
+        (lambda gpu, cpu: gpu[gpu > 0], 1),
+        (lambda gpu, cpu: gpu[[0, 2]], 1),
+        (lambda gpu, cpu: gpu.__setitem__(0, 5.0), 1),
+        (lambda gpu, cpu: gpu.repeat_interleave(gpu.long()), 1),
+        (lambda gpu, cpu: gpu.repeat_interleave(gpu.long(), output_size=3), 0),
+    ],
+)
+def test_the_fake_device_sees_what_waits_for_it_and_captures_none_of_that(
+    cuda: FakeCuda, work: Callable[[torch.Tensor, torch.Tensor], object], waits: int
+) -> None:
+    on_gpu, on_cpu = torch.ones(3, device=DEVICE), torch.ones(3)
+    cuda.clear()
+    with torch.inference_mode():
+        work(on_gpu, on_cpu)
+        assert sum(cuda.waits.values()) == waits
+        graph: Any = torch.cuda.CUDAGraph()
+        refused = pytest.raises(RuntimeError, match="stream is capturing") if waits else nullcontext()
+        with refused, torch.cuda.graph(graph, pool=(0, 1), capture_error_mode="thread_local"):
+            work(on_gpu, on_cpu)
+
+
+def test_a_copy_from_the_fake_device_is_there_once_it_was_waited_for(cuda: FakeCuda) -> None:
+    host = torch.zeros(3, pin_memory=True)
+    host.copy_(torch.ones(3, device=DEVICE), non_blocking=True)
+    assert host.tolist() == [0.0, 0.0, 0.0]
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.synchronize()
+    assert host.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.fixture
@@ -143,6 +196,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[tuple[str, str], int]]] = {
         {"beam": BeamSearchParams(beam_width=2, max_tokens=NUM_TOKENS)},
         SAMPLED | {("model", "sampling/sampler read_columns"): NUM_TOKENS},
     ),
+    "outputs": ({"outputs": ("logits",)}, {RESULTS: NUM_STEPS, ("model", "runner _output_rows"): NUM_TOKENS}),
     "drafts": ({"logit_bias": {40: 100.0}, "prompt": [40] * len(PROMPT)}, {RESULTS: 3}),
 }
 
