@@ -54,20 +54,22 @@ class CudaTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "CudaTensor":
         with torch.inference_mode(False):  # a view of a weight must not be an inference tensor; `held` is what torch would make it
-            wrapper: CudaTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            wrapper: CudaTensor = Tensor._make_wrapper_subclass(
                 cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=DEVICE
             )
         wrapper.held = held
         return wrapper
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"CudaTensor({self.held})"
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub takes it for a method of instances
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         device = FakeCuda.current
         assert device is not None, "a tensor of the fake device is used after its time"
         return device.run(func, args, kwargs or {})
@@ -224,10 +226,11 @@ class FakeCuda:
         return 0 if before is None else before
 
     @contextmanager
-    def capture(self, graph: "FakeGraph", *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: "FakeGraph", *, pool: object, stream: object = None, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local", "the event loop's copies would end the capture"
         assert self._thread.tape is None
-        self._thread.tape = tape = []
+        tape: list[Callable[[], None]] = []
+        self._thread.tape = tape
         self._pools_captured_to.add(pool)
         try:
             yield

@@ -9,7 +9,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import block_bytes
 from penstock.engine.loop import Engine
-from penstock.engine.model.loader import CUDA_SHARE
+from penstock.engine.model.loader import CUDA_SHARE, LoadedModel
 from penstock.engine.model.loader import load_model as load_generation_model
 from penstock.engine.pooling.loader import load_pooling_model
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.scheduler import WaitingQueue
 from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
@@ -57,9 +59,13 @@ def cuda() -> Iterator[FakeCuda]:
         yield device
 
 
+def load(name: str, device: torch.device = DEVICE, max_model_len: int = 128) -> LoadedModel:
+    return loaded_model(torch.nn.Module.to(tiny_model(name), device), max_model_len)
+
+
 def make_core(name: str, device: torch.device, **settings: Any) -> EngineCore:
     """As `build_core` makes it, with graphs where the device has any, but for its trials of steps."""
-    loaded = loaded_model(tiny_model(name).to(device))
+    loaded = load(name, device)
     core = core_over_blocks(loaded, byte_tokenizer(), engine_config(**settings), NUM_BLOCKS)
     core.runner.capture_graphs()
     return core
@@ -91,7 +97,59 @@ def serve(core: EngineCore, requests: list[Request]) -> list[list[SequenceDelta]
 def make(request_id: str = "r", prompt: list[int] = PROMPT, **params: Any) -> Request:
     if "beam" in params:
         return beam_request(request_id, prompt, params["beam"])
-    return make_request(request_id, prompt, **({"max_tokens": NUM_TOKENS, "ignore_eos": True} | params))
+    outputs = params.pop("outputs", ())
+    return replace(make_request(request_id, prompt, **({"max_tokens": NUM_TOKENS, "ignore_eos": True} | params)), outputs=outputs)
+
+
+def test_the_fake_device_refuses_operands_of_two_devices(cuda: FakeCuda) -> None:
+    on_gpu = torch.ones(3, device=DEVICE)
+    assert (on_gpu + 1).tolist() == [2.0, 2.0, 2.0]
+    assert (on_gpu * torch.tensor(2.0)).device == DEVICE  # a number may come from anywhere
+    with pytest.raises(RuntimeError, match="on the same device"):
+        _ = on_gpu + torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("work", "waits"),
+    [
+        (lambda gpu, cpu: gpu + 1, 0),
+        (lambda gpu, cpu: gpu[1:].clone(), 0),
+        (lambda gpu, cpu: cpu.pin_memory().to(DEVICE, non_blocking=True), 0),
+        (lambda gpu, cpu: cpu.pin_memory().to(DEVICE), 1),
+        (lambda gpu, cpu: cpu.to(DEVICE, non_blocking=True), 1),
+        (lambda gpu, cpu: torch.tensor([1, 2], device=DEVICE), 1),
+        (lambda gpu, cpu: gpu.sum().item(), 1),
+        (lambda gpu, cpu: bool(gpu.any()), 1),
+        (lambda gpu, cpu: gpu.tolist(), 1),
+        (lambda gpu, cpu: gpu.nonzero(), 1),
+        (lambda gpu, cpu: gpu[gpu > 0], 1),
+        (lambda gpu, cpu: gpu[[0, 2]], 1),
+        (lambda gpu, cpu: gpu.__setitem__(0, 5.0), 1),
+        (lambda gpu, cpu: gpu.repeat_interleave(gpu.long()), 1),
+        (lambda gpu, cpu: gpu.repeat_interleave(gpu.long(), output_size=3), 0),
+    ],
+)
+def test_the_fake_device_sees_what_waits_for_it_and_captures_none_of_that(
+    cuda: FakeCuda, work: Callable[[torch.Tensor, torch.Tensor], object], waits: int
+) -> None:
+    on_gpu, on_cpu = torch.ones(3, device=DEVICE), torch.ones(3)
+    cuda.clear()
+    with torch.inference_mode():
+        work(on_gpu, on_cpu)
+        assert sum(cuda.waits.values()) == waits
+        graph: Any = torch.cuda.CUDAGraph()
+        refused = pytest.raises(RuntimeError, match="stream is capturing") if waits else nullcontext()
+        with refused, torch.cuda.graph(graph, pool=(0, 1), capture_error_mode="thread_local"):
+            work(on_gpu, on_cpu)
+
+
+def test_a_copy_from_the_fake_device_is_there_once_it_was_waited_for(cuda: FakeCuda) -> None:
+    host = torch.zeros(3, pin_memory=True)
+    host.copy_(torch.ones(3, device=DEVICE), non_blocking=True)
+    assert host.tolist() == [0.0, 0.0, 0.0]
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.synchronize()
+    assert host.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.fixture
@@ -138,6 +196,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[tuple[str, str], int]]] = {
         {"beam": BeamSearchParams(beam_width=2, max_tokens=NUM_TOKENS)},
         SAMPLED | {("model", "sampling/sampler read_columns"): NUM_TOKENS},
     ),
+    "outputs": ({"outputs": ("logits",)}, {RESULTS: NUM_STEPS, ("model", "runner _output_rows"): NUM_TOKENS}),
     "drafts": ({"logit_bias": {40: 100.0}, "prompt": [40] * len(PROMPT)}, {RESULTS: 3}),
 }
 
@@ -162,8 +221,10 @@ def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_f
 
 
 def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
-    loaded = loaded_model(tiny_model("gemma2").to(DEVICE), max_model_len=300)
-    core = build_core(loaded, byte_tokenizer(), engine_config(speculation="none", max_num_batched_tokens=300))
+    loaded = load("gemma2", max_model_len=300)
+    small_queue = {"max_waiting_requests": 1, "max_waiting_tokens": 1}  # which trials of steps do not wait in
+    core = build_core(loaded, byte_tokenizer(), engine_config(speculation="none", max_num_batched_tokens=300, **small_queue))
+    core.scheduler.waiting = WaitingQueue(max_sequences=100)
     before = set(cuda.variants)
     lengths = [make(str(length), [7] * length, temperature=float(length % 2)) for length in (1, 2, 5, 9, 17, 33, 40, 70, 120)]
     serve(core, [*lengths, *(make(kind, **params) for kind, (params, _) in KINDS.items())])
@@ -174,14 +235,13 @@ def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("peak_memory", [0, 2**26])
 def test_the_cache_leaves_room_for_what_the_largest_step_takes(cuda: FakeCuda, peak_memory: int) -> None:
     cuda.peak_memory = peak_memory
-    core = build_core(loaded_model(tiny_model("llama").to(DEVICE)), byte_tokenizer(), engine_config())
+    core = build_core(load("llama"), byte_tokenizer(), engine_config())
     per_block = block_bytes(core.runner.loaded.kv_layout, 16, torch.float32)
     assert core.runner.cache.num_blocks == int((FREE_MEMORY - peak_memory) * CUDA_SHARE) // per_block
 
 
 def test_steps_that_do_not_fit_are_refused_before_the_first_request(cuda: FakeCuda) -> None:
-    model = tiny_model("llama").to(DEVICE)
-    loaded = loaded_model(model)
+    loaded = load("llama")
     cuda.failure = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(ConfigurationError, match="lower --max-num-batched-tokens or --max-num-seqs"):
         build_core(loaded, byte_tokenizer(), EngineConfig())

@@ -148,8 +148,8 @@ def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequenc
     most = min(max(num_top) + 1, logprobs_TV.shape[1]) if max(num_top) else 0
     chosen, ranks, values, ids = read_columns(chosen_T1, rank_T1, *logprobs_TV.topk(most))
     return [
-        TokenLogprobs(token_id, *logprob, int(*rank) + 1, top_pairs(logprobs_V, row_values, list(map(int, row_ids)), count))
-        for token_id, logprobs_V, logprob, rank, row_values, row_ids, count in zip(
+        TokenLogprobs(token_id, logprob, int(rank) + 1, top_pairs(logprobs_V, row_values, list(map(int, row_ids)), count))
+        for token_id, logprobs_V, (logprob,), (rank,), row_values, row_ids, count in zip(
             token_ids, logprobs_TV, chosen, ranks, values, ids, num_top, strict=True
         )
     ]

@@ -18,8 +18,9 @@ def index_on(device: torch.device, rows: Sequence[int]) -> Tensor:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU has too little memory for what was asked of it, as torch and CUDA report it. Later work may well fit."""
-    return isinstance(error, torch.OutOfMemoryError) or ("CUDA" in str(error) and "out of memory" in str(error))
+    """Whether a GPU has too little memory for what was asked of it, as torch, CUDA and its libraries report it. Later work may well fit."""
+    is_from_cuda = "CUDA" in str(error) and any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+    return isinstance(error, torch.OutOfMemoryError) or is_from_cuda
 
 
 def is_device_lost(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.system.device import CudaHostCopies
+from penstock.engine.system.device import CudaHostCopies, is_device_lost, is_out_of_memory
 
 
 class FakeCuda:
@@ -38,6 +38,23 @@ class FakeCuda:
 
         monkeypatch.setattr(torch, "empty", pinned)
         monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory", "is_lost"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True, False),
+        (torch.AcceleratorError("CUDA error: out of memory"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False, True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), False, True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False, True),
+        (RuntimeError("out of memory"), False, False),
+        (ValueError("broken"), False, False),
+    ],
+)
+def test_errors_of_a_gpu_pass_or_stay(error: Exception, is_memory: bool, is_lost: bool) -> None:
+    assert (is_out_of_memory(error), is_device_lost(error)) == (is_memory, is_lost)
 
 
 def test_the_copy_is_begun_at_once_and_waited_for_by_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
