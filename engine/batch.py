@@ -155,6 +155,8 @@ class Batch:
 
 def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> list[int]:
     """Where the positions [start, stop) of a sequence lie in the cache."""
+    if stop - start == 1:  # as most have
+        return [block_table[start // block_size] * block_size + start % block_size]
     return [block_table[position // block_size] * block_size + position % block_size for position in range(start, stop)]
 
 
@@ -224,9 +226,10 @@ def build_batch(
             start = len(kept) + own.index(scored.start)
             prompts.append(PromptRows(sequence, start, start + len(scored), first + 1))
         if sampled:
-            rows = sampler_rows(sequence, draft)
-            sample_rows += [len(kept) + own.index(sampled.start) + row.num_drafted for row in rows]
-            samplers += rows
+            first_sampled = len(kept) + own.index(sampled.start)
+            for row in sampler_rows(sequence, draft):
+                samplers.append(row)
+                sample_rows.append(first_sampled + row.num_drafted)
         if wanted:
             first_kept = len(kept) + (own.index(wanted.start) if wanted.start in own else 0)
             first_wanted = first + wanted.start - first_row

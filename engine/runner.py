@@ -209,7 +209,7 @@ class ModelRunner:
             launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.samplers])
             if launched is not None:
                 self._pending.keep(launched.token_ids_B)
-                wait = self._copies.begin(launched.packed_2B())
+                wait = self._copies.begin(launched.packed())
                 return lambda: StepOutput(launched.read(wait()), rows, outputs=outputs)
         output = sample_rows(batch, logits_KV, self.sampler)
         self._pending.keep(output.samples.token_ids)

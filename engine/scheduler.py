@@ -203,7 +203,7 @@ class Scheduler:
         self.waiting = waiting
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
-        self._lengths = OutputLengths() if reserves else None
+        self.lengths = OutputLengths() if reserves else None
         self._refused: Sequence | None = None  # until a running sequence gives up its blocks
         self._free_table_rows = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
@@ -290,9 +290,9 @@ class Scheduler:
         return max(self.max_num_seqs, MIN_MAX_ROWS) - num_sequences
 
     def _forecast(self) -> Forecast | None:
-        if self._lengths is None or self.waiting.first(1) == [self._refused]:
+        if self.lengths is None or self.waiting.first(1) == [self._refused]:
             return None
-        forecast = Forecast(self._lengths, self.block_size)
+        forecast = Forecast(self.lengths, self.block_size)
         for sequence in self.running:
             forecast.add(sequence)
         return forecast
@@ -308,6 +308,9 @@ class Scheduler:
 
     def has_room(self) -> bool:
         """Whether all that run can compute their next tokens without a block of another's."""
+        num_tokens = sum(sequence.num_uncomputed_tokens for sequence in self.running)
+        if num_tokens // self.block_size + 2 * len(self.running) <= self.pool.num_free:
+            return True  # that many would be enough, however the blocks of each are filled
         wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in self.running)
         return sum(self._num_needed_blocks(sequence, num_tokens) for sequence, num_tokens in wanted) <= self.pool.num_free
 
@@ -360,8 +363,8 @@ class Scheduler:
         self._give_up_blocks(sequence)
         if was is Status.RUNNING:
             self.running.remove(sequence)
-            if self._lengths is not None and sequence.search is None:
-                self._lengths.add(sequence.num_output_tokens)
+            if self.lengths is not None and sequence.search is None:
+                self.lengths.add(sequence.num_output_tokens)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         for fork in sequence.forks:
@@ -522,7 +525,10 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int, step: Step, budget: TokenBudget) -> bool:
         """Gives the sequence the blocks that its next tokens need, at the expense of the last in order; False where that is itself."""
-        while self._num_needed_blocks(sequence, num_tokens) > self.pool.num_free:
+        num_needed = self._num_needed_blocks(sequence, num_tokens)
+        if not num_needed:
+            return True
+        while num_needed > self.pool.num_free:
             victim = self.running[-1]
             for member in self._preempted_with(victim):
                 self._exclude(member, step, budget)
@@ -530,6 +536,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 budget.left += num_tokens
                 return False
+            num_needed = self._num_needed_blocks(sequence, num_tokens)
         position = sequence.num_computed_tokens // self.block_size
         if position < len(sequence.block_table) and self.pool.is_shared(sequence.block_table[position]):
             source = sequence.block_table[position]

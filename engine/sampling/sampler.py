@@ -1,6 +1,5 @@
 """From logits to tokens, batched over the sequences of a step, with their log probabilities."""
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -110,56 +109,81 @@ class SamplerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchedLogprobs:
+    """The log probabilities of one token in each row, on the device, with the row's `num_top[row]` most probable tokens.
+
+    `packed_TN` is int64: token id, rank, log probability as the bits of a float64, ids of the top tokens, and the bits of theirs.
+    """
+
+    packed_TN: Tensor
+    logprobs_TV: Tensor
+    num_top: Sequence[int]
+
+    @classmethod
+    def launch(cls, logits_TV: Tensor, token_ids_T: Tensor, num_top: Sequence[int]) -> "LaunchedLogprobs":
+        """Logits in any float dtype, computed in float32. Never waits for the device."""
+        logprobs_TV = logits_TV.log_softmax(-1, dtype=torch.float32)
+        chosen_T1 = logprobs_TV.gather(1, token_ids_T[:, None])
+        # Comparing floats into floats vectorizes on the CPU.
+        ranks_T1 = torch.gt(logprobs_TV, chosen_T1, out=torch.empty_like(logprobs_TV)).sum(-1, keepdim=True).long() + 1
+        # One more than asked for: it tells whether a tie was cut.
+        most = min(max(num_top) + 1, logprobs_TV.shape[1]) if max(num_top) else 0
+        values_TK, ids_TK = logprobs_TV.topk(most)
+        bits_TN = torch.cat([chosen_T1, values_TK], 1).double().view(torch.int64)
+        return cls(torch.cat([token_ids_T[:, None], ranks_T1, bits_TN[:, :1], ids_TK, bits_TN[:, 1:]], 1), logprobs_TV, num_top)
+
+    def read(self, packed_TN: Tensor) -> list[TokenLogprobs]:
+        """From a copy of `packed_TN` on the CPU. Equal logits rank alike, and the lower id comes first among the top ones."""
+        count = (packed_TN.shape[1] - 3) // 2
+        chosen = packed_TN[:, 2:3].contiguous().view(torch.float64)[:, 0].tolist()
+        values = packed_TN[:, 3 + count :].contiguous().view(torch.float64).tolist()
+        rows = zip(packed_TN[:, : 3 + count].tolist(), chosen, values, self.logprobs_TV, self.num_top, strict=True)
+        return [
+            TokenLogprobs(ids[0], logprob, ids[1], top_pairs(logprobs_V, row_values, ids[3:], num_top))
+            for ids, logprob, row_values, logprobs_V, num_top in rows
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchedSamples:
     """One entry per row, all of it on the device. `is_possible_B` is 0 where a row has no token; as the ids, it is int64.
 
     `work_BV` are the float32 logits that were sampled from, and `reason` says of a row's raw ones and these why there is no token.
+    `logprobs` are those of `logprob_rows`, None where no row wants any.
     """
 
     token_ids_B: Tensor
     is_possible_B: Tensor
     work_BV: Tensor
     reason: Callable[[Tensor, Tensor], str]
+    logprob_rows: list[int]
+    logprobs: LaunchedLogprobs | None
 
-    def packed_2B(self) -> Tensor:
+    def packed(self) -> Tensor:
         """What `read` is to be given: int64, in one tensor because that is one copy."""
-        return torch.stack([self.token_ids_B, self.is_possible_B])
+        parts = [self.token_ids_B, self.is_possible_B]
+        return torch.cat(parts if self.logprobs is None else [*parts, self.logprobs.packed_TN.flatten()])
 
-    def read(self, packed_2B: Tensor) -> SamplerOutput:
-        """From a copy of `packed_2B` on the CPU."""
-        token_ids, is_possible = packed_2B.tolist()
+    def read(self, packed: Tensor) -> SamplerOutput:
+        """From a copy of `packed` on the CPU."""
+        num_rows = len(self.token_ids_B)
+        token_ids, is_possible = packed[: 2 * num_rows].view(2, num_rows).tolist()
         failed = [row for row, possible in enumerate(is_possible) if not possible]
         failures = {row: self.reason(self.work_BV[row], self.work_BV[row]) for row in failed}
-        return SamplerOutput(token_ids, [None] * len(token_ids), failures)
+        logprobs: list[TokenLogprobs | None] = [None] * num_rows
+        if self.logprobs is not None:
+            entries = self.logprobs.read(packed[2 * num_rows :].view(len(self.logprob_rows), -1))
+            for row, entry in zip(self.logprob_rows, entries, strict=True):
+                logprobs[row] = None if row in failures else entry
+        return SamplerOutput(token_ids, logprobs, failures)
 
 
 def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """One entry per row for `token_ids[row]`, with the row's `num_top[row]` most probable tokens.
-
-    Logits in any float dtype, computed in float32. Equal logits rank alike, and the lower id comes first among the top ones.
-    """
+    """One entry per row for `token_ids[row]`, with the row's `num_top[row]` most probable tokens."""
     if not token_ids:
         return []
-    logprobs_TV = logits_TV.log_softmax(-1, dtype=torch.float32)
-    chosen_T1 = logprobs_TV.gather(1, index_on(logits_TV.device, token_ids)[:, None])
-    # Floats vectorize where a boolean result would not.
-    rank_T1 = torch.gt(logprobs_TV, chosen_T1, out=torch.empty_like(logprobs_TV)).sum(-1, keepdim=True)
-    # One more than asked for: it tells whether a tie was cut.
-    most = min(max(num_top) + 1, logprobs_TV.shape[1]) if max(num_top) else 0
-    chosen, ranks, values, ids = read_columns(chosen_T1, rank_T1, *logprobs_TV.topk(most))
-    return [
-        TokenLogprobs(token_id, logprob, int(rank) + 1, top_pairs(logprobs_V, row_values, list(map(int, row_ids)), count))
-        for token_id, logprobs_V, (logprob,), (rank,), row_values, row_ids, count in zip(
-            token_ids, logprobs_TV, chosen, ranks, values, ids, num_top, strict=True
-        )
-    ]
-
-
-def read_columns(*parts_TN: Tensor) -> list[list[list[float]]]:
-    """Each of the matrices as lists, of floats whatever its type, with one wait for the device. Integers are exact up to 2^53."""
-    rows = torch.cat([part.double() for part in parts_TN], dim=1).tolist()
-    ends = list(itertools.accumulate(part.shape[1] for part in parts_TN))
-    return [[row[start:end] for row in rows] for start, end in itertools.pairwise([0, *ends])]
+    launched = LaunchedLogprobs.launch(logits_TV, index_on(logits_TV.device, token_ids), num_top)
+    return launched.read(launched.packed_TN.cpu())
 
 
 def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -222,14 +246,23 @@ class Sampler:
         return output
 
     def launch(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> LaunchedSamples | None:
-        """Like `sample` without a mask, but does not wait for the device. None where some row wants log probabilities, or rules that
-        depend on earlier tokens.
-        """
-        if not all(state.is_predictable and state.num_logprobs is None for state in states):
+        """Like `sample` without a mask, but does not wait for the device. None where some row has rules that depend on earlier tokens."""
+        if not all(state.is_predictable for state in states):
             return None
         work_BV = self._float_copy(logits_BV, states)
         self._edit(work_BV, states)
-        return LaunchedSamples(*self._choose(work_BV, states), work_BV, self._reason)
+        token_ids_B, is_possible_B = self._choose(work_BV, states)
+        asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None}
+        logprobs = None
+        if asked:
+            rows = list(asked)
+            raw_RV, ids_R = logits_BV, token_ids_B
+            if len(rows) < len(states):
+                index_R = to_device(torch.tensor(rows), logits_BV.device)
+                raw_RV, ids_R = logits_BV[index_R], token_ids_B[index_R]
+            # A row that has no token has no valid id, either.
+            logprobs = LaunchedLogprobs.launch(raw_RV[:, : self.vocab_size], ids_R.clamp(0, self.vocab_size - 1), list(asked.values()))
+        return LaunchedSamples(token_ids_B, is_possible_B, work_BV, self._reason, list(asked), logprobs)
 
     def _sample_pass(
         self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, processed: Sequence[Tensor | str | None]

@@ -254,7 +254,8 @@ class SamplingState:
     def after_any(self) -> "SamplingState":
         """A copy as it will be after the next token, whichever that is."""
         assert self.is_predictable
-        state = copy.copy(self)
+        state = SamplingState.__new__(SamplingState)
+        state.__dict__.update(self.__dict__)  # `copy.copy` takes four times as long, for each sequence of each step
         state.num_output_tokens += 1
         state.block_stop = False
         state.generator = None if self.generator is None else self.generator.at_next_position()

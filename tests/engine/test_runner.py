@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.engine.core import EngineCore
-from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.deltas import FinishReason, SequenceDelta, TokenLogprobs
 from penstock.engine.loop import STEP_FAILED, Engine
 from penstock.engine.model.cuda_graphs import DecodeGraphs
 from penstock.engine.model.layers import compute_logits
@@ -37,10 +37,10 @@ def core_on_device(loaded: LoadedModel, copies: HeldCopies | None, *, has_graphs
     core = core_over(loaded, block_size=BLOCK_SIZE, async_scheduling=True, **settings)
     core.runner.shutdown()
     forward = functools.partial(compute_logits, loaded.model, kept=None)
-    width = MAX_LEN // BLOCK_SIZE
-    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_rows=4, table_width=width, block_size=BLOCK_SIZE, device=CPU)
+    cache = core.runner.cache
+    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_rows=4, block_tables_PN=cache.block_tables_PN, block_size=BLOCK_SIZE)
     core.runner = ModelRunner(
-        loaded, core.runner.cache, vocab_size=core.vocab_size, graphs=graphs if has_graphs else None, copies=copies, num_threads=1
+        loaded, cache, vocab_size=core.vocab_size, graphs=graphs if has_graphs else None, copies=copies, num_threads=1
     )
     if has_graphs:
         core.runner.optimize()
@@ -86,10 +86,25 @@ def answers(core: EngineCore, wanted: list[Request]) -> list[list[SequenceDelta]
     return said
 
 
-def test_the_next_step_is_computed_while_nobody_has_read_the_last_one(llama: LoadedModel) -> None:
+def assert_same_logprobs(mine: list[SequenceDelta], theirs: list[SequenceDelta]) -> None:
+    for got, expected in zip(logprobs_of(mine), logprobs_of(theirs), strict=True):
+        assert (got.token_id, got.rank, [token_id for token_id, _ in got.top]) == (
+            expected.token_id,
+            expected.rank,
+            [token_id for token_id, _ in expected.top],
+        )
+        assert got.logprob == pytest.approx(expected.logprob, abs=1e-4)
+
+
+def logprobs_of(deltas: list[SequenceDelta]) -> list[TokenLogprobs]:
+    return [entry for delta in deltas for entry in delta.logprobs]
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": 3}])
+def test_the_next_step_is_computed_while_nobody_has_read_the_last_one(llama: LoadedModel, options: dict[str, Any]) -> None:
     copies = HeldCopies(is_held=True)
     core = core_on_device(llama, copies)
-    core.add(make_request(prompt=[5, 6, 7], max_tokens=9, ignore_eos=True))
+    core.add(make_request(prompt=[5, 6, 7], max_tokens=9, ignore_eos=True, **options))
     step = core.schedule()
     assert step is not None
     batch = core.build(step)
@@ -108,8 +123,9 @@ def test_the_next_step_is_computed_while_nobody_has_read_the_last_one(llama: Loa
     core.runner.shutdown()
     core.abort("r")
     core.check_integrity()
-    expected = answers(core_over(llama, block_size=BLOCK_SIZE), [make_request(prompt=[5, 6, 7], max_tokens=2, ignore_eos=True)])
+    expected = answers(core_over(llama, block_size=BLOCK_SIZE), [make_request(prompt=[5, 6, 7], max_tokens=2, ignore_eos=True, **options)])
     assert tokens(said) == tokens(expected[0])
+    assert_same_logprobs(said, expected[0])
 
 
 @pytest.mark.parametrize(
@@ -127,6 +143,7 @@ def test_every_answer_is_what_it_is_without(
         for mine, theirs, request in zip(got, expected, requests(count), strict=True):
             for index in range(request.params.n):
                 assert tokens(mine, index) == tokens(theirs, index)
+            assert_same_logprobs(mine, theirs)
     assert copies is None or copies.num_begun > 10
 
 
