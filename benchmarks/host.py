@@ -203,7 +203,7 @@ def ahead_share(num_rows: int, num_steps: int = 200) -> dict[str, float]:
     """The share of steps that are scheduled ahead where sequences say technical English, and speculation is on."""
     text = "\n".join(path.read_text() for path in sorted((report.ROOT / "docs").glob("*.md"))) + (report.ROOT / "LICENSE").read_text()
     ids: dict[str, int] = {}
-    said = [FIRST_WORD + ids.setdefault(word, len(ids)) % (VOCAB_SIZE - FIRST_WORD) for word in re.findall(r" ?\w+|\W", text)]
+    said: list[int] = [FIRST_WORD + ids.setdefault(word, len(ids)) % (VOCAB_SIZE - FIRST_WORD) for word in re.findall(r" ?\w+|\W", text)]
     starts = {str(number): CHANCE.randrange(len(said) - 300 - 20 * num_steps) for number in range(num_rows)}
 
     def choose(row: Any) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_quantization import STORED, save_stored
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.cli.flags import parse_arguments
@@ -37,6 +36,7 @@ from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
 from tests import encoders
 from tests.api.pooling_server import Reference
+from tests.engine.model.test_quantization import STORED, save_stored
 from tests.engines import Recorder, loaded_model
 from tests.fake_cuda import DEVICE, FREE_MEMORY, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens

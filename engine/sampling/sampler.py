@@ -1,5 +1,6 @@
 """From logits to tokens, batched over the sequences of a step, with their log probabilities."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -184,6 +185,13 @@ def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequenc
         return []
     launched = LaunchedLogprobs.launch(logits_TV, index_on(logits_TV.device, token_ids), num_top)
     return launched.read(launched.packed_TN.cpu())
+
+
+def read_columns(*parts_TN: Tensor) -> list[list[list[float]]]:
+    """Each of the matrices as lists, of floats whatever its type, with one wait for the device. Integers are exact up to 2^53."""
+    rows = torch.cat([part.double() for part in parts_TN], dim=1).tolist()
+    ends = list(itertools.accumulate(part.shape[1] for part in parts_TN))
+    return [[row[start:end] for row in rows] for start, end in itertools.pairwise([0, *ends])]
 
 
 def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:

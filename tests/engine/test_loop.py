@@ -335,7 +335,7 @@ def serve_in(core: EngineCore, most_tokens: int) -> tuple[list[list[SequenceDelt
     compute = runner.run
 
     def run_if_small(batch: Batch) -> StepOutput:
-        if (num_tokens := batch.attention.num_real_tokens) > most_tokens:
+        if (num_tokens := batch.inputs.attention.num_real_tokens) > most_tokens:
             too_large.append(num_tokens)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return compute(batch)
