@@ -209,7 +209,7 @@ def ahead_share(num_rows: int, num_steps: int = 200) -> dict[str, float]:
     def choose(row: Any) -> int:
         sequence = row.sequence
         place = starts[sequence.request.request_id] + len(sequence.token_ids) + (sequence.pending_row is not None) + row.num_drafted
-        return said[place]
+        return int(said[place])
 
     core = make_core(60_000, max_num_seqs=256, budget=10**7, runner=NullRunner(choose), speculates=True)
     for name, start in starts.items():
