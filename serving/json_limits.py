@@ -35,7 +35,7 @@ def check_json(*documents: bytes | bytearray, what: str = "a body", param: str |
 
 
 def _count(document: bytes | bytearray, counts: dict[int, int]) -> int:
-    """How many strings there are. Adds how often each of the characters in `counts` stands outside of them."""
+    """How many strings there are. Adds how often each of the characters in `counts` occurs outside of them."""
     num_quotes = 0
     for piece in _pieces(document.replace(b"\\\\", b"__")):
         characters = np.frombuffer(piece, dtype=np.uint8)
