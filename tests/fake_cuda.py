@@ -375,12 +375,11 @@ def _by_reference(name: str, reference: Callable[..., Any], *args: Any, **kwargs
     for tuning in ("num_splits", "max_query_len"):
         kwargs.pop(tuning, None)
     if name == "paged_decode":  # only the first sequences are decodes
-        *before, lengths = args
-        args = (*before, lengths[: len(args[0])])
+        args = tuple(argument[: len(args[0])] if argument.dim() == 1 else argument for argument in args)
     result = reference(*args, **kwargs)
     if out is None:
         return result
-    start = int(args[4][first]) if name == "varlen_prefill" else 0
+    start = int(args[-2][first]) if name == "varlen_prefill" else 0
     out[start:] = result[start:]
     return out
 

@@ -139,7 +139,7 @@ def test_the_fake_device_sees_what_waits_for_it_and_captures_none_of_that(
         assert sum(cuda.waits.values()) == waits
         graph: Any = torch.cuda.CUDAGraph()
         refused = pytest.raises(RuntimeError, match="stream is capturing") if waits else nullcontext()
-        with refused, torch.cuda.graph(graph, pool=(0, 1), capture_error_mode="thread_local"):
+        with refused, torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"):
             work(on_gpu, on_cpu)
 
 

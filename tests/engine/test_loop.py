@@ -3,8 +3,10 @@ import functools
 import itertools
 import sys
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
 from penstock.engine.loop import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
 from penstock.engine.runner import StepHandle, StepOutput
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Request
 from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, saying, tokens
 from tests.fakes import generate as generate_alone
@@ -329,13 +331,27 @@ def test_an_engine_whose_gpu_is_lost_ends_its_requests_and_refuses_others() -> N
     run(test)
 
 
+@dataclass(slots=True)
+class StepSizes:
+    """An observer: the tokens of the steps that have been built and not computed yet."""
+
+    sizes: deque[int] = field(default_factory=deque)
+
+    def begin(self, step: Step) -> None:
+        self.sizes.append(sum(step.num_tokens.values()))
+
+    def end(self, step: Step, deltas: dict[str, list[SequenceDelta]]) -> None:
+        pass
+
+
 def serve_in(core: EngineCore, most_tokens: int) -> tuple[list[list[SequenceDelta]], list[int]]:
     """What eight clients hear where larger steps run out of memory, and the sizes of those that did."""
     runner, too_large = runner_of(core), []
     compute = runner.run
+    observer = core.observer = StepSizes()
 
     def run_if_small(batch: Batch) -> StepOutput:
-        if (num_tokens := batch.inputs.attention.num_real_tokens) > most_tokens:
+        if (num_tokens := observer.sizes.popleft()) > most_tokens:
             too_large.append(num_tokens)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return compute(batch)
