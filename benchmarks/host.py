@@ -46,6 +46,7 @@ VOCAB_SIZE = 32_000
 FIRST_WORD = 300  # the ids from here on are whole words
 BLOCK_SIZE = 16
 ROWS_FOR_WEIGHTS = 64.0
+OUTPUT_TOKENS = 400
 MAX_SECONDS = 150
 
 
@@ -152,13 +153,14 @@ def steps(core: EngineCore, *, looks_ahead: bool = True) -> Iterator[dict[str, f
 
 def step_cost(context_lens: Sequence[int], num_steps: int, **params: Any) -> dict[str, float]:
     """Microseconds of a step of decodes, by part."""
-    num_blocks = sum(-(-(length + 400) // BLOCK_SIZE) for length in context_lens) + len(context_lens)
+    num_blocks = sum(-(-(length + OUTPUT_TOKENS) // BLOCK_SIZE) for length in context_lens) + len(context_lens)
     core = make_core(num_blocks, max_num_seqs=len(context_lens), budget=10**9)
     for number, length in enumerate(context_lens):
-        core.add(make_request(number, words(length), **params))
+        core.add(make_request(number, words(length), max_tokens=OUTPUT_TOKENS, **params))
     run = steps(core)
     for _ in range(4):
         next(run)
+    assert len(core.scheduler.running) == len(context_lens)
     parts = [next(run) for _ in range(num_steps)]
     return {name: round(statistics.median(part[name] for part in parts) * 1e6, 1) for name in ("schedule", "build", "update", "total")}
 

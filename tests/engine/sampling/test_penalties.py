@@ -5,16 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.sampling.state import FIRST_CAPACITY, Penalties, TokenCounts, apply_penalties
+from penstock.engine.sampling.state import Penalties, TokenCounts, apply_penalties
 
 VOCAB = 200
-CPU = torch.device("cpu")
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=150)
 PENALTIES = st.builds(Penalties, st.sampled_from([0.5, 1.0, 1.8]), st.sampled_from([-2.0, 0.0, 1.5]), st.sampled_from([-0.5, 0.0, 2.0]))
 
 
 def counted(prompt: list[int], output: list[int]) -> TokenCounts:
-    counts = TokenCounts(prompt, CPU)
+    counts = TokenCounts(prompt)
     for token_id in output:
         counts.append(token_id)
     return counts
@@ -27,12 +26,6 @@ def test_counts_hold_every_token_once_with_its_occurrences_in_the_output(prompt:
     pairs = list(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
     assert len(pairs) == len({token for token, _ in pairs})
     assert dict(pairs) == {token: Counter(output)[token] for token in [*prompt, *output]}
-
-
-def test_counts_grow_beyond_their_first_capacity() -> None:
-    counts = counted([], list(range(3 * FIRST_CAPACITY)))
-    assert counts.ids.tolist() == list(range(3 * FIRST_CAPACITY))
-    assert counts.counts.tolist() == [1] * (3 * FIRST_CAPACITY)
 
 
 @settings(max_examples=50)
@@ -62,3 +55,16 @@ def test_no_penalised_row_changes_nothing() -> None:
     logits_BV = torch.ones(1, VOCAB)
     apply_penalties(logits_BV, [], [], [])
     assert (logits_BV == 1).all()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(TOKENS, TOKENS, PENALTIES, st.integers(-1, VOCAB - 1)), min_size=1, max_size=4), st.integers(0, 1000))
+def test_a_pending_token_is_penalised_as_one_that_is_known(sequences: list[tuple[list[int], list[int], Penalties, int]], seed: int) -> None:
+    logits_BV = torch.randn(len(sequences), VOCAB, generator=torch.Generator().manual_seed(seed))
+    expected_BV = logits_BV.clone()
+    rows, penalties = list(range(len(sequences))), [one for _, _, one, _ in sequences]
+    known = [counted(prompt, [*output, pending] if pending >= 0 else output) for prompt, output, _, pending in sequences]
+    apply_penalties(expected_BV, rows, known, penalties)
+    pending_R = torch.tensor([pending for _, _, _, pending in sequences])
+    apply_penalties(logits_BV, rows, [counted(prompt, output) for prompt, output, _, _ in sequences], penalties, pending_R)
+    torch.testing.assert_close(logits_BV, expected_BV)
