@@ -36,7 +36,7 @@ from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduler import Scheduler, WaitingQueue
-from penstock.engine.sequence import Request
+from penstock.engine.sequence import Request, SamplerRow
 from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
@@ -69,7 +69,7 @@ class NullRunner:
 
     min_tokens = 2
 
-    def __init__(self, choose: Callable[[Any], int] = lambda row: CHANCE.randrange(FIRST_WORD, VOCAB_SIZE)) -> None:
+    def __init__(self, choose: Callable[[SamplerRow], int] = lambda row: CHANCE.randrange(FIRST_WORD, VOCAB_SIZE)) -> None:
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
         self.outputs = SimpleNamespace(check=lambda names: None)
         self.cache = SimpleNamespace(block_tables_PN=torch.zeros(0, 0, dtype=torch.int32))
@@ -208,7 +208,7 @@ def ahead_share(num_rows: int, num_steps: int = 200) -> dict[str, float]:
     said = [FIRST_WORD + ids.setdefault(word, len(ids)) % (VOCAB_SIZE - FIRST_WORD) for word in re.findall(r" ?\w+|\W", text)]
     starts = {str(number): CHANCE.randrange(len(said) - 300 - 20 * num_steps) for number in range(num_rows)}
 
-    def choose(row: Any) -> int:
+    def choose(row: SamplerRow) -> int:
         sequence = row.sequence
         place = starts[sequence.request.request_id] + len(sequence.token_ids) + (sequence.pending_row is not None) + row.num_drafted
         return said[place]
