@@ -64,7 +64,7 @@ def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
     return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[_index(kept_rows, logits_KV.device)]
 
 
-def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler, pending_ids_P: Tensor | None) -> StepOutput:
+def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler, pending_ids_P: Tensor | None = None) -> StepOutput:
     """Samples the rows whose masks are there, once the step has waited for them. `pending_ids_P` are what the step before sampled."""
     rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
     logits_BV = _logits_of(batch, rows, logits_KV)

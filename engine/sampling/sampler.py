@@ -327,8 +327,9 @@ class Sampler:
                 work_BV[row, state.bias_ids] += state.biases
         penalised = [(row, state.counts, state.penalties) for row, state in enumerate(states) if state.counts is not None]
         if penalised:
-            pending_R = _pending_of([states[row] for row, _, _ in penalised], pending_ids_P)
-            apply_penalties(work_BV, *zip(*penalised, strict=True), pending_R)
+            penalised_rows, counts, penalties = zip(*penalised, strict=True)
+            pending_R = _pending_of([states[row] for row in penalised_rows], pending_ids_P)
+            apply_penalties(work_BV, penalised_rows, counts, penalties, pending_R)
         masked = [(row, token_id) for row, state in enumerate(states) for token_id in state.masked_ids()]
         if masked:
             rows, ids = to_device(torch.tensor(masked), work_BV.device).unbind(1)

@@ -25,7 +25,7 @@ class Penalties(NamedTuple):
     frequency: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CountedTokens:
     """How often each token is in one sequence's output: the distinct tokens of prompt and output, and their occurrences in the output.
 
@@ -43,12 +43,9 @@ class CountedTokens:
 class TokenCounts(CountedTokens):
     """Kept up to date token by token."""
 
-    __slots__ = ("_slots",)
-
     def __init__(self, prompt_token_ids: Iterable[int]) -> None:
-        slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
-        super().__init__(array("q", slots), array("f", bytes(4 * len(slots))))
-        object.__setattr__(self, "_slots", slots)
+        self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
+        super().__init__(array("q", self._slots), array("f", bytes(4 * len(self._slots))))
 
     def copy(self) -> "TokenCounts":
         """An independent copy."""

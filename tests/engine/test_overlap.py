@@ -312,7 +312,7 @@ def test_a_likely_draft_is_worth_waiting_for() -> None:
 )
 def test_rules_about_tokens_so_far_hold_for_steps_that_are_scheduled_ahead(options: dict[str, Any]) -> None:
     def request(number: int) -> Request:
-        drawn = {"temperature": 1.0, "seed": number} if number % 2 else {}
+        drawn: dict[str, Any] = {"temperature": 1.0, "seed": number} if number % 2 else {}
         return make_request(str(number), LETTERS[number : number + 4], max_tokens=25, ignore_eos=True, **drawn, **options)
 
     core = make_core(undecided, is_async=True)
