@@ -36,7 +36,7 @@ from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduler import Scheduler, WaitingQueue
-from penstock.engine.sequence import Request
+from penstock.engine.sequence import Request, SamplerRow
 from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
@@ -46,6 +46,7 @@ VOCAB_SIZE = 32_000
 FIRST_WORD = 300  # the ids from here on are whole words
 BLOCK_SIZE = 16
 ROWS_FOR_WEIGHTS = 64.0
+OUTPUT_TOKENS = 400
 MAX_SECONDS = 150
 
 
@@ -68,7 +69,7 @@ class NullRunner:
 
     min_tokens = 2
 
-    def __init__(self, choose: Callable[[Any], int] = lambda row: CHANCE.randrange(FIRST_WORD, VOCAB_SIZE)) -> None:
+    def __init__(self, choose: Callable[[SamplerRow], int] = lambda row: CHANCE.randrange(FIRST_WORD, VOCAB_SIZE)) -> None:
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
         self.outputs = SimpleNamespace(check=lambda names: None)
         self.cache = SimpleNamespace(block_tables_PN=torch.zeros(0, 0, dtype=torch.int32))
@@ -152,13 +153,14 @@ def steps(core: EngineCore, *, looks_ahead: bool = True) -> Iterator[dict[str, f
 
 def step_cost(context_lens: Sequence[int], num_steps: int, **params: Any) -> dict[str, float]:
     """Microseconds of a step of decodes, by part."""
-    num_blocks = sum(-(-(length + 400) // BLOCK_SIZE) for length in context_lens) + len(context_lens)
+    num_blocks = sum(-(-(length + OUTPUT_TOKENS) // BLOCK_SIZE) for length in context_lens) + len(context_lens)
     core = make_core(num_blocks, max_num_seqs=len(context_lens), budget=10**9)
     for number, length in enumerate(context_lens):
-        core.add(make_request(number, words(length), **params))
+        core.add(make_request(number, words(length), max_tokens=OUTPUT_TOKENS, **params))
     run = steps(core)
     for _ in range(4):
         next(run)
+    assert len(core.scheduler.running) == len(context_lens)
     parts = [next(run) for _ in range(num_steps)]
     return {name: round(statistics.median(part[name] for part in parts) * 1e6, 1) for name in ("schedule", "build", "update", "total")}
 
@@ -206,7 +208,7 @@ def ahead_share(num_rows: int, num_steps: int = 200) -> dict[str, float]:
     said: list[int] = [FIRST_WORD + ids.setdefault(word, len(ids)) % (VOCAB_SIZE - FIRST_WORD) for word in re.findall(r" ?\w+|\W", text)]
     starts = {str(number): CHANCE.randrange(len(said) - 300 - 20 * num_steps) for number in range(num_rows)}
 
-    def choose(row: Any) -> int:
+    def choose(row: SamplerRow) -> int:
         sequence = row.sequence
         place = starts[sequence.request.request_id] + len(sequence.token_ids) + (sequence.pending_row is not None) + row.num_drafted
         return int(said[place])

@@ -138,6 +138,7 @@ class Bench:
         @torch.inference_mode()
         def run(batch: Batch) -> StepOutput:
             times["start"] = clock()
+            runner.cache.write_tables(batch.inputs.table_updates_3U)
             runner.cache.copy_blocks(batch.copies)
             x_TH = self.decoder.embed(batch.inputs.input_ids_1T)
             times["embedding"] = clock()

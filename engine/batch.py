@@ -35,14 +35,18 @@ class PendingTokens:
         """One token for each row; any number where sampling failed, since that row is computed all the same."""
         self._token_ids = token_ids
 
-    def fill_in(self, input_ids_1T: Tensor) -> None:
-        """Replaces the placeholders. Never waits for the device. Raises `RuntimeError` where the previous step failed."""
+    def fill_in(self, input_ids_1T: Tensor) -> Tensor:
+        """Replaces the placeholders, and returns the tokens that the previous step sampled. Never waits for the device.
+
+        Raises `RuntimeError` where the previous step failed.
+        """
         if self._token_ids is None:
             raise RuntimeError("the previous step failed, which was to sample this step's tokens")
         known = self._token_ids
         token_ids_B = (known if isinstance(known, Tensor) else index_on(self._device, known)).clamp(0, self._vocab_size - 1)
         sampled_1T = token_ids_B[(-1 - input_ids_1T).clamp(min=0)]
         input_ids_1T.copy_(torch.where(input_ids_1T < 0, sampled_1T, input_ids_1T))
+        return token_ids_B
 
 
 _NONE = range(0)

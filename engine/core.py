@@ -101,7 +101,6 @@ class SequenceFactory:
             rules=rules,
             processors=request.logits_processors,
             seed_offset=index,
-            device=self.device,
             request_id=request.request_id,
             client_id=request.client_id,
             counts=None if first is None else first.sampling.counts,

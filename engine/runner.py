@@ -64,8 +64,8 @@ def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
     return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[index_on(logits_KV.device, kept_rows)]
 
 
-def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput:
-    """Samples the rows whose masks are there, once the step has waited for them."""
+def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler, pending_ids_P: Tensor | None = None) -> StepOutput:
+    """Samples the rows whose masks are there, once the step has waited for them. `pending_ids_P` are what the step before sampled."""
     rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
     logits_BV = _logits_of(batch, rows, logits_KV)
     bitmask_BW = None
@@ -74,7 +74,7 @@ def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler) -> StepOutput
         bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[index_on(bitmask_BW.device, rows)]
         bitmask_BW = to_device(bitmask_BW, logits_BV.device)
     states = [batch.samplers[row].sampling for row in rows]
-    output = StepOutput(sampler.sample(logits_BV, states, bitmask_BW), rows)
+    output = StepOutput(sampler.sample(logits_BV, states, bitmask_BW, pending_ids_P), rows)
     if batch.has_unmasked:
         output.sample_again = lambda place, mask_W: sampler.sample(
             logits_BV[place, None], [states[place]], mask_W.to(logits_BV.device)[None]
@@ -193,8 +193,7 @@ class ModelRunner:
         if batch.masks is not None:
             batch.masks.begin()
         batch = batch.on(self.loaded.device)
-        if batch.num_pending:
-            self._pending.fill_in(batch.inputs.input_ids_1T)
+        pending_ids_P = self._pending.fill_in(batch.inputs.input_ids_1T) if batch.num_pending else None
         self._pending.clear()
         self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
@@ -206,12 +205,12 @@ class ModelRunner:
         outputs = list(_output_rows(batch.outputs, logits_KV, capture))
         rows = list(range(len(batch.samplers)))
         if self._copies is not None and batch.masks is None and not batch.has_unmasked and not batch.prompts:
-            launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.samplers])
+            launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.samplers], pending_ids_P)
             if launched is not None:
                 self._pending.keep(launched.token_ids_B)
                 wait = self._copies.begin(launched.packed())
                 return lambda: StepOutput(launched.read(wait()), rows, outputs=outputs)
-        output = sample_rows(batch, logits_KV, self.sampler)
+        output = sample_rows(batch, logits_KV, self.sampler, pending_ids_P)
         self._pending.keep(output.samples.token_ids)
         output.prompt_logprobs = [self._score(logits_KV, rows) for rows in batch.prompts]
         output.outputs = outputs

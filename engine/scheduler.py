@@ -277,11 +277,11 @@ class Scheduler:
                 continue  # the block is being computed, and can be shared soon
             if not self._admit(sequence, forecast):
                 break
-            if forecast is not None:
-                forecast.add(sequence)
             num_places -= sequence.num_places
             num_tokens = budget.take(sequence.num_uncomputed_tokens, len(self.waiting))
             self._extend_blocks(sequence, num_tokens)
+            if forecast is not None:
+                forecast.add(sequence)
             self._include(sequence, num_tokens, step)
             underway.add(self._hashes_to_come(sequence, num_tokens))
 

@@ -347,7 +347,7 @@ class SamplerRow:
 def sampler_rows(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
     """A row for the sequence's next token and one after each token of the draft; the forks of a prompt have one each."""
     if sequence.pending_row is not None:
-        return [SamplerRow(sequence, sequence.sampling.after_any())]
+        return [SamplerRow(sequence, sequence.sampling.after_any(sequence.pending_row))]
     rows = []
     for member in sequence.sampling_sequences:
         member.sampling.is_constrained = member.is_constrained

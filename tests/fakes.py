@@ -135,13 +135,12 @@ class FakeRunner:
             assert self.gate.wait(timeout=60)
         if self.failure is not None:
             raise self.failure
-        if batch.num_pending:
-            self.pending.fill_in(batch.inputs.input_ids_1T)
+        pending_ids_P = self.pending.fill_in(batch.inputs.input_ids_1T) if batch.num_pending else None
         self.pending.clear()
         self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
         logits_KV = self._forward(batch)
-        output = sample_rows(batch, logits_KV, self.sampler)
+        output = sample_rows(batch, logits_KV, self.sampler, pending_ids_P)
         self.pending.keep(output.samples.token_ids)
         for rows in batch.prompts:
             targets = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.stop - rows.start]

@@ -234,11 +234,13 @@ class Sampler:
         self._shared_generator = random.Random(seed)
         self._rows_per_pass = max(1, CPU_PASS_ELEMENTS // self._width) if self.device.type == "cpu" else None
 
-    def sample(self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None) -> SamplerOutput:
+    def sample(
+        self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, pending_ids_P: Tensor | None = None
+    ) -> SamplerOutput:
         """Logits in any float dtype, left as they are; columns from `vocab_size` on are ignored.
 
         `bitmask_BW` is int32 [B, ceil(V / 32)], all ones where a row is unconstrained; None where all are. Not a number, or no token
-        left, fails that row alone.
+        left, fails that row alone. `pending_ids_P` are the tokens that the `pending_row` of a state is about.
         """
         if all(state.takes_most_probable for state in states):
             greedy = greedy_tokens(logits_BV, self.vocab_size, bitmask_BW)
@@ -250,15 +252,15 @@ class Sampler:
         for start in range(0, len(states), step):
             rows = slice(start, start + step)
             bitmask = None if bitmask_BW is None else bitmask_BW[rows]
-            output.extend(self._sample_pass(logits_BV[rows], states[rows], bitmask, processed[rows]))
+            output.extend(self._sample_pass(logits_BV[rows], states[rows], bitmask, processed[rows], pending_ids_P))
         return output
 
-    def launch(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> LaunchedSamples | None:
-        """Like `sample` without a mask, but does not wait for the device. None where some row has rules that depend on earlier tokens."""
+    def launch(self, logits_BV: Tensor, states: Sequence[SamplingState], pending_ids_P: Tensor | None = None) -> LaunchedSamples | None:
+        """Like `sample` without a mask, but does not wait for the device. None where some row has logits processors or wants candidates."""
         if not all(state.is_predictable for state in states):
             return None
         work_BV = self._float_copy(logits_BV, states)
-        self._edit(work_BV, states)
+        self._edit(work_BV, states, pending_ids_P)
         token_ids_B, is_possible_B = self._choose(work_BV, states)
         asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None}
         logprobs = None
@@ -273,7 +275,12 @@ class Sampler:
         return LaunchedSamples(token_ids_B, is_possible_B, work_BV, self._reason, list(asked), logprobs)
 
     def _sample_pass(
-        self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, processed: Sequence[Tensor | str | None]
+        self,
+        logits_BV: Tensor,
+        states: Sequence[SamplingState],
+        bitmask_BW: Tensor | None,
+        processed: Sequence[Tensor | str | None],
+        pending_ids_P: Tensor | None,
     ) -> SamplerOutput:
         work_BV = self._float_copy(logits_BV, states)
         failures: dict[int, str] = {}
@@ -282,7 +289,7 @@ class Sampler:
                 work_BV[row, : self.vocab_size] = result
             elif result is not None:
                 failures[row] = result
-        self._edit(work_BV, states)
+        self._edit(work_BV, states, pending_ids_P)
         if bitmask_BW is not None:
             self._constrain(work_BV, bitmask_BW)
         token_ids, is_possible = torch.stack(self._choose(work_BV, states)).tolist()
@@ -317,7 +324,7 @@ class Sampler:
                 results[row] = run.failures.get(place, logits_RV[place])
         return results
 
-    def _edit(self, work_BV: Tensor, states: Sequence[SamplingState]) -> None:
+    def _edit(self, work_BV: Tensor, states: Sequence[SamplingState], pending_ids_P: Tensor | None) -> None:
         """Applies allowed ids, logit bias, penalties, bad words and blocked stop ids."""
         for row, state in enumerate(states):
             if state.allowed_ids is not None:
@@ -328,11 +335,23 @@ class Sampler:
                 work_BV[row, state.bias_ids] += state.biases
         penalised = [(row, state.counts, state.penalties) for row, state in enumerate(states) if state.counts is not None]
         if penalised:
-            apply_penalties(work_BV, *zip(*penalised, strict=True))
+            penalised_rows, counts, penalties = zip(*penalised, strict=True)
+            pending_R = _pending_of([states[row] for row in penalised_rows], pending_ids_P)
+            apply_penalties(work_BV, penalised_rows, counts, penalties, pending_R)
         masked = [(row, token_id) for row, state in enumerate(states) for token_id in state.masked_ids()]
         if masked:
             rows, ids = to_device(torch.tensor(masked), work_BV.device).unbind(1)
             work_BV[rows, ids] = -torch.inf
+        after_pending = [
+            (row, state.pending_row, pending_id, token_id)
+            for row, state in enumerate(states)
+            for pending_id, token_id in state.masked_after_pending()
+        ]
+        if after_pending:
+            assert pending_ids_P is not None
+            rows, places, pending_ids, ids = to_device(torch.tensor(after_pending), work_BV.device).unbind(1)
+            change = torch.where(pending_ids_P[places] == pending_ids, -torch.inf, 0.0)
+            work_BV.index_put_((rows, ids), change, accumulate=True)
 
     def _constrain(self, work_BV: Tensor, bitmask_BW: Tensor) -> None:
         if bitmask_BW.is_cuda or (bitmask_BW.device.type == "cpu" and native_library() is not None):
@@ -406,6 +425,15 @@ class Sampler:
             for row, entry in zip(rows, entries, strict=True):
                 result[row] = entry
         return result
+
+
+def _pending_of(states: Sequence[SamplingState], pending_ids_P: Tensor | None) -> Tensor | None:
+    """The pending token of each state, -1 where it has none; None where none of them has."""
+    if pending_ids_P is None or all(state.pending_row is None for state in states):
+        return None
+    none = len(pending_ids_P)
+    places = torch.tensor([none if state.pending_row is None else state.pending_row for state in states])
+    return torch.nn.functional.pad(pending_ids_P, (0, 1), value=-1)[to_device(places, pending_ids_P.device)]
 
 
 def _drop_below_min_p(probs_BV: Tensor, min_ps: Sequence[float]) -> None:

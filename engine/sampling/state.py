@@ -1,6 +1,7 @@
 """The sampler's state of one sequence: token counts for penalties, bad words, and counter-based random numbers."""
 
 import copy
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -15,8 +16,6 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.system.device import to_device
 from penstock.engine.text.patterns import PatternState, compile_sequences
 
-FIRST_CAPACITY = 64
-
 
 class Penalties(NamedTuple):
     """One row's penalties; the neutral values are 1, 0 and 0."""
@@ -26,68 +25,86 @@ class Penalties(NamedTuple):
     frequency: float
 
 
-class TokenCounts:
-    """How often each token is in one sequence's output, kept up to date token by token.
+@dataclass(slots=True)
+class CountedTokens:
+    """How often each token is in one sequence's output: the distinct tokens of prompt and output, and their occurrences in the output.
 
-    `ids` int64 [N] are the distinct tokens of prompt and output, `counts` float32 [N] their occurrences in the output, so 0 for a token
-    that only the prompt holds. Both live on the device and are views that the next `append` may invalidate.
+    A token that only the prompt holds occurs 0 times.
     """
 
-    def __init__(self, prompt_token_ids: Iterable[int], device: torch.device) -> None:
-        distinct = list(dict.fromkeys(prompt_token_ids))
-        capacity = max(FIRST_CAPACITY, 2 * len(distinct))
-        self._slots = {token_id: slot for slot, token_id in enumerate(distinct)}
-        self._ids = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(capacity, dtype=torch.float32, device=device)
-        self._ids[: len(distinct)] = to_device(torch.tensor(distinct, dtype=torch.int64), device)
+    ids: "array[int]"
+    counts: "array[float]"
 
-    @property
-    def ids(self) -> Tensor:
-        return self._ids[: len(self._slots)]
+    def snapshot(self) -> "CountedTokens":
+        """A copy that stays as it is."""
+        return CountedTokens(self.ids[:], self.counts[:])
 
-    @property
-    def counts(self) -> Tensor:
-        return self._counts[: len(self._slots)]
+
+class TokenCounts(CountedTokens):
+    """Kept up to date token by token."""
+
+    def __init__(self, prompt_token_ids: Iterable[int]) -> None:
+        self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
+        super().__init__(array("q", self._slots), array("f", bytes(4 * len(self._slots))))
 
     def copy(self) -> "TokenCounts":
         """An independent copy."""
-        other = copy.copy(self)
-        other._slots = self._slots.copy()
-        other._ids = self._ids.clone()
-        other._counts = self._counts.clone()
+        other = TokenCounts(self.ids)
+        other.counts[:] = self.counts
         return other
 
     def append(self, token_id: int) -> None:
-        slot = self._slots.get(token_id)
-        if slot is None:
-            slot = len(self._slots)
-            if slot == len(self._ids):
-                self._ids = torch.cat((self._ids, torch.zeros_like(self._ids)))
-                self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
-            self._slots[token_id] = slot
-            self._ids[slot].fill_(token_id)  # an assignment would copy the number from the host, and so wait for a GPU
-        self._counts[slot] += 1
+        slot = self._slots.setdefault(token_id, len(self.ids))
+        if slot == len(self.ids):
+            self.ids.append(token_id)
+            self.counts.append(0.0)
+        self.counts[slot] += 1
 
 
-def apply_penalties(logits_BV: Tensor, rows: Sequence[int], counts: Sequence[TokenCounts], penalties: Sequence[Penalties]) -> None:
-    """Changes float32 [B, V] logits in place; the three sequences belong together, one entry per penalised row.
+def apply_penalties(
+    logits_BV: Tensor,
+    rows: Sequence[int],
+    counts: Sequence[CountedTokens],
+    penalties: Sequence[Penalties],
+    pending_R: Tensor | None = None,
+) -> None:
+    """Changes float32 [B, V] logits in place; the sequences belong together, one entry per penalised row. Never waits for the device.
 
     Repetition (CTRL, arXiv:1909.05858) divides positive logits and multiplies negative ones, for tokens of prompt and output.
-    Presence and frequency, as OpenAI defines them, are subtracted for tokens of the output.
+    Presence and frequency, as OpenAI defines them, are subtracted for tokens of the output. `pending_R` are one more token of each row's
+    output, -1 for none.
     """
     if not rows:
         return
     device = logits_BV.device
-    ids = torch.cat([row_counts.ids for row_counts in counts])
-    occurrences = torch.cat([row_counts.counts for row_counts in counts])
-    lengths = torch.tensor([len(row_counts.ids) for row_counts in counts])
-    row_index = to_device(torch.tensor(rows).repeat_interleave(lengths), device)
-    repeated = torch.tensor(penalties, dtype=torch.float32).repeat_interleave(lengths, dim=0)
-    repetition, presence, frequency = to_device(repeated, device).unbind(1)
-    logits = logits_BV[row_index, ids]
-    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits -= frequency * occurrences + presence * (occurrences > 0)
-    logits_BV[row_index, ids] = logits
+    all_ids, all_counts = array("q"), array("f")
+    for row_counts in counts:
+        all_ids += row_counts.ids
+        all_counts += row_counts.counts
+    lengths = [len(row_counts.ids) for row_counts in counts]
+    rows_R, lengths_R = to_device(torch.tensor([rows, lengths]), device)
+    penalties_R3 = to_device(torch.tensor(penalties, dtype=torch.float32), device)
+
+    def penalised(logits: Tensor, occurrences: Tensor, penalties_N3: Tensor) -> Tensor:
+        repetition, presence, frequency = penalties_N3.unbind(1)
+        logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+        return logits - frequency * occurrences - presence * (occurrences > 0)
+
+    place_N = torch.arange(len(rows), device=device).repeat_interleave(lengths_R, output_size=len(all_ids))
+    is_known_R = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    if len(all_ids):
+        ids_N = to_device(torch.frombuffer(all_ids, dtype=torch.int64), device)
+        occurrences_N = to_device(torch.frombuffer(all_counts, dtype=torch.float32), device)
+        if pending_R is not None:
+            is_pending_N = ids_N == pending_R[place_N]
+            occurrences_N = occurrences_N + is_pending_N
+            is_known_R = torch.zeros(len(rows), device=device).index_add_(0, place_N, is_pending_N.float()) > 0
+        logits_BV[rows_R[place_N], ids_N] = penalised(logits_BV[rows_R[place_N], ids_N], occurrences_N, penalties_R3[place_N])
+    if pending_R is not None:
+        ids_R = pending_R.clamp(min=0)
+        logits_R = logits_BV[rows_R, ids_R]
+        is_new_R = (pending_R >= 0) & ~is_known_R
+        logits_BV[rows_R, ids_R] = torch.where(is_new_R, penalised(logits_R, torch.ones_like(logits_R), penalties_R3), logits_R)
 
 
 MAX_LOGIT_BIAS = 100.0
@@ -128,7 +145,6 @@ class TokenRules:
     """
 
     bad_words: PatternState[int]
-    has_bad_words: bool
     allowed_ids: Tensor | None
     bias_ids: Tensor | None
     biases: Tensor
@@ -139,7 +155,7 @@ class TokenRules:
         bad_words = tuple(tuple(ids) for ids in bad_words_ids if ids and max(ids) < vocab_size)
         biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64).clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).float()
         allowed_ids, bias_ids = _ids_tensor(params.allowed_token_ids), _ids_tensor(params.logit_bias)
-        return cls(compile_sequences(bad_words), bool(bad_words), allowed_ids, bias_ids, biases)
+        return cls(compile_sequences(bad_words), allowed_ids, bias_ids, biases)
 
     def on(self, device: torch.device) -> "TokenRules":
         """The same on that device."""
@@ -153,7 +169,9 @@ class SamplingState:
     `is_constrained` is set where a grammar decides on the next token; from then on `min_tokens` does not apply. `block_stop` keeps stop ids
     from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
-    chooses among that many tokens. `counts` are those of a sequence with the same prompt and no output yet, to be copied.
+    chooses among that many tokens. With a `pending_row`, one more token belongs to the output than is known: the one that the step before
+    samples in that row. `counts` are those of a sequence with the same prompt and no output yet, to be
+    copied.
     """
 
     def __init__(
@@ -166,7 +184,6 @@ class SamplingState:
         rules: TokenRules,
         processors: Sequence[ChosenProcessor],
         seed_offset: int,
-        device: torch.device | str,
         request_id: str = "",
         client_id: int | str | None = None,
         counts: TokenCounts | None = None,
@@ -182,16 +199,17 @@ class SamplingState:
         self.processors = [chosen.begin(row) for chosen in processors]
         self._vocab_size = vocab_size
         self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
-        self._has_bad_words = rules.has_bad_words
+        self._rules = rules
         self._bad_words = rules.bad_words
         self.allowed_ids, self.bias_ids, self.biases = rules.allowed_ids, rules.bias_ids, rules.biases
         self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self.counts: TokenCounts | None = None
+        self.pending_row: int | None = None
+        self.counts: CountedTokens | None = None
         if self.penalties != Penalties(1.0, 0.0, 0.0):
             # Placeholders of images and the like have ids beyond the vocabulary.
             in_vocabulary = (token_id for token_id in prompt_token_ids if 0 <= token_id < vocab_size)
             known = in_vocabulary if params.repetition_penalty != 1 else ()
-            self.counts = TokenCounts(known, torch.device(device)) if counts is None else counts.copy()
+            self.counts = TokenCounts(known) if counts is None else counts.copy()
 
     @property
     def top_k(self) -> int | None:
@@ -213,12 +231,12 @@ class SamplingState:
         """Whether the next token is the one that the model finds most probable, and nothing else is asked."""
         rules = (self.counts, self.allowed_ids, self.bias_ids, self.params.logprobs)
         is_plain = self.params.is_greedy and not self.num_candidates and not self.processors and all(rule is None for rule in rules)
-        return is_plain and not self.masked_ids()
+        return is_plain and not self.masked_ids() and not self.masked_after_pending()
 
     @property
     def is_predictable(self) -> bool:
-        """Whether the tokens said so far make no difference to how the next one is chosen, but for their number."""
-        return not self.processors and not self.num_candidates and self.counts is None and not self._has_bad_words
+        """Whether the token after the next one can be sampled without the host's knowing the next one."""
+        return not self.processors and not self.num_candidates
 
     @property
     def numbers(self) -> CounterRng | None:
@@ -231,7 +249,7 @@ class SamplingState:
         self.block_stop = False
         self.generator = None if self.generator is None else self.generator.at_next_position()
         self._bad_words = self._bad_words.step(token_id)
-        if self.counts is not None and token_id < self._vocab_size:
+        if isinstance(self.counts, TokenCounts) and token_id < self._vocab_size:
             self.counts.append(token_id)
         if self.processors:
             self.token_ids.append(token_id)
@@ -239,7 +257,7 @@ class SamplingState:
     def fork(self) -> "SamplingState":
         """An independent copy. What logits processors remember is copied, as far as `copy.deepcopy` finds it."""
         state = copy.copy(self)
-        state.counts = None if self.counts is None else self.counts.copy()
+        state.counts = self.counts.copy() if isinstance(self.counts, TokenCounts) else None
         state.token_ids = list(self.token_ids)
         state.processors = [processor.fork(state.token_ids) for processor in self.processors]
         return state
@@ -251,23 +269,30 @@ class SamplingState:
         state.append(token_id)
         return state
 
-    def after_any(self) -> "SamplingState":
-        """A copy as it will be after the next token, whichever that is."""
+    def after_any(self, pending_row: int) -> "SamplingState":
+        """A copy as it will be after the next token, whichever that is: the step before samples it in this row."""
         assert self.is_predictable
         state = SamplingState.__new__(SamplingState)
         state.__dict__.update(self.__dict__)  # `copy.copy` takes four times as long, for each sequence of each step
         state.num_output_tokens += 1
         state.block_stop = False
         state.generator = None if self.generator is None else self.generator.at_next_position()
+        state.pending_row = pending_row
+        if self.counts is not None:
+            state.counts = self.counts.snapshot()
         return state
 
     def masked_ids(self) -> list[int]:
         """Tokens that may not come next: the last ones of bad words, and stop ids while they are blocked."""
-        masked = self._bad_words.completing
+        masked = self._bad_words.completing if self.pending_row is None else self._rules.bad_words.completing
         is_too_short = self.num_output_tokens < self.params.min_tokens and not self.is_constrained
         if self.block_stop or is_too_short:
             masked += self._stop_token_ids
         return masked
+
+    def masked_after_pending(self) -> list[tuple[int, int]]:
+        """Pairs of what the pending token may be, and a token that may not come next where it is that."""
+        return [] if self.pending_row is None else self._bad_words.completing_after
 
 
 def _ids_tensor(token_ids: Iterable[int]) -> Tensor | None:

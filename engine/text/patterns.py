@@ -60,6 +60,18 @@ class PatternState(Generic[Symbol]):
             state = state._failure
         return symbols
 
+    @property
+    def completing_after(self) -> list[tuple[Symbol, Symbol]]:
+        """Pairs of a symbol that may come next, and one that would complete a longer pattern after it."""
+        state: PatternState[Symbol] | None = self
+        pairs: dict[tuple[Symbol, Symbol], None] = {}
+        alone = set(self._initial.completing)
+        while state is not None:
+            for symbol in state._expand() if state._children is None else state._children:
+                pairs |= dict.fromkeys((symbol, last) for last in self.step(symbol).completing if last not in alone)
+            state = state._failure
+        return list(pairs)
+
     def step(self, symbol: Symbol) -> "PatternState[Symbol]":
         """The state after one more symbol."""
         state = self

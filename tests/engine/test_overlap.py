@@ -1,5 +1,6 @@
 """Steps that are put together while the one before them is under way: nobody can tell from the answers."""
 
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -240,8 +241,6 @@ def test_who_does_not_need_the_token_before_goes_ahead_of_it(options: dict[str, 
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.1},
-        {"bad_words": ("abc",)},
         {"logits_processors": [lambda: lambda token_ids, logits: logits]},
         {"parser": deepseek_r1, "thinking_token_budget": 9},
         {"grammar": Grammar(lambda: Walk(1))},
@@ -299,6 +298,45 @@ def test_a_likely_draft_is_worth_waiting_for() -> None:
     assert content(said) == "abcabcabcabcabc"
     assert any(follower is not None for follower in followers)
     assert sum(core.stats().accepted_lengths[1:]) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.3},
+        {"frequency_penalty": 2.0},
+        {"bad_sequences": ((LETTERS[0],), *itertools.product(LETTERS[:6], LETTERS[:9]), tuple(LETTERS[7:10]))},
+        {"logprobs": 2, "repetition_penalty": 1.5},
+    ],
+    ids=["penalties", "frequency", "bad sequences", "logprobs"],
+)
+def test_rules_about_tokens_so_far_hold_for_steps_that_are_scheduled_ahead(options: dict[str, Any]) -> None:
+    def request(number: int) -> Request:
+        drawn: dict[str, Any] = {"temperature": 1.0, "seed": number} if number % 2 else {}
+        return make_request(str(number), LETTERS[number : number + 4], max_tokens=25, ignore_eos=True, **drawn, **options)
+
+    core = make_core(undecided, is_async=True)
+    expected = [generate(make_core(undecided), request(number)) for number in range(4)]
+    said: dict[str, list[SequenceDelta]] = {}
+    for number in range(4):
+        core.add(request(number))
+    step = core.schedule()
+    assert step is not None
+    batch, num_ahead = core.build(step), 0
+    while True:
+        handle = core.runner.launch(batch)
+        follower = core.schedule_ahead(step, batch)
+        next_batch = None if follower is None else core.build(follower)
+        num_ahead += follower is not None
+        for name, deltas in core.update(step, batch, handle.collect()).items():
+            said.setdefault(name, []).extend(deltas)
+        step = follower or core.schedule()
+        if step is None:
+            break
+        batch = next_batch or core.build(step)
+    runner_of(core).shutdown()
+    assert num_ahead > 20
+    assert [tokens(said[str(number)]) for number in range(4)] == [tokens(deltas) for deltas in expected]
 
 
 def test_a_step_is_scheduled_ahead_where_all_places_are_taken_however_much_the_text_repeats_itself() -> None:

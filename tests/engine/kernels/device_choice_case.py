@@ -21,7 +21,6 @@ def choose(logits_BV: Tensor, settings: Sequence[dict[str, Any]]) -> tuple[list[
             rules=TokenRules.of(params, [], logits_BV.shape[1]).on(logits_BV.device),
             processors=[],
             seed_offset=0,
-            device=logits_BV.device,
         )
         for params in (SamplingParams(**kinds) for kinds in settings)
     ]

@@ -87,7 +87,6 @@ def make_state(
         rules=TokenRules.of(params, bad_words, vocab_size),
         processors=[ChosenProcessor(per_sequence(partial(_same, process)), {}) for process in processors],
         seed_offset=seed_offset,
-        device="cpu",
     )
     for token_id in output:
         state.append(token_id)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.state import (
-    FIRST_CAPACITY,
     MAX_LOGIT_BIAS,
     CounterRng,
     Penalties,
@@ -36,7 +35,6 @@ def make_state(
         rules=TokenRules.of(params, bad_words or [], VOCAB),
         processors=[],
         seed_offset=seed_offset,
-        device="cpu",
     )
 
 
@@ -129,13 +127,12 @@ def test_seeds_and_offsets_give_numbers_of_their_own_and_no_seed_gives_none() ->
 
 
 PENALIZED_VOCAB = 200
-CPU = torch.device("cpu")
 TOKENS = st.lists(st.integers(0, PENALIZED_VOCAB - 1), max_size=150)
 PENALTIES = st.builds(Penalties, st.sampled_from([0.5, 1.0, 1.8]), st.sampled_from([-2.0, 0.0, 1.5]), st.sampled_from([-0.5, 0.0, 2.0]))
 
 
 def counted(prompt: list[int], output: list[int]) -> TokenCounts:
-    counts = TokenCounts(prompt, CPU)
+    counts = TokenCounts(prompt)
     for token_id in output:
         counts.append(token_id)
     return counts
@@ -148,12 +145,6 @@ def test_counts_hold_every_token_once_with_its_occurrences_in_the_output(prompt:
     pairs = list(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
     assert len(pairs) == len({token for token, _ in pairs})
     assert dict(pairs) == {token: Counter(output)[token] for token in [*prompt, *output]}
-
-
-def test_counts_grow_beyond_their_first_capacity() -> None:
-    counts = counted([], list(range(3 * FIRST_CAPACITY)))
-    assert counts.ids.tolist() == list(range(3 * FIRST_CAPACITY))
-    assert counts.counts.tolist() == [1] * (3 * FIRST_CAPACITY)
 
 
 @settings(max_examples=50)
@@ -183,6 +174,19 @@ def test_no_penalised_row_changes_nothing() -> None:
     logits_BV = torch.ones(1, PENALIZED_VOCAB)
     apply_penalties(logits_BV, [], [], [])
     assert (logits_BV == 1).all()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(TOKENS, TOKENS, PENALTIES, st.integers(-1, PENALIZED_VOCAB - 1)), min_size=1, max_size=4), st.integers(0, 1000))
+def test_a_pending_token_is_penalised_as_one_that_is_known(sequences: list[tuple[list[int], list[int], Penalties, int]], seed: int) -> None:
+    logits_BV = torch.randn(len(sequences), PENALIZED_VOCAB, generator=torch.Generator().manual_seed(seed))
+    expected_BV = logits_BV.clone()
+    rows, penalties = list(range(len(sequences))), [one for _, _, one, _ in sequences]
+    known = [counted(prompt, [*output, pending] if pending >= 0 else output) for prompt, output, _, pending in sequences]
+    apply_penalties(expected_BV, rows, known, penalties)
+    pending_R = torch.tensor([pending for _, _, _, pending in sequences])
+    apply_penalties(logits_BV, rows, [counted(prompt, output) for prompt, output, _, _ in sequences], penalties, pending_R)
+    torch.testing.assert_close(logits_BV, expected_BV)
 
 
 TOKEN = st.integers(0, 3)

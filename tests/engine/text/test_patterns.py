@@ -1,6 +1,7 @@
 """The automaton, held against a search that compares every ending with every pattern."""
 
 import copy
+import itertools
 
 import pytest
 from hypothesis import given
@@ -49,6 +50,17 @@ def test_a_symbol_completes_a_pattern_exactly_where_the_symbols_would_end_with_i
     completing = states(patterns, symbols)[-1].completing
     for symbol in range(3):
         assert (symbol in completing) == any(ends_with([*symbols, symbol], pattern) for pattern in patterns)
+
+
+@given(some_patterns, some_symbols)
+def test_after_a_symbol_that_is_unknown_each_pair_that_would_complete_a_longer_pattern_is_known(
+    patterns: list[list[int]], symbols: list[int]
+) -> None:
+    pairs = states(patterns, symbols)[-1].completing_after
+    assert len(pairs) == len(set(pairs))
+    for pending, last in itertools.product(range(3), range(3)):
+        longer = [pattern for pattern in patterns if len(pattern) > 1 and [last] not in patterns]
+        assert ((pending, last) in pairs) == any(ends_with([*symbols, pending, last], pattern) for pattern in longer)
 
 
 @given(some_patterns, some_symbols, some_symbols)
