@@ -105,9 +105,9 @@ def test_sequences_of_a_request_share_what_is_prepared_for_one(rules: dict[str, 
     make_counts = TokenCounts.__init__
     monkeypatch.setattr(TokenCounts, "__init__", counted)
     core = make_core()
-    params = {
-        name: {5: 1.0} if name == "logit_bias" else tuple(value) if isinstance(value, list) else value for name, value in rules.items()
-    }
+    params: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in rules.items()}
+    if "logit_bias" in rules:
+        params["logit_bias"] = {5: 1.0}  # as it is decoded
     core.add(make_request(n=4, max_tokens=1, **params))
     [first] = core.scheduler.waiting.first(1)
     forks = first.forks
