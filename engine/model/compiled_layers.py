@@ -32,11 +32,10 @@ logger = logging.getLogger(__name__)
 COMPILED_FROM = (
     "attention/interface",
     "attention/metadata",
-    "decoder/layers",
-    "layers/fused",
-    "decoder/layer_compiler",
-    "layers/linear",
-    "layers/quantized",
+    "model/layers",
+    "model/fused",
+    "model/layer_compiler",
+    "model/linear",
 )
 # Relative, of a layer's output: what rounding in another order amounts to, with room. Quantized layers round their inputs to 8 bits.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
