@@ -73,11 +73,13 @@ class Forecast:
         return fits
 
     def _add(self, sequence: Sequence, num_held: int, num_own: int) -> None:
-        needed = -(-len(sequence.token_ids) // self._block_size) - num_held
+        num_tokens = len(sequence.token_ids)
+        num_blocks = -(-num_tokens // self._block_size)
+        needed = num_blocks - num_held
         for member in sequence.family:
             num_said = member.num_output_tokens
             num_left = min(self._lengths.expected(num_said), member.max_tokens) - num_said
-            growth = math.ceil(RESERVED * num_left / self._block_size)
+            growth = math.ceil((num_tokens + RESERVED * num_left) / self._block_size) - num_blocks
             self._needed.append(needed)
             self._growth.append(growth)
             self._own.append(num_own)

@@ -444,7 +444,7 @@ class EngineCore:
             draft = step.drafts.get(sequence, [])
             num_known = len(sequence.token_ids)
             if row in samples:
-                rows = [samples[row + place] for place in range(len(draft) + 1) if row + place in samples]
+                rows = [samples[drafted] for drafted in range(row, row + len(draft) + 1) if drafted in samples] if draft else [samples[row]]
                 self._outputs.take_samples(sequence, delta, output, rows, draft)
             elif sequence.mask is not None and sequence.mask.needs_no_sample:
                 self._outputs.take_mask(sequence, delta, sequence.mask)

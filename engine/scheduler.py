@@ -316,8 +316,8 @@ class Scheduler:
 
     def publish_last_block(self, sequence: Sequence) -> None:
         """Publishes the block that ends with the sequence's last token, which was pending when the step was scheduled."""
-        num_full = len(sequence.token_ids) // self.block_size
-        if len(sequence.token_ids) % self.block_size == 0:
+        num_full, num_more = divmod(len(sequence.token_ids), self.block_size)
+        if not num_more:
             self._publish(sequence, num_full - 1, num_full)
 
     def fork(self, parent: Sequence) -> None:

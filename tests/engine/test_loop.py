@@ -22,6 +22,7 @@ from penstock.engine.loop import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, E
 from penstock.engine.runner import StepHandle, StepOutput
 from penstock.engine.scheduler import Scheduler, Step
 from penstock.engine.sequence import Request
+from penstock.engine.speculation import Speculation
 from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, saying, tokens
 from tests.fakes import generate as generate_alone
 
@@ -548,3 +549,26 @@ def test_a_long_prompt_that_cannot_be_served_is_refused_before_it_is_hashed(monk
                 await collect(engine, make_request(prompt=[*LETTERS * 3, 2**80]))
 
     run(test)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_are_measured_where_drafts_are_weighed_against_scheduling_ahead(monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:
+    measured: list[tuple[bool, bool]] = []
+
+    def observe(self: Speculation, host_seconds: float, step_seconds: float, *, is_ahead: bool) -> None:
+        measured.append((0 < host_seconds <= step_seconds, is_ahead))
+
+    monkeypatch.setattr(Speculation, "observe", observe)
+
+    async def test() -> None:
+        async with running(make_core(rows_for_weights=8.0, is_async=is_async)) as engine:
+            for _ in range(2):
+                await collect(engine, make_request(max_tokens=6, ignore_eos=True))
+
+    run(test)
+    if not is_async:
+        assert measured == []
+    else:
+        assert all(is_plausible for is_plausible, _ in measured)
+        assert 6 <= len(measured) <= 2 * 6  # the first step of each request has none before it
+        assert sum(is_ahead for _, is_ahead in measured) >= 6
