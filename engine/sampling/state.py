@@ -186,7 +186,7 @@ class SamplingState:
         seed_offset: int,
         request_id: str = "",
         client_id: int | str | None = None,
-        counts: TokenCounts | None = None,
+        counts: CountedTokens | None = None,
     ) -> None:
         self.params = params
         self.is_constrained = False
@@ -209,7 +209,7 @@ class SamplingState:
             # Placeholders of images and the like have ids beyond the vocabulary.
             in_vocabulary = (token_id for token_id in prompt_token_ids if 0 <= token_id < vocab_size)
             known = in_vocabulary if params.repetition_penalty != 1 else ()
-            self.counts = TokenCounts(known) if counts is None else counts.copy()
+            self.counts = counts.copy() if isinstance(counts, TokenCounts) else TokenCounts(known)
 
     @property
     def top_k(self) -> int | None:
