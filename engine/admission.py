@@ -11,7 +11,7 @@ from penstock.engine.sequence import Sequence
 FIRST_LENGTH = 2048  # tokens; what answers are expected to have before any has ended
 NUM_FIRST = 16  # as many answers are taken to have ended so: the first that do end are the shortest ones
 NUM_REMEMBERED = 512
-RESERVED = 0.9  # of the expected growth: all of it would leave blocks unused, to compute at best a few hundredths less
+RESERVED = 0.95  # of the expected growth: all of it would leave blocks unused, to compute at best a few hundredths less
 
 
 class OutputLengths:
