@@ -18,7 +18,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.parsing import ReasoningParser, Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache import block_bytes
+from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.loop import Engine
 from penstock.engine.model.config import read_config, read_generation_config, sampling_defaults
 from penstock.engine.model.quantization import quantized_layers

@@ -21,7 +21,7 @@ from penstock.engine.core import DeltasByRequest, EngineCore
 from penstock.engine.model.loader import in_memory
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.scheduler import Step
+from penstock.engine.scheduling.scheduler import Step
 from penstock.engine.sequence import Request
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

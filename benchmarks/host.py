@@ -31,11 +31,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from benchmarks import report
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
-from penstock.engine.kv_cache import BlockPool
+from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
-from penstock.engine.scheduler import Scheduler, WaitingQueue
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request, SamplerRow
 from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer

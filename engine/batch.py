@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
-from penstock.engine.scheduler import SHORT_CHUNK, Step
+from penstock.engine.scheduling.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
 from penstock.engine.system.device import index_on, to_device
 

@@ -16,7 +16,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.output import OutputProcessor
 from penstock.engine.sampling.params import EarlyStopping, SamplingParams, parameters_of
 from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, SamplerOutput
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import Request, Sequence, SequenceGroup, Status
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -17,7 +17,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache import BlockPool, KVCache, block_bytes, cache_dtype
+from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.cache import KVCache, block_bytes, cache_dtype
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens
 from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs
@@ -29,7 +30,8 @@ from penstock.engine.model.native import install_native_decoder
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.scheduler import Scheduler, WaitingQueue
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request
 from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.system.device import CudaHostCopies

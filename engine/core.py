@@ -25,12 +25,12 @@ from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.kv_cache import hash_prompt
+from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.output import OutputProcessor
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
-from penstock.engine.scheduler import Scheduler, Step
+from penstock.engine.scheduling.scheduler import Scheduler, Step
 from penstock.engine.sequence import Request, Sequence, SequenceOutputs, Status
 from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget

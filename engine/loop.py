@@ -17,7 +17,7 @@ from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.runner import StepHandle
-from penstock.engine.scheduler import Step
+from penstock.engine.scheduling.scheduler import Step
 from penstock.engine.sequence import Request
 from penstock.engine.system.device import is_device_lost, is_out_of_memory
 

@@ -14,7 +14,7 @@ from penstock.engine.deltas import FinishReason, GrammarFault, PromptInfo, Seque
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import Request, Sequence, Status
 from penstock.engine.text.tokenizer import Tokenizer
 

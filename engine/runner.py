@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import DecodeGraphs
 from penstock.engine.model.layers import compute_logits

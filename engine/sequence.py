@@ -13,7 +13,7 @@ from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.kv_cache import Retention
+from penstock.engine.kv_cache.block_pool import Retention
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.speculation import NgramProposer

@@ -13,7 +13,7 @@ from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
-from penstock.engine.kv_cache import block_bytes
+from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, in_memory
 from penstock.engine.text.answer import Answer

@@ -22,11 +22,13 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequ
 from penstock.engine.contracts.parsing import Reasoning, Text, Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
-from penstock.engine.kv_cache import BlockPool, KVCache, LayerKV, Retention
+from penstock.engine.kv_cache.block_pool import BlockPool, Retention
+from penstock.engine.kv_cache.cache import KVCache, LayerKV
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
-from penstock.engine.scheduler import Scheduler, WaitingQueue
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS, Request
 from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer

@@ -80,4 +80,4 @@ def test_the_engine_has_no_circle_of_packages() -> None:
 
 def test_every_layer_was_looked_at() -> None:
     assert all(len(modules(layer)) > 1 for layer in LAYERS)
-    assert rooms_of_the_engine()["loop"] >= {"core", "scheduler"}
+    assert rooms_of_the_engine()["loop"] >= {"core", "scheduling"}

@@ -24,13 +24,13 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache import block_bytes
+from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.loop import Engine
 from penstock.engine.model.loader import CUDA_SHARE, LoadedModel
 from penstock.engine.model.loader import load_model as load_generation_model
 from penstock.engine.pooling.loader import load_pooling_model
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.scheduler import WaitingQueue
+from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run

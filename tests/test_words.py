@@ -103,7 +103,9 @@ def test_ordinary_words_are_not_found(text: str) -> None:
 
 
 GLOSSARY = re.findall(
-    r"^\| ([^|]+?) \|", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Words\n")[1], re.MULTILINE
+    r"^\| ([^|]+?) \|",
+    (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Words\n")[1].split("\n## ")[0],
+    re.MULTILINE,
 )[2:]
 
 

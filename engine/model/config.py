@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.kv_cache import LayerKV, kv_layout
+from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.engine.text.tokenizer import Tokenizer
 

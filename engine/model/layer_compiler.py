@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock.engine.attention import interface
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.config import QuantizationMode
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.config import check_servable, read_config
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from penstock.engine.attention import interface
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache import LayerKV, kv_layout
+from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
 from penstock.engine.model.quantization import (
     StoredWeightsConfig,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.linear import PackedLinear, QuantizedLinear, packed_weight

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.admission import FIRST_LENGTH, NUM_REMEMBERED, OutputLengths
 from penstock.engine.core import EngineCore
+from penstock.engine.scheduling.admission import FIRST_LENGTH, NUM_REMEMBERED, OutputLengths
 from tests.fakes import LETTERS, letter_after, make_core, make_request
 
 

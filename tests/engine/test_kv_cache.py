@@ -9,17 +9,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache import (
-    BlockPool,
-    KVCache,
-    LayerKV,
-    Retention,
-    RetentionRule,
-    block_bytes,
-    cache_dtype,
-    chain_hashes,
-    kv_layout,
-)
+from penstock.engine.kv_cache.block_pool import BlockPool, Retention, RetentionRule, chain_hashes
+from penstock.engine.kv_cache.cache import KVCache, LayerKV, block_bytes, cache_dtype, kv_layout
 from tests.engines import core_over, loaded_model
 from tests.fakes import generate, make_core, make_request
 from tests.tiny_models import ARCHITECTURES, WINDOW, tiny_config, tiny_model

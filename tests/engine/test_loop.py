@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine import kv_cache
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
+from penstock.engine.kv_cache import block_pool
 from penstock.engine.loop import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
 from penstock.engine.runner import StepHandle, StepOutput
-from penstock.engine.scheduler import Scheduler, Step
+from penstock.engine.scheduling.scheduler import Scheduler, Step
 from penstock.engine.sequence import Request
 from penstock.engine.speculation import Speculation
 from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, saying, tokens
@@ -520,14 +520,14 @@ def test_a_sequence_that_ended_in_an_update_which_failed_still_gets_its_last_del
 @pytest.mark.parametrize("num_tokens", [39, 40])
 def test_only_a_long_prompt_is_hashed_by_another_thread(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
     threads: list[int] = []
-    chain_hashes = kv_cache.chain_hashes
+    chain_hashes = block_pool.chain_hashes
 
     def note(token_ids: list[int], block_size: int, known: list[bytes], *options: Any, **bounds: Any) -> None:
         num_known = len(known)
         chain_hashes(token_ids, block_size, known, *options, **bounds)
         threads.extend([threading.get_ident()] * (len(known) - num_known))
 
-    for module in ("kv_cache", "scheduler"):
+    for module in ("kv_cache.block_pool", "scheduling.scheduler"):
         monkeypatch.setattr(f"penstock.engine.{module}.chain_hashes", note)
     monkeypatch.setattr("penstock.engine.loop.LONG_PROMPT", 40)
 

@@ -14,7 +14,7 @@ from penstock.engine.batch import Batch, placeholder
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.runner import StepHandle
-from penstock.engine.scheduler import Step
+from penstock.engine.scheduling.scheduler import Step
 from penstock.engine.sequence import Request
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (

@@ -11,7 +11,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.scheduler import Step
+from penstock.engine.scheduling.scheduler import Step
 from penstock.engine.sequence import Request
 from tests.fakes import LETTERS, generate, letter_like_before, make_core, make_request, runner_of, tokens
 

@@ -13,7 +13,7 @@ from penstock.engine.attention import interface
 from penstock.engine.attention.cpu import paged_attention_cpu
 from penstock.engine.attention.interface import paged_attention
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
-from penstock.engine.kv_cache import KVCache, LayerKV
+from penstock.engine.kv_cache.cache import KVCache, LayerKV
 from tests.fakes import block_tables
 
 KEY_SIZE, VALUE_SIZE, NUM_HEADS, NUM_KV_HEADS = 8, 6, 4, 2

@@ -19,7 +19,7 @@ from penstock.engine.attention import interface
 from penstock.engine.attention.metadata import AttentionMetadata, flatten
 from penstock.engine.batch import Batch, StepInputs, slots_of
 from penstock.engine.core import EngineCore
-from penstock.engine.kv_cache import KVCache, kv_layout
+from penstock.engine.kv_cache.cache import KVCache, kv_layout
 from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs, graph_sizes, load, padding
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel

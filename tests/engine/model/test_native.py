@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.build import load
 from penstock.engine.config import EngineConfig, QuantizationMode
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.linear import quantize_linears

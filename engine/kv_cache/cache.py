@@ -1,0 +1,184 @@
+"""The paged KV cache's tensors: the layout that a model needs, found by a trial, and the block tables beside them."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+
+from penstock.engine.config import KVCacheDtype
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.system.device import to_device
+
+FP8_CAPABILITY = (8, 9)
+PROBE = "penstock_probe"
+NUM_PROBE_TOKENS = 2
+# Tensors that a paged attention function knows what to do with. Any other tensor (a position bias, say) changes the result.
+UNDERSTOOD_TENSORS = frozenset({"position_ids", "s_aux", "cache_position"})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The keys and values of one layer for one token: `num_kv_heads` keys of `key_size` and values of `value_size` elements.
+
+    With a `sliding_window` W, a query at position i sees the keys at positions i - W + 1 to i; None: all up to i.
+    """
+
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    sliding_window: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Elements per token, keys and values together."""
+        return self.num_kv_heads * (self.key_size + self.value_size)
+
+
+class _Probe:
+    """Collects what reaches the attention function, by layer."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerKV] = {}
+        self.objections: list[str] = []
+
+    def see(self, module: torch.nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(layer_idx, int):
+            self.objections.append(f"{type(module).__name__} has no layer_idx")
+            return
+        if mask is not None:
+            self.objections.append(f"layer {layer_idx} builds an attention mask of its own")
+        is_causal = kwargs.get("is_causal")
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            self.objections.append(f"layer {layer_idx} is not causal")
+        if layer_idx in self.layers:
+            self.objections.append(f"layer {layer_idx} attends twice")
+        if key.shape[2] != NUM_PROBE_TOKENS:
+            self.objections.append(f"layer {layer_idx} attends to {key.shape[2]} keys for {NUM_PROBE_TOKENS} tokens")
+        unknown = sorted(name for name, item in kwargs.items() if isinstance(item, Tensor) and name not in UNDERSTOOD_TENSORS)
+        if unknown:
+            self.objections.append(f"layer {layer_idx} passes {', '.join(unknown)} to attention")
+        self.layers[layer_idx] = LayerKV(key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window"))
+
+
+def _note(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    probe = kwargs.get("probe")
+    if not isinstance(probe, _Probe):
+        raise ConfigurationError("it does not pass keyword arguments on to its attention function")
+    probe.see(module, key, value, attention_mask, kwargs)
+    batch_size, num_heads, num_tokens, _ = query.shape
+    return query.new_empty(batch_size, num_tokens, num_heads, value.shape[-1]), None
+
+
+def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list[LayerKV]:
+    """What each layer keeps in the KV cache, in order. Takes about 0.1 s and hardly any memory, whatever the size of the model.
+
+    Raises `ConfigurationError` where the model does something in attention that the paged KV cache cannot follow.
+    """
+    # The model is built on the meta device and run over two tokens with an attention function that records its arguments. So no table of
+    # architectures has to be kept, and the same run shows whether the model hands everything to a registered attention function.
+    config = copy.deepcopy(config)
+    AttentionInterface.register(PROBE, _note)
+    name = f"{config.model_type} model" if not config.architectures else config.architectures[0]
+    probe = _Probe()
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            # Of the ways to run experts only this one has no data-dependent shapes, which the meta device cannot follow.
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=PROBE, experts_implementation="batched_mm", trust_remote_code=trust_remote_code
+            )
+            model.eval()(input_ids=torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long), use_cache=False, probe=probe)
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ConfigurationError) as error:
+        raise ConfigurationError(f"{name} cannot be served: a trial run of its layers failed: {error}") from error
+    if probe.objections:
+        raise ConfigurationError(f"{name} cannot be served with a paged KV cache: {probe.objections[0]}")
+    num_layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+    missing = sorted(set(range(num_layers)) - probe.layers.keys())
+    if missing:
+        raise ConfigurationError(f"{name} cannot be served: layers {missing} do not use the attention interface")
+    return [probe.layers[index] for index in sorted(probe.layers)]
+
+
+class KVCache:
+    """One key and one value tensor [num_blocks, block_size, num_kv_heads, head_size] per layer, and the block tables of all sequences.
+
+    The memory is reserved at once but, on the CPU, only becomes resident as blocks are first written.
+
+    `block_tables_PN`, int32, has a row for each of the `max_num_seqs` sequences that may run, of as many blocks as the longest one may
+    have. It belongs to the model's thread, which writes the blocks that a step adds before that step reads them.
+    """
+
+    def __init__(
+        self,
+        layout: list[LayerKV],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int = 256,
+        max_blocks: int | None = None,
+    ) -> None:
+        def reserve(num_heads: int, size: int) -> Tensor:
+            return torch.empty(num_blocks, block_size, num_heads, size, dtype=dtype, device=device)
+
+        self.dtype = dtype
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.keys = [reserve(layer.num_kv_heads, layer.key_size) for layer in layout]
+        self.values = [reserve(layer.num_kv_heads, layer.value_size) for layer in layout]
+        width = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
+        self.block_tables_PN = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
+
+    def attach(self, model: nn.Module) -> None:
+        """Hangs each layer's tensors on the modules that know its number, where the attention function finds them."""
+        for module in model.modules():
+            layer_idx = getattr(module, "layer_idx", None)
+            if isinstance(layer_idx, int):
+                module.register_buffer("key_cache", self.keys[layer_idx], persistent=False)
+                module.register_buffer("value_cache", self.values[layer_idx], persistent=False)
+
+    def detach(self, model: nn.Module) -> None:
+        """Takes the tensors off the modules again, which then hold nothing of the memory."""
+        for module in model.modules():
+            if getattr(module, "key_cache", None) is self.keys[getattr(module, "layer_idx", 0)]:
+                del module.key_cache, module.value_cache
+
+    def write_tables(self, updates_3U: Tensor) -> None:
+        """Writes entries of the block tables: rows, positions in them, and blocks. Does not wait for the device."""
+        if updates_3U.shape[1]:
+            rows_U, positions_U, blocks_U = updates_3U
+            self.block_tables_PN[rows_U, positions_U] = blocks_U.to(torch.int32)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, (source, target) pairs, in every layer."""
+        if not copies:
+            return
+        sources, targets = to_device(torch.tensor(copies), self.keys[0].device).unbind(1)
+        for cache in (*self.keys, *self.values):
+            # Not every torch can index floats of 8 bits on a GPU; bytes it can.
+            blocks = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+            blocks[targets] = blocks[sources]
+
+
+def cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of keys and values. Raises `ConfigurationError` where the device has no kernels for it."""
+    if wanted == "auto":
+        return model_dtype
+    if device.type != "cuda":
+        raise ConfigurationError(f"--kv-cache-dtype {wanted}: only on a CUDA GPU, and the model runs on {device.type}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < FP8_CAPABILITY:
+        needed = ".".join(map(str, FP8_CAPABILITY))
+        raise ConfigurationError(f"--kv-cache-dtype {wanted}: it takes compute capability {needed}, and this GPU has {major}.{minor}")
+    return torch.float8_e4m3fn
+
+
+def block_bytes(layout: list[LayerKV], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers."""
+    return sum(layer.num_elements for layer in layout) * block_size * dtype.itemsize
