@@ -102,11 +102,8 @@ def test_ordinary_words_are_not_found(text: str) -> None:
     assert hits(text) == []
 
 
-GLOSSARY = re.findall(
-    r"^\| ([^|]+?) \|",
-    (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Words\n")[1].split("\n## ")[0],
-    re.MULTILINE,
-)[2:]
+WORDS = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Words\n")[1].split("\n## ")[0]
+GLOSSARY = re.findall(r"^\| ([^|]+?) \|", WORDS, re.MULTILINE)[2:]
 
 
 def test_every_word_of_the_glossary_is_used() -> None:
