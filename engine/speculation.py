@@ -126,7 +126,7 @@ class Speculation:
         Drafts make a step longer by their rows and by the host's time, and bring the tokens that are expected to be accepted. Without, the
         step takes as long as the device or the host does, whichever takes longer.
         """
-        if limit <= 0 or not proposers:
+        if limit <= 0 or not proposers or not num_sequences:
             return False
         lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
         num_gained = sum(_expected_tokens(proposer.accuracy, length) for proposer, length in zip(proposers, lengths, strict=True) if length)

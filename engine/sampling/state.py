@@ -49,8 +49,8 @@ class TokenCounts(CountedTokens):
 
     def copy(self) -> "TokenCounts":
         """An independent copy."""
-        other = TokenCounts(self.ids)
-        other.counts[:] = self.counts
+        other = copy.copy(self)
+        other._slots, other.ids, other.counts = self._slots.copy(), self.ids[:], self.counts[:]
         return other
 
     def append(self, token_id: int) -> None:

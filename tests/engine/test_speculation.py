@@ -288,6 +288,10 @@ def test_drafts_are_weighed_against_what_they_cost_and_what_waiting_costs() -> N
     assert not worth(Speculation(64.0), *[0.5] * 64)  # half a token each, for a step half as long again
 
 
+def test_a_step_that_no_sequence_decodes_in_is_not_drafted_for() -> None:
+    assert not Speculation(64.0).is_worthwhile(proposers_of(0.9), 8, num_sequences=0)
+
+
 def test_a_host_that_takes_long_makes_drafts_wait_longer() -> None:
     speculation = Speculation(64.0)
     assert worth(speculation, 0.6)
