@@ -376,19 +376,21 @@ class EngineCore:
         return step
 
     def schedule_ahead(self, step: Step, batch: Batch) -> Step | None:
-        """The step after one in flight, where it does not depend on that one's results; None where it does.
+        """The step after one in flight; None where it depends on that one's results, there is no room for it, or nothing to compute.
 
-        It must be built before `update` gets that step's results, and passed to `update`, `fail` or `cancel_step` afterwards.
+        It must be built before `update` gets the results of the step in flight, and passed to `update`, `fail` or `cancel_step` afterwards.
+        Where only room or work is missing, the step in flight counts as computed all the same, and its rows as pending until `update`.
         """
         if not self.is_async:
             return None
-        self.scheduler.weighs_drafts = is_predictable(self.scheduler, batch)
-        if not self.scheduler.weighs_drafts or step.drafts or self.scheduler.wants_drafts(step):
+        can_look_ahead = is_predictable(self.scheduler, batch)
+        self.scheduler.weighs_drafts = can_look_ahead
+        if not can_look_ahead or step.drafts or self.scheduler.wants_drafts(step):
             return None
         self.scheduler.count_computed(step)
         for row, sampler in enumerate(batch.samplers):
             sampler.sequence.pending_row = row
-        if not self.scheduler.has_room():
+        if not self.scheduler.has_room():  # which depends on what the step in flight computes
             return None
         return self.scheduler.schedule(is_ahead=True) or None
 
