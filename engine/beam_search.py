@@ -226,7 +226,7 @@ class BeamReader:
             if stops.match is not None:
                 return Ending(FinishReason.STOP, self._tokenizer.decode(list(stops.match), skip_special_tokens=False))
         # A slow grammar must not be asked here, on the loop: its next mask will tell.
-        if constraint is not None and not constraint.is_slow and constraint.is_finished(answer):
+        if constraint is not None and not constraint.is_slow and constraint.finish_if_over(answer):
             return Ending(FinishReason.STOP)
         return None
 
@@ -460,6 +460,7 @@ class BeamProcessor:
             prompt = None
             if search.prompt is None:
                 prompt = search.prompt = self.outputs.prompt_info(search.sequences[0])
+                self.outputs.count_prompt(search.sequences[0])
             continuations = search.choose()
             if not search.group.is_done:
                 self._replace(search, continuations)

@@ -458,6 +458,8 @@ class EngineCore:
             self._outputs.take_certain(sequence, delta)
             if not delta.token_ids and delta.finish_reason is None:
                 continue  # its token is computed again
+            if delta.prompt is not None:
+                self._outputs.count_prompt(sequence)
             if sequence.outputs is not None:
                 delta.outputs = sequence.outputs.take(len(delta.token_ids))
             deltas.setdefault(sequence.request.request_id, []).append(delta)

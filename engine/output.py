@@ -197,9 +197,9 @@ class OutputProcessor:
             return True
         return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
 
-    def _is_grammar_finished(self, sequence: Sequence) -> bool:
+    def _finish_grammar_if_over(self, sequence: Sequence) -> bool:
         # A slow grammar must not be asked here, on the loop: its next mask will tell.
-        return sequence.constraint is not None and not sequence.constraint.is_slow and sequence.constraint.is_finished(sequence.answer)
+        return sequence.constraint is not None and not sequence.constraint.is_slow and sequence.constraint.finish_if_over(sequence.answer)
 
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
         sequence.append(token_id)
@@ -219,7 +219,7 @@ class OutputProcessor:
             self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
         elif sequence.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
-        elif self._is_grammar_finished(sequence):
+        elif self._finish_grammar_if_over(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
@@ -258,9 +258,12 @@ class OutputProcessor:
         if request.grammar is not None and isinstance(reason, GrammarFault):
             self.give_up(request.grammar, reason)
 
-    def prompt_info(self, sequence: Sequence) -> PromptInfo:
+    def count_prompt(self, sequence: Sequence) -> None:
+        """To be called where a sequence's first tokens are taken. The prompt of a request with several sequences counts once."""
         if sequence.index == 0:
             self.num_prompt_tokens += sequence.num_prompt_tokens
+
+    def prompt_info(self, sequence: Sequence) -> PromptInfo:
         logprobs = sequence.prompt_logprobs
         context = None if sequence.outputs is None else sequence.outputs.context
         return PromptInfo(

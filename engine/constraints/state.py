@@ -310,8 +310,8 @@ class ConstraintState:
         if num_taken:
             self._matcher.rollback(num_taken)
 
-    def is_finished(self, answer: Answer) -> bool:
-        """Whether only the end can follow."""
+    def finish_if_over(self, answer: Answer) -> bool:
+        """Moves to FINISHED where only the end can follow, and returns whether it did."""
         if not self.is_open(answer) or not self._matcher.finished:
             return False
         self._enter(self.phase(answer))
@@ -506,7 +506,7 @@ class MaskJob:
         assert is_counted or self.state is MaskState.FAILED  # `give_up` failed it meanwhile
 
     def _ask(self, *, only_forced: bool = False) -> MaskState:
-        if self.is_apart and self._constraint.is_finished(self._answer):
+        if self.is_apart and self._constraint.finish_if_over(self._answer):
             self.is_finished = True
             return MaskState.FORCED
         self.forced = self._constraint.forced_tokens(self._answer)
@@ -530,7 +530,7 @@ class MaskJob:
                 ):
                     break
                 num_taken += 1
-                if self._constraint.is_finished(self._answer):
+                if self._constraint.finish_if_over(self._answer):
                     break
                 self._constraint.fill_bitmask(self._answer, row_W)
                 self._num_filled += 1
