@@ -418,8 +418,8 @@ class BeamProcessor:
             search.failure = failure
         search.candidates[sequence] = [] if failure is not None else list(samples.candidates[row])
 
-    def take_mask(self, sequence: Sequence, mask: MaskJob) -> None:
-        """Takes a mask that needs no sample: the grammar failed, or the beam can only end."""
+    def take_without_sample(self, sequence: Sequence, mask: MaskJob) -> None:
+        """Takes what the grammar says where nothing is sampled: it failed, or the beam can only end."""
         search = self._search_of(sequence)
         if mask.error is not None:
             search.failure = mask.error

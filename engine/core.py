@@ -449,7 +449,7 @@ class EngineCore:
                 rows = [samples[drafted] for drafted in range(row, row + len(draft) + 1) if drafted in samples] if draft else [samples[row]]
                 self._outputs.take_samples(sequence, delta, output, rows, draft)
             elif sequence.mask is not None and sequence.mask.needs_no_sample:
-                self._outputs.take_mask(sequence, delta, sequence.mask)
+                self._outputs.take_without_sample(sequence, delta, sequence.mask)
             else:
                 self.scheduler.uncompute_last(sequence)
                 continue
@@ -580,7 +580,7 @@ class EngineCore:
         if position is not None:
             self._beams.take_samples(sequence, output.samples, position)
         elif sequence.mask is not None and sequence.mask.needs_no_sample:
-            self._beams.take_mask(sequence, sequence.mask)
+            self._beams.take_without_sample(sequence, sequence.mask)
         else:
             self.scheduler.uncompute_last(sequence)
 

@@ -48,12 +48,12 @@ class OutputProcessor:
         """
         num_known = len(sequence.token_ids)
         constraint, is_constrained = sequence.constraint, sequence.is_constrained
-        is_masked = sequence.mask is not None or not is_constrained
+        is_final = sequence.mask is not None or not is_constrained  # else the grammar checks each sample, which no mask has restricted
         num_right = 0
         while num_right < len(rows):
             if num_right:
                 self.scheduler.keep_computed(sequence, len(sequence.token_ids))
-            if is_masked:
+            if is_final:
                 self._take_sample(sequence, delta, output.samples, rows[num_right])
             else:
                 self._take_unmasked(sequence, delta, output, rows[num_right])
@@ -64,7 +64,7 @@ class OutputProcessor:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
-            if constraint is not None and not is_masked and not self.masks.samples_unmasked(constraint, sequence.answer):
+            if constraint is not None and not is_final and not self.masks.samples_unmasked(constraint, sequence.answer):
                 break
             num_right = len(said)
 
@@ -108,11 +108,12 @@ class OutputProcessor:
         elif taken is not None:
             self._append(sequence, taken, delta)
         elif (mask := self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size)).needs_no_sample:
-            self.take_mask(sequence, delta, mask)
+            self.take_without_sample(sequence, delta, mask)
         else:
             self._take_sample(sequence, delta, sample_again(mask.row_W), 0)
 
-    def take_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskJob) -> None:
+    def take_without_sample(self, sequence: Sequence, delta: SequenceDelta, mask: MaskJob) -> None:
+        """Takes what the grammar says where nothing is sampled: forced tokens, the end of the answer, or a failure."""
         if mask.error is not None:
             self.fail(sequence, delta, mask.error)
         else:
@@ -132,7 +133,7 @@ class OutputProcessor:
             mask = self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size, only_forced=only_forced)
             if not mask.needs_no_sample or len(delta.token_ids) > MAX_FORCED_TOKENS:
                 break
-            self.take_mask(sequence, delta, mask)
+            self.take_without_sample(sequence, delta, mask)
 
     def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
         """Calls `accept`, unless nothing but the prompt was asked for. An error ends the sequence."""

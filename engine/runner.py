@@ -66,7 +66,7 @@ def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
 
 def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler, pending_ids_P: Tensor | None = None) -> StepOutput:
     """Samples the rows whose masks are there, once the step has waited for them. `pending_ids_P` are what the step before sampled."""
-    rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
+    rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.rows_to_sample()
     logits_BV = _logits_of(batch, rows, logits_KV)
     bitmask_BW = None
     if batch.masks is not None:

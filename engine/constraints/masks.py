@@ -74,7 +74,7 @@ def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
 
 @dataclass(slots=True)
 class StepMasks:
-    """Filled while the model computes: its thread calls `begin` just before that, and `wait` just before it samples.
+    """Filled while the model computes: its thread calls `begin` just before that, and `rows_to_sample` just before it samples.
 
     `bitmask_BW` (int32 [B, ceil(V / 32)], pinned where the model is on a GPU) has a row for each of the sampler's, all ones where a row is
     unconstrained. `jobs` are those of the constrained sequences, by their rows. `awaited` are those waited for, at most `grace` seconds,
@@ -101,8 +101,11 @@ class StepMasks:
             job.run()
         self._is_over.set()
 
-    def wait(self) -> list[int]:
-        """The rows to be sampled: all but those whose mask is late or has failed or is none, and those where what comes next is certain."""
+    def rows_to_sample(self) -> list[int]:
+        """Waits for the masks, at most `grace` seconds, and returns the rows to be sampled.
+
+        The others have no mask to sample under: theirs is late or has failed, or the next token is forced.
+        """
         self.begin()
         if self.awaited:
             self._is_over.wait(self.grace)
