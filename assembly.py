@@ -106,7 +106,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
-    core.give_up = compiler.give_up
+    core.report_unsupported = compiler.report_unsupported
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,

@@ -102,15 +102,15 @@ class BeamGroup:
         self._keep(ended)
         return continuations
 
-    def give_up(self, ending: Ending) -> None:
+    def end_all(self, ending: Ending) -> None:
         """Ends all beams as they are."""
-        given_up = [
+        ended = [
             Hypothesis(beam.token_ids, beam.cumulative_logprob, self._score(beam.cumulative_logprob, self.num_tokens), ending)
             for beam in self.beams
             if beam.token_ids
         ]
         self.beams = []
-        self._keep(given_up)
+        self._keep(ended)
 
     @property
     def is_done(self) -> bool:
@@ -350,9 +350,9 @@ class BeamSearch(SequenceGroup):
         self._keep_outputs()
         return continuations
 
-    def give_up(self, ending: Ending) -> None:
+    def end_all(self, ending: Ending) -> None:
         """Takes the beams for answers as they are."""
-        self.group.give_up(ending)
+        self.group.end_all(ending)
         self._keep_outputs()
 
     def outputs_of(self, hypothesis: Hypothesis) -> dict[str, Tensor]:
@@ -444,7 +444,7 @@ class BeamProcessor:
 
     def time_out(self, search: BeamSearch) -> list[SequenceDelta]:
         """Ends the search where it is, with the best that has been found."""
-        search.give_up(Ending(FinishReason.TIMED_OUT))
+        search.end_all(Ending(FinishReason.TIMED_OUT))
         return self._finish_or_fail(search, missing=FinishReason.TIMED_OUT)
 
     def _search_of(self, sequence: Sequence) -> BeamSearch:

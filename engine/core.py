@@ -166,15 +166,15 @@ class Deadlines:
     def discard(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
 
-    def take_overdue(self) -> list[str]:
+    def take_expired(self) -> list[str]:
         """The requests whose time is over, each once."""
         if not self._by_request:
             return []
         now = time.monotonic()
-        overdue = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
-        for request_id in overdue:
+        expired = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
+        for request_id in expired:
             del self._by_request[request_id]
-        return overdue
+        return expired
 
     def seconds_left(self, at_most: float) -> float:
         """Until the next of them, or `at_most`."""
@@ -282,7 +282,7 @@ class StepSize:
 class EngineCore:
     """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others.
 
-    `is_async` allows `schedule_ahead`. `give_up` is called with each grammar whose backend turns out not to support it, and why.
+    `is_async` allows `schedule_ahead`. `report_unsupported` is called with each grammar whose backend turns out not to support it, and why.
     """
 
     runner: ModelRunner
@@ -295,7 +295,7 @@ class EngineCore:
     masks: MaskPool = field(default_factory=MaskPool)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
-    give_up: Callable[[CompiledGrammar, str], None] | None = None
+    report_unsupported: Callable[[CompiledGrammar, str], None] | None = None
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _num_steps: int = 0
@@ -323,7 +323,7 @@ class EngineCore:
             stop_token_ids=self.stop_token_ids,
             vocab_size=self.vocab_size,
             retire=self._retire,
-            give_up=self._give_up,
+            report_unsupported=self._report_unsupported,
         )
         self._beams = BeamProcessor(self._outputs)
 
@@ -353,7 +353,7 @@ class EngineCore:
     def expire(self) -> DeltasByRequest:
         """Ends the requests whose deadline has passed. May be called at any time, also between `schedule` and `update`."""
         deltas: DeltasByRequest = {}
-        for request_id in self.deadlines.take_overdue():
+        for request_id in self.deadlines.take_expired():
             unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
             search = beam_search_of(unfinished[0])
             timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
@@ -511,14 +511,14 @@ class EngineCore:
 
     def step(self) -> DeltasByRequest:
         """One whole step in this thread: schedule, launch, collect, update. Waits where all work waits for late masks."""
-        overdue = self.expire()
+        expired = self.expire()
         while (step := self.schedule()) is None:
-            if overdue or not self.has_work:
-                return overdue
+            if expired or not self.has_work:
+                return expired
             self.masks.wait()
-            overdue = self.expire()
+            expired = self.expire()
         batch = self.build(step)
-        return overdue | self.update(step, batch, self.runner.launch(batch).collect())
+        return expired | self.update(step, batch, self.runner.launch(batch).collect())
 
     def stats(self) -> EngineStats:
         scheduler, speculation = self.scheduler, self.scheduler.speculation
@@ -584,9 +584,9 @@ class EngineCore:
         else:
             self.scheduler.uncompute_last(sequence)
 
-    def _give_up(self, grammar: CompiledGrammar, reason: str) -> None:
-        if self.give_up is not None:
-            self.give_up(grammar, reason)
+    def _report_unsupported(self, grammar: CompiledGrammar, reason: str) -> None:
+        if self.report_unsupported is not None:
+            self.report_unsupported(grammar, reason)
 
     def _release(self, sequence: Sequence) -> None:
         for member in sequence.family:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class OutputProcessor:
     """Turns what was sampled for one sequence into its delta. A sequence that fails, fails alone.
 
-    `retire` is called with each sequence that has ended, once its delta is whole, and `give_up` with each grammar that turned out to be
-    unsupported, and why.
+    `retire` is called with each sequence that has ended, once its delta is whole, and `report_unsupported` with each grammar whose
+    backend turned out not to support it, and why.
     """
 
     scheduler: Scheduler
@@ -35,7 +35,7 @@ class OutputProcessor:
     stop_token_ids: frozenset[int]
     vocab_size: int
     retire: Callable[[Sequence], None]
-    give_up: Callable[[CompiledGrammar, str], None]
+    report_unsupported: Callable[[CompiledGrammar, str], None]
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_forced_tokens: int = 0
@@ -257,7 +257,7 @@ class OutputProcessor:
     def report(self, request: Request, reason: str) -> None:
         """Where a request has failed because of its grammar."""
         if request.grammar is not None and isinstance(reason, GrammarFault):
-            self.give_up(request.grammar, reason)
+            self.report_unsupported(request.grammar, reason)
 
     def count_prompt(self, sequence: Sequence) -> None:
         """To be called where a sequence's first tokens are taken. The prompt of a request with several sequences counts once."""

@@ -85,10 +85,10 @@ class WaitingQueue:
         if not self._aging_seconds:
             return
         oldest = self._clock() - self._aging_seconds
-        overdue = [sequence for sequence in self._sequences if not sequence.is_overdue and sequence.queued_at <= oldest]
-        if overdue:
-            for sequence in overdue:
-                sequence.is_overdue = True
+        aged = [sequence for sequence in self._sequences if not sequence.has_aged and sequence.queued_at <= oldest]
+        if aged:
+            for sequence in aged:
+                sequence.has_aged = True
             self._sequences.sort(key=_order)
 
     def check_integrity(self) -> None:
@@ -360,7 +360,7 @@ class Scheduler:
         """Takes the sequence out, wherever it is, and frees its blocks. Forks that still wait on it are finished as well."""
         was = sequence.status
         sequence.status = Status.FINISHED
-        self._give_up_blocks(sequence)
+        self._release_blocks(sequence)
         if was is Status.RUNNING:
             self.running.remove(sequence)
             if self.lengths is not None and sequence.search is None:
@@ -394,7 +394,7 @@ class Scheduler:
         sequence.num_computed_tokens = num_tokens
         sequence.num_cached_tokens = parent.num_cached_tokens
         sequence.queue_seconds = parent.queue_seconds
-        sequence.is_overdue = parent.is_overdue
+        sequence.has_aged = parent.has_aged
         sequence.num_blocks_found = len(sequence.block_table)
         self.pool.share(sequence.block_table)
         self._run(sequence)
@@ -564,7 +564,7 @@ class Scheduler:
         self.num_preemptions += 1
         for member in self._preempted_with(sequence):
             self.running.remove(member)
-            self._give_up_blocks(member)
+            self._release_blocks(member)
             member.num_computed_tokens = 0
             member.status = Status.WAITING
         first = sequence if sequence.search is None else sequence.search.gather()
@@ -574,7 +574,7 @@ class Scheduler:
         search = sequence.search
         return [sequence] if search is None else [running for running in self.running if running.search is search]
 
-    def _give_up_blocks(self, sequence: Sequence) -> None:
+    def _release_blocks(self, sequence: Sequence) -> None:
         retention = sequence.request.retention
         if retention is not None:
             for place, block in enumerate(sequence.block_table):

@@ -17,7 +17,7 @@ from penstock.engine.text.answer import Answer
 GRACE = 0.01  # seconds beyond the forward pass
 SLOW = 0.005  # seconds
 NUM_MASKS_APART = 16
-PATIENCE = 1.0  # seconds between two checks whether a late mask is overdue
+PATIENCE = 1.0  # seconds between two checks whether a late mask is over its time limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class MaskPool:
             return None
         for one in masked:
             if one.constraint.mask is not None:
-                one.constraint.mask.give_up()  # unless it is done: it is overdue, and has no place in this step's rows
+                one.constraint.mask.fail()  # unless it is done: it is over its time limit, and has no place in this step's rows
         bitmask_BW = self._laid_out(masked, num_rows, vocab_size, pin_memory=pin_memory)
         awaited: list[MaskJob] = []
         jobs: dict[range, MaskJob] = {}
@@ -221,7 +221,7 @@ class MaskPool:
             self._thread_apart = self._thread_apart.successor()
 
     def wait(self) -> None:
-        """Waits until a late mask is ready or may be overdue. Returns at once if one became ready since the last call."""
+        """Waits until a late mask is ready or may be over its time limit. Returns at once if one became ready since the last call."""
         self._news.wait(PATIENCE)
         self._news.clear()
 

@@ -414,14 +414,14 @@ class MaskJob:
         return self.state in (MaskState.READY, MaskState.FORCED, MaskState.FAILED)
 
     @property
-    def is_overdue(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Whether it has run for so long that its request must end."""
         return self.state in _CLAIMED and self._begun_at is not None and time.monotonic() - self._begun_at > TIME_LIMIT
 
     @property
     def is_pending(self) -> bool:
         """Whether it is worth waiting for."""
-        return self.state in _PENDING and not self.is_overdue
+        return self.state in _PENDING and not self.is_over_limit
 
     @property
     def needs_no_sample(self) -> bool:
@@ -445,7 +445,7 @@ class MaskJob:
         """Its step is over. False where it is not running."""
         return self._move((MaskState.RUNNING,), MaskState.LATE)
 
-    def give_up(self) -> bool:
+    def fail(self) -> bool:
         """Fails the job unless it is done: its thread's later result is ignored."""
         return self._move(_PENDING, MaskState.FAILED, TOO_SLOW)
 
@@ -503,7 +503,7 @@ class MaskJob:
 
     def _end(self, state: MaskState, error: str | None = None) -> None:
         is_counted = self._move(_CLAIMED, state, error)
-        assert is_counted or self.state is MaskState.FAILED  # `give_up` failed it meanwhile
+        assert is_counted or self.state is MaskState.FAILED  # `fail` was called meanwhile
 
     def _ask(self, *, only_forced: bool = False) -> MaskState:
         if self.is_apart and self._constraint.finish_if_over(self._answer):
