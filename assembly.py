@@ -118,7 +118,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         plugins=plugins,
         reasoning_parser=plugins.reasoning_parser,
         tool_parser=plugins.tool_parser,
-        compile_grammar=compiler,
+        grammar_compiler=compiler,
         default_thinking_budget=budget,
         default_sampling=defaults,
         workers=workers,

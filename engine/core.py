@@ -234,7 +234,7 @@ def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
     """
     if batch.masks is not None or batch.has_unmasked:
         return False
-    sampling = {sampler.sequence for sampler in batch.samplers}
+    sampling = {sampler.sequence for sampler in batch.sampler_rows}
     for sequence in scheduler.running:
         if sequence not in sampling:
             if sequence.constraint is not None or sequence.search is not None:
@@ -388,7 +388,7 @@ class EngineCore:
         if not can_look_ahead or step.drafts or self.scheduler.wants_drafts(step):
             return None
         self.scheduler.count_computed(step)
-        for row, sampler in enumerate(batch.samplers):
+        for row, sampler in enumerate(batch.sampler_rows):
             sampler.sequence.pending_row = row
         if not self.scheduler.has_room():  # which depends on what the step in flight computes
             return None
@@ -426,14 +426,14 @@ class EngineCore:
             for sequence in wanted.sequences:
                 assert sequence.outputs is not None
                 sequence.outputs.add(wanted.first_token, outputs)
-        for sampler in batch.samplers:
+        for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
         self.scheduler.count_computed(step)
         for sequence in step.num_tokens:
             if sequence.status is Status.RUNNING and sequence.forks and sequence.num_uncomputed_tokens == 0:
                 self.scheduler.fork(sequence)
         samples = {row: position for position, row in enumerate(output.rows)}
-        for row, sampler in enumerate(batch.samplers):
+        for row, sampler in enumerate(batch.sampler_rows):
             sequence = sampler.sequence
             if sampler.num_drafted or sequence.status is not Status.RUNNING:
                 continue
@@ -464,7 +464,7 @@ class EngineCore:
                 delta.outputs = sequence.outputs.take(len(delta.token_ids))
             deltas.setdefault(sequence.request.request_id, []).append(delta)
         deltas |= self._beams.settle()
-        self._show(step, deltas)
+        self._notify_end(step, deltas)
         return deltas
 
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
@@ -475,7 +475,7 @@ class EngineCore:
         # By its sequences, not by name alone: a request that was aborted meanwhile may have given its id to another.
         for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
             deltas[request_id] = self._fail_request(request_id, reason)
-        self._show(step, deltas)
+        self._notify_end(step, deltas)
         return deltas
 
     def retry_smaller(self, step: Step, batch: Batch) -> bool:
@@ -489,7 +489,7 @@ class EngineCore:
         limit = self._step_size.halve(num_tokens)
         logger.warning("Out of memory in a step of %d tokens: it is computed again, in steps of at most %d", num_tokens, limit)
         self.masks.end()
-        for sampler in batch.samplers:
+        for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
         self.cancel_step(step)
         return True
@@ -507,7 +507,7 @@ class EngineCore:
     def cancel_step(self, step: Step) -> None:
         """Cancels a step that failed, or whose predecessor did: its sequences that have not ended are computed anew."""
         self.scheduler.cancel_step(step)
-        self._show(step, {})
+        self._notify_end(step, {})
 
     def step(self) -> DeltasByRequest:
         """One whole step in this thread: schedule, launch, collect, update. Waits where all work waits for late masks."""
@@ -548,7 +548,7 @@ class EngineCore:
             if sequence.constraint is not None:
                 sequence.constraint.check_integrity()
 
-    def _show(self, step: Step, deltas: DeltasByRequest) -> None:
+    def _notify_end(self, step: Step, deltas: DeltasByRequest) -> None:
         if self.observer is not None:
             self.observer.end(step, deltas)
 

@@ -344,7 +344,7 @@ class SamplerRow:
     num_drafted: int = 0
 
 
-def sampler_rows(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
+def sampler_rows_of(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
     """A row for the sequence's next token and one after each token of the draft; the forks of a prompt have one each."""
     if sequence.pending_row is not None:
         return [SamplerRow(sequence, sequence.sampling.after_any(sequence.pending_row))]

@@ -210,7 +210,7 @@ async def compiled(context: ServerContext, constraint: Constraint, client: str |
     """The constraint, compiled by the backend that the request names or by the first that takes it. Raises `InvalidRequest`."""
     if constraint.spec is None:
         return None
-    return await context.compile_grammar.compile(constraint.spec, constraint.backend, client=client)
+    return await context.grammar_compiler.compile(constraint.spec, constraint.backend, client=client)
 
 
 async def answer_check(

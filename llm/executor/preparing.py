@@ -126,7 +126,7 @@ async def prepare(
         async with turns:
             lane = lane_of(len(guide.guide or ""))
             spec = await context.workers.run(lane, lambda: guide.spec(context.options.additional_properties))
-            grammar = await context.compile_grammar.compile(spec)
+            grammar = await context.grammar_compiler.compile(spec)
     prompt = list(request.input_token_ids)
     return EngineRequest(
         request_id=str(request_id),
