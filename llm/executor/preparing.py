@@ -15,7 +15,7 @@ from penstock.engine.sequence import Request as EngineRequest
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
 from penstock.serving.context import ServerContext
-from penstock.serving.preparing import answer_reader
+from penstock.serving.preparing import answer_factory
 from penstock.serving.workers import lane_of
 
 OF_REQUESTS = {
@@ -132,7 +132,7 @@ async def prepare(
         request_id=str(request_id),
         prompt_token_ids=prompt,
         params=params,
-        make_answer=answer_reader(context.tokenizer, prompt, params),
+        make_answer=answer_factory(context.tokenizer, prompt, params),
         grammar=grammar,
         logits_processors=processors(context, request),
         priority=round((DEFAULT_PRIORITY - request.priority) * PRIORITY_LEVELS),
