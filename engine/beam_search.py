@@ -238,7 +238,7 @@ class BeamReader:
             if is_end_of_reasoning(before.phase, sequence.answer):
                 sequence.constraint.begin(sequence.answer, [], self._tokenizer)  # how it is shown is found out at the end
         sequence.append(token_id)
-        sequence.sampling.block_stop = must_go_on(sequence, before.phase)
+        sequence.sampling.block_stop = must_not_stop(sequence, before.phase)
 
     def fork_constraint(self, parent: Sequence) -> ConstraintState | None:
         """A constraint in the same place as the parent's, with no mask."""
@@ -301,10 +301,10 @@ class BeamReader:
         return answer
 
 
-def must_go_on(sequence: Sequence, before: Phase) -> bool:
-    """Whether the next token may be no end: there is reasoning, or its last token followed on the phase `before` and ended that."""
+def must_not_stop(sequence: Sequence, before: Phase) -> bool:
+    """Whether stop ids must be blocked: the answer is still reasoning, or its last token ended that, after the phase `before`."""
     constraint = sequence.constraint
-    return constraint is not None and (not constraint.is_open(sequence.answer) or constraint.must_begin(before, sequence.answer))
+    return constraint is not None and (not constraint.is_open(sequence.answer) or constraint.must_not_stop(before, sequence.answer))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -17,7 +17,7 @@ from penstock.engine.beam_search import (
     beam_search_of,
     check_beam_request,
     end_token_ids,
-    must_go_on,
+    must_not_stop,
     num_candidates,
 )
 from penstock.engine.constraints.masks import MaskPool
@@ -85,7 +85,7 @@ class SequenceFactory:
         reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_constraint(request, answer))
         search = first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
         first.sampling.num_candidates = group.num_candidates
-        first.sampling.block_stop = must_go_on(first, first.answer.phase)
+        first.sampling.block_stop = must_not_stop(first, first.answer.phase)
         return search
 
     def _make_one(self, request: Request, index: int, arrival: int, rules: TokenRules, first: Sequence | None = None) -> Sequence:

@@ -224,7 +224,7 @@ class OutputProcessor:
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
-        elif sequence.constraint is not None and sequence.constraint.must_begin(before, sequence.answer):
+        elif sequence.constraint is not None and sequence.constraint.must_not_stop(before, sequence.answer):
             sequence.sampling.block_stop = True
 
     def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:

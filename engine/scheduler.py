@@ -106,7 +106,7 @@ def _order(sequence: Sequence) -> tuple[bool, int, int, int]:
     return sequence.order
 
 
-SHORT_CHUNK = 8  # tokens that are computed as if each were a sequence's only one: a prompt's way costs more for so few
+SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 
 

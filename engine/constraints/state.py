@@ -273,8 +273,8 @@ class ConstraintState:
             return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
         return events
 
-    def must_begin(self, before: Phase, answer: Answer) -> bool:
-        """Whether the next token may be no end: the last, which followed on the phase `before`, ended the reasoning and began no answer."""
+    def must_not_stop(self, before: Phase, answer: Answer) -> bool:
+        """Whether stop ids must be blocked: the last token ended the reasoning, after the phase `before`, and the grammar has not begun."""
         return is_end_of_reasoning(before, answer) and not self.has_begun
 
     def shown(self, answer: Answer, events: list[Event]) -> list[Event]:
