@@ -426,7 +426,10 @@ class Scheduler:
         proposers = [
             sequence.proposer
             for sequence, num_tokens in step.num_tokens.items()
-            if sequence.proposer is not None and num_tokens == sequence.num_uncomputed_tokens and not sequence.ends_with_next_token
+            if sequence.status is Status.RUNNING
+            and sequence.proposer is not None
+            and num_tokens == sequence.num_uncomputed_tokens
+            and not sequence.ends_with_next_token
         ]
         return self.speculation.is_worthwhile(proposers, limit, num_sequences=num_sequences)
 
