@@ -216,7 +216,7 @@ async def compiled(context: ServerContext, constraint: Constraint, client: str |
 async def make_answer_check(
     context: ServerContext, body: GenerationFields, size: int, grammar: CompiledGrammar | None, tools: ToolUse | None = None
 ) -> AnswerCheck:
-    """Where the grammar is lenient, it checks the content against its schema, and calls against those of their tools."""
+    """Where the grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
     if grammar is None or not grammar.warnings:
         return AnswerCheck(context.conformance)
 
@@ -444,7 +444,7 @@ def answer_factory(
     turn: Turn | None = None,
     call_limits: CallLimits = NO_LIMITS,
 ) -> Callable[[], Answer]:
-    """Makes the object that reads the tokens of a sequence, once for each. Without parsers the text is the model's own."""
+    """Returns the function that makes the answer of a sequence, which reads its tokens. Without parsers the text is the model's own."""
     start = turn or Turn()
 
     def make_answer() -> Answer:
