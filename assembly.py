@@ -106,7 +106,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     loaded = load(files.directory, config)
     core = build_core(loaded, tokenizer, config)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
-    core.give_up = compiler.give_up
+    core.report_unsupported = compiler.report_unsupported
     context = ServerContext(
         engine=Engine(core),
         tokenizer=tokenizer,
@@ -118,7 +118,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         plugins=plugins,
         reasoning_parser=plugins.reasoning_parser,
         tool_parser=plugins.tool_parser,
-        compile_grammar=compiler,
+        grammar_compiler=compiler,
         default_thinking_budget=budget,
         default_sampling=defaults,
         workers=workers,

@@ -379,7 +379,7 @@ class AnswerFold(ABC):
         return usage_of(self._counts) if self._stream_options.continuous_usage_stats else None
 
 
-async def answer(
+async def send_answer(
     http: web.Request,
     deltas: AsyncGenerator[SequenceDelta, None],
     fold: AnswerFold,
@@ -388,7 +388,7 @@ async def answer(
     headers: dict[str, str],
     interval: int | None = None,
 ) -> web.StreamResponse:
-    """Streams a chunk for every `interval` tokens. Raises what the engine raises, as long as nothing has been sent."""
+    """Sends one body, or a chunk for every `interval` tokens. Raises what the engine raises, as long as nothing has been sent."""
     if stream:
         return await _stream(http, deltas if interval is None or interval == 1 else bundled(deltas, interval), fold, headers)
     workers, num_logprobs = http.app[SHARED].workers, 0

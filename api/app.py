@@ -158,7 +158,7 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     model_name = context.model_names[0]
     app[CONTEXT] = context
     app[METRICS] = app[REQUEST_METRICS] = Metrics(context.engine.stats, model_name)
-    app[METRICS].registry.register(GrammarCollector(context.compile_grammar.stats, model_name))
+    app[METRICS].registry.register(GrammarCollector(context.grammar_compiler.stats, model_name))
     add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, GENERATES, GENERATION))))
 
 

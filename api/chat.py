@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, answer, clamp, prompt_logprobs, usage_of
+from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, clamp, prompt_logprobs, send_answer, usage_of
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import AssistantMessage, Conformance, Message, MessageReader, MessageStep, warning_header
-from penstock.serving.preparing import ChatOptions, PreparedChat, answer_check, prepare_chat
-from penstock.serving.requests import ChatCompletionRequest, ReasoningField, searched
+from penstock.serving.messages import AssistantMessage, Conformance, Message, MessageReader, MessageStep, drop_missing_beams, warning_header
+from penstock.serving.preparing import ChatOptions, PreparedChat, make_answer_check, prepare_chat
+from penstock.serving.requests import ChatCompletionRequest, ReasoningField
 
 
 class TopLogprob(Struct):
@@ -239,8 +239,10 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     model = served_model(context, body.model)
     prepared = await prepare_chat(context, body, size, ChatOptions(client=client_of(http)))
     request = prepared.request
-    check = await answer_check(context, body, size, request.grammar, prepared.tools)
+    check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
-    deltas = check.watch(timer.watch(searched(body, context.engine.generate(request))))
+    found = drop_missing_beams(body, context.engine.generate(request))
+    timed = timer.watch(found)
+    checked = check.watch(timed)
     headers |= warning_header(request.grammar)
-    return await answer(http, deltas, fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
+    return await send_answer(http, checked, fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)

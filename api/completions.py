@@ -8,15 +8,15 @@ from functools import partial
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, answer, clamp, merge, prompt_logprobs, usage_of
+from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.engine.contracts.parsing import Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.sequence import Request
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import Conformance, check_delta, warning_header
-from penstock.serving.preparing import PreparedCompletion, Prompt, answer_check, prepare_completion, special_token_ids
-from penstock.serving.requests import CompletionRequest, searched
+from penstock.serving.messages import Conformance, check_delta, drop_missing_beams, warning_header
+from penstock.serving.preparing import PreparedCompletion, Prompt, make_answer_check, prepare_completion, special_token_ids
+from penstock.serving.requests import CompletionRequest
 
 
 class CompletionLogprobs(Struct):
@@ -196,13 +196,13 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prepared = await prepare_completion(context, body, size, request_id, client_of(http))
     requests, grammar = prepared.requests, prepared.requests[0].grammar
-    check = await answer_check(context, body, size, grammar)
+    check = await make_answer_check(context, body, size, grammar)
     fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 
     def deltas_of(request: Request) -> AsyncGenerator[SequenceDelta, None]:
-        return timer.watch(searched(body, context.engine.generate(request)))
+        return timer.watch(drop_missing_beams(body, context.engine.generate(request)))
 
     n = requests[0].params.n
     deltas = deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n)
     headers |= warning_header(grammar)
-    return await answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
+    return await send_answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)

@@ -77,7 +77,7 @@ class NullRunner:
         self._choose = choose
 
     def launch(self, batch: Batch) -> StepHandle:
-        token_ids = [self._choose(row) for row in batch.samplers]
+        token_ids = [self._choose(row) for row in batch.sampler_rows]
         future: Future[StepOutput] = Future()
         future.set_result(StepOutput(SamplerOutput(token_ids, [None] * len(token_ids)), list(range(len(token_ids)))))
         return StepHandle(future)

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.scheduling.scheduler import SHORT_CHUNK, Step
-from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows
+from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.system.device import index_on, to_device
 
 
@@ -130,8 +130,8 @@ class StepInputs:
 class Batch:
     """One step: the tensors that it reads, built on the CPU, and what is done with its results.
 
-    Row b of the sampler's input is kept row `sample_rows[b]`: several rows of the sampler may share one where sequences fork. `masks` is
-    None where no row is constrained; it is still being filled.
+    Row b of the sampler's input is row `logits_rows[b]` of the logits: several rows of the sampler may share one where sequences fork.
+    `masks` is None where no row is constrained; it is still being filled.
 
     To attention each draft token, and each of up to `SHORT_CHUNK` known tokens, is a sequence of its own with one new token, on shared
     blocks: all keys are written before any token attends, and decoding is what its kernels do best.
@@ -142,8 +142,8 @@ class Batch:
     """
 
     inputs: StepInputs
-    sample_rows: list[int]
-    samplers: list[SamplerRow]
+    logits_rows: list[int]
+    sampler_rows: list[SamplerRow]
     prompts: list[PromptRows]
     masks: StepMasks | None
     copies: list[tuple[int, int]]
@@ -199,8 +199,8 @@ def build_batch(
     context_lens: list[int] = []
     table_rows: list[int] = []
     updates = TableUpdates()
-    sample_rows: list[int] = []
-    samplers: list[SamplerRow] = []
+    logits_rows: list[int] = []
+    sampler_rows: list[SamplerRow] = []
     prompts: list[PromptRows] = []
     outputs: list[OutputRows] = []
     for sequence, num_tokens in step.num_tokens.items():
@@ -231,9 +231,9 @@ def build_batch(
             prompts.append(PromptRows(sequence, start, start + len(scored), first + 1))
         if sampled:
             first_sampled = len(kept) + own.index(sampled.start)
-            for row in sampler_rows(sequence, draft):
-                samplers.append(row)
-                sample_rows.append(first_sampled + row.num_drafted)
+            for row in sampler_rows_of(sequence, draft):
+                sampler_rows.append(row)
+                logits_rows.append(first_sampled + row.num_drafted)
         if wanted:
             first_kept = len(kept) + (own.index(wanted.start) if wanted.start in own else 0)
             first_wanted = first + wanted.start - first_row
@@ -248,15 +248,15 @@ def build_batch(
         table_rows,
         num_decodes=sum(count for count in step.num_tokens.values() if count <= SHORT_CHUNK) + sum(map(len, step.drafts.values())),
     )
-    constrained = constrained_rows(samplers, step.drafts)
-    step_masks = masks.begin(constrained, len(samplers), vocab_size, pin_memory=pin_masks)
+    constrained = constrained_rows(sampler_rows, step.drafts)
+    step_masks = masks.begin(constrained, len(sampler_rows), vocab_size, pin_memory=pin_masks)
     padding = [0] * num_padding
     return Batch(
         inputs=StepInputs.pack(
             attention, input_ids + padding, positions + padding, kept, updates.rows + updates.positions + updates.blocks, block_tables_PN
         ),
-        sample_rows=sample_rows,
-        samplers=samplers,
+        logits_rows=logits_rows,
+        sampler_rows=sampler_rows,
         prompts=prompts,
         masks=step_masks,
         copies=step.copies,
@@ -266,10 +266,10 @@ def build_batch(
     )
 
 
-def constrained_rows(samplers: list[SamplerRow], drafts: Mapping[Sequence, list[int]]) -> list[ConstrainedRows]:
+def constrained_rows(sampler_rows: list[SamplerRow], drafts: Mapping[Sequence, list[int]]) -> list[ConstrainedRows]:
     """The rows of each constrained sequence, which one mask job fills."""
     constrained = []
-    for row, sampler in enumerate(samplers):
+    for row, sampler in enumerate(sampler_rows):
         if sampler.sampling.is_constrained and sampler.num_drafted == 0:
             sequence = sampler.sequence
             assert sequence.constraint is not None

@@ -102,15 +102,15 @@ class BeamGroup:
         self._keep(ended)
         return continuations
 
-    def give_up(self, ending: Ending) -> None:
+    def end_all(self, ending: Ending) -> None:
         """Ends all beams as they are."""
-        given_up = [
+        ended = [
             Hypothesis(beam.token_ids, beam.cumulative_logprob, self._score(beam.cumulative_logprob, self.num_tokens), ending)
             for beam in self.beams
             if beam.token_ids
         ]
         self.beams = []
-        self._keep(given_up)
+        self._keep(ended)
 
     @property
     def is_done(self) -> bool:
@@ -226,7 +226,7 @@ class BeamReader:
             if stops.match is not None:
                 return Ending(FinishReason.STOP, self._tokenizer.decode(list(stops.match), skip_special_tokens=False))
         # A slow grammar must not be asked here, on the loop: its next mask will tell.
-        if constraint is not None and not constraint.is_slow and constraint.is_finished(answer):
+        if constraint is not None and not constraint.is_slow and constraint.finish_if_over(answer):
             return Ending(FinishReason.STOP)
         return None
 
@@ -238,7 +238,7 @@ class BeamReader:
             if is_end_of_reasoning(before.phase, sequence.answer):
                 sequence.constraint.begin(sequence.answer, [], self._tokenizer)  # how it is shown is found out at the end
         sequence.append(token_id)
-        sequence.sampling.block_stop = must_go_on(sequence, before.phase)
+        sequence.sampling.block_stop = must_not_stop(sequence, before.phase)
 
     def fork_constraint(self, parent: Sequence) -> ConstraintState | None:
         """A constraint in the same place as the parent's, with no mask."""
@@ -301,10 +301,10 @@ class BeamReader:
         return answer
 
 
-def must_go_on(sequence: Sequence, before: Phase) -> bool:
-    """Whether the next token may be no end: there is reasoning, or its last token followed on the phase `before` and ended that."""
+def must_not_stop(sequence: Sequence, before: Phase) -> bool:
+    """Whether stop ids must be blocked: the answer is still reasoning, or its last token ended that, after the phase `before`."""
     constraint = sequence.constraint
-    return constraint is not None and (not constraint.is_open(sequence.answer) or constraint.must_begin(before, sequence.answer))
+    return constraint is not None and (not constraint.is_open(sequence.answer) or constraint.must_not_stop(before, sequence.answer))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -350,9 +350,9 @@ class BeamSearch(SequenceGroup):
         self._keep_outputs()
         return continuations
 
-    def give_up(self, ending: Ending) -> None:
+    def end_all(self, ending: Ending) -> None:
         """Takes the beams for answers as they are."""
-        self.group.give_up(ending)
+        self.group.end_all(ending)
         self._keep_outputs()
 
     def outputs_of(self, hypothesis: Hypothesis) -> dict[str, Tensor]:
@@ -418,8 +418,8 @@ class BeamProcessor:
             search.failure = failure
         search.candidates[sequence] = [] if failure is not None else list(samples.candidates[row])
 
-    def take_mask(self, sequence: Sequence, mask: MaskJob) -> None:
-        """Takes a mask that needs no sample: the grammar failed, or the beam can only end."""
+    def take_without_sample(self, sequence: Sequence, mask: MaskJob) -> None:
+        """Takes what the grammar says where nothing is sampled: it failed, or the beam can only end."""
         search = self._search_of(sequence)
         if mask.error is not None:
             search.failure = mask.error
@@ -444,7 +444,7 @@ class BeamProcessor:
 
     def time_out(self, search: BeamSearch) -> list[SequenceDelta]:
         """Ends the search where it is, with the best that has been found."""
-        search.give_up(Ending(FinishReason.TIMED_OUT))
+        search.end_all(Ending(FinishReason.TIMED_OUT))
         return self._finish_or_fail(search, missing=FinishReason.TIMED_OUT)
 
     def _search_of(self, sequence: Sequence) -> BeamSearch:
@@ -460,6 +460,7 @@ class BeamProcessor:
             prompt = None
             if search.prompt is None:
                 prompt = search.prompt = self.outputs.prompt_info(search.sequences[0])
+                self.outputs.count_prompt(search.sequences[0])
             continuations = search.choose()
             if not search.group.is_done:
                 self._replace(search, continuations)

@@ -17,7 +17,7 @@ from penstock.engine.beam_search import (
     beam_search_of,
     check_beam_request,
     end_token_ids,
-    must_go_on,
+    must_not_stop,
     num_candidates,
 )
 from penstock.engine.constraints.masks import MaskPool
@@ -85,7 +85,7 @@ class SequenceFactory:
         reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_constraint(request, answer))
         search = first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
         first.sampling.num_candidates = group.num_candidates
-        first.sampling.block_stop = must_go_on(first, first.answer.phase)
+        first.sampling.block_stop = must_not_stop(first, first.answer.phase)
         return search
 
     def _make_one(self, request: Request, index: int, arrival: int, rules: TokenRules, first: Sequence | None = None) -> Sequence:
@@ -166,15 +166,15 @@ class Deadlines:
     def discard(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
 
-    def take_overdue(self) -> list[str]:
+    def take_expired(self) -> list[str]:
         """The requests whose time is over, each once."""
         if not self._by_request:
             return []
         now = time.monotonic()
-        overdue = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
-        for request_id in overdue:
+        expired = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
+        for request_id in expired:
             del self._by_request[request_id]
-        return overdue
+        return expired
 
     def seconds_left(self, at_most: float) -> float:
         """Until the next of them, or `at_most`."""
@@ -234,7 +234,7 @@ def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
     """
     if batch.masks is not None or batch.has_unmasked:
         return False
-    sampling = {sampler.sequence for sampler in batch.samplers}
+    sampling = {sampler.sequence for sampler in batch.sampler_rows}
     for sequence in scheduler.running:
         if sequence not in sampling:
             if sequence.constraint is not None or sequence.search is not None:
@@ -282,7 +282,7 @@ class StepSize:
 class EngineCore:
     """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others.
 
-    `is_async` allows `schedule_ahead`. `give_up` is called with each grammar whose backend turns out not to support it, and why.
+    `is_async` allows `schedule_ahead`. `report_unsupported` is called with each grammar whose backend turns out not to support it, and why.
     """
 
     runner: ModelRunner
@@ -295,7 +295,7 @@ class EngineCore:
     masks: MaskPool = field(default_factory=MaskPool)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
-    give_up: Callable[[CompiledGrammar, str], None] | None = None
+    report_unsupported: Callable[[CompiledGrammar, str], None] | None = None
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _num_steps: int = 0
@@ -323,7 +323,7 @@ class EngineCore:
             stop_token_ids=self.stop_token_ids,
             vocab_size=self.vocab_size,
             retire=self._retire,
-            give_up=self._give_up,
+            report_unsupported=self._report_unsupported,
         )
         self._beams = BeamProcessor(self._outputs)
 
@@ -353,7 +353,7 @@ class EngineCore:
     def expire(self) -> DeltasByRequest:
         """Ends the requests whose deadline has passed. May be called at any time, also between `schedule` and `update`."""
         deltas: DeltasByRequest = {}
-        for request_id in self.deadlines.take_overdue():
+        for request_id in self.deadlines.take_expired():
             unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
             search = beam_search_of(unfinished[0])
             timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
@@ -376,19 +376,21 @@ class EngineCore:
         return step
 
     def schedule_ahead(self, step: Step, batch: Batch) -> Step | None:
-        """The step after one in flight, where it does not depend on that one's results; None where it does.
+        """The step after one in flight; None where it depends on that one's results, there is no room for it, or nothing to compute.
 
-        It must be built before `update` gets that step's results, and passed to `update`, `fail` or `cancel_step` afterwards.
+        It must be built before `update` gets the results of the step in flight, and passed to `update`, `fail` or `cancel_step` afterwards.
+        Where only room or work is missing, the step in flight counts as computed all the same, and its rows as pending until `update`.
         """
         if not self.is_async:
             return None
-        self.scheduler.weighs_drafts = is_predictable(self.scheduler, batch)
-        if not self.scheduler.weighs_drafts or step.drafts or self.scheduler.wants_drafts(step):
+        can_look_ahead = is_predictable(self.scheduler, batch)
+        self.scheduler.weighs_drafts = can_look_ahead
+        if not can_look_ahead or step.drafts or self.scheduler.wants_drafts(step):
             return None
         self.scheduler.count_computed(step)
-        for row, sampler in enumerate(batch.samplers):
+        for row, sampler in enumerate(batch.sampler_rows):
             sampler.sequence.pending_row = row
-        if not self.scheduler.has_room():
+        if not self.scheduler.has_room():  # which depends on what the step in flight computes
             return None
         return self.scheduler.schedule(is_ahead=True) or None
 
@@ -424,14 +426,14 @@ class EngineCore:
             for sequence in wanted.sequences:
                 assert sequence.outputs is not None
                 sequence.outputs.add(wanted.first_token, outputs)
-        for sampler in batch.samplers:
+        for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
         self.scheduler.count_computed(step)
         for sequence in step.num_tokens:
             if sequence.status is Status.RUNNING and sequence.forks and sequence.num_uncomputed_tokens == 0:
                 self.scheduler.fork(sequence)
         samples = {row: position for position, row in enumerate(output.rows)}
-        for row, sampler in enumerate(batch.samplers):
+        for row, sampler in enumerate(batch.sampler_rows):
             sequence = sampler.sequence
             if sampler.num_drafted or sequence.status is not Status.RUNNING:
                 continue
@@ -447,7 +449,7 @@ class EngineCore:
                 rows = [samples[drafted] for drafted in range(row, row + len(draft) + 1) if drafted in samples] if draft else [samples[row]]
                 self._outputs.take_samples(sequence, delta, output, rows, draft)
             elif sequence.mask is not None and sequence.mask.needs_no_sample:
-                self._outputs.take_mask(sequence, delta, sequence.mask)
+                self._outputs.take_without_sample(sequence, delta, sequence.mask)
             else:
                 self.scheduler.uncompute_last(sequence)
                 continue
@@ -456,11 +458,13 @@ class EngineCore:
             self._outputs.take_certain(sequence, delta)
             if not delta.token_ids and delta.finish_reason is None:
                 continue  # its token is computed again
+            if delta.prompt is not None:
+                self._outputs.count_prompt(sequence)
             if sequence.outputs is not None:
                 delta.outputs = sequence.outputs.take(len(delta.token_ids))
             deltas.setdefault(sequence.request.request_id, []).append(delta)
         deltas |= self._beams.settle()
-        self._show(step, deltas)
+        self._notify_end(step, deltas)
         return deltas
 
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
@@ -471,7 +475,7 @@ class EngineCore:
         # By its sequences, not by name alone: a request that was aborted meanwhile may have given its id to another.
         for request_id in {sequence.request.request_id for sequence in step.num_tokens if sequence.status is Status.RUNNING}:
             deltas[request_id] = self._fail_request(request_id, reason)
-        self._show(step, deltas)
+        self._notify_end(step, deltas)
         return deltas
 
     def retry_smaller(self, step: Step, batch: Batch) -> bool:
@@ -485,7 +489,7 @@ class EngineCore:
         limit = self._step_size.halve(num_tokens)
         logger.warning("Out of memory in a step of %d tokens: it is computed again, in steps of at most %d", num_tokens, limit)
         self.masks.end()
-        for sampler in batch.samplers:
+        for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
         self.cancel_step(step)
         return True
@@ -503,18 +507,18 @@ class EngineCore:
     def cancel_step(self, step: Step) -> None:
         """Cancels a step that failed, or whose predecessor did: its sequences that have not ended are computed anew."""
         self.scheduler.cancel_step(step)
-        self._show(step, {})
+        self._notify_end(step, {})
 
     def step(self) -> DeltasByRequest:
         """One whole step in this thread: schedule, launch, collect, update. Waits where all work waits for late masks."""
-        overdue = self.expire()
+        expired = self.expire()
         while (step := self.schedule()) is None:
-            if overdue or not self.has_work:
-                return overdue
+            if expired or not self.has_work:
+                return expired
             self.masks.wait()
-            overdue = self.expire()
+            expired = self.expire()
         batch = self.build(step)
-        return overdue | self.update(step, batch, self.runner.launch(batch).collect())
+        return expired | self.update(step, batch, self.runner.launch(batch).collect())
 
     def stats(self) -> EngineStats:
         scheduler, speculation = self.scheduler, self.scheduler.speculation
@@ -544,7 +548,7 @@ class EngineCore:
             if sequence.constraint is not None:
                 sequence.constraint.check_integrity()
 
-    def _show(self, step: Step, deltas: DeltasByRequest) -> None:
+    def _notify_end(self, step: Step, deltas: DeltasByRequest) -> None:
         if self.observer is not None:
             self.observer.end(step, deltas)
 
@@ -576,13 +580,13 @@ class EngineCore:
         if position is not None:
             self._beams.take_samples(sequence, output.samples, position)
         elif sequence.mask is not None and sequence.mask.needs_no_sample:
-            self._beams.take_mask(sequence, sequence.mask)
+            self._beams.take_without_sample(sequence, sequence.mask)
         else:
             self.scheduler.uncompute_last(sequence)
 
-    def _give_up(self, grammar: CompiledGrammar, reason: str) -> None:
-        if self.give_up is not None:
-            self.give_up(grammar, reason)
+    def _report_unsupported(self, grammar: CompiledGrammar, reason: str) -> None:
+        if self.report_unsupported is not None:
+            self.report_unsupported(grammar, reason)
 
     def _release(self, sequence: Sequence) -> None:
         for member in sequence.family:

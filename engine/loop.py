@@ -263,7 +263,7 @@ class Engine:
             self._end_all(FinishReason.ERROR, ENGINE_FAILED)
 
     async def _awake(self) -> None:
-        """Waits until a request is added or aborted or, where a mask is late, until that is there or may be overdue."""
+        """Waits until a request is added or aborted or, where a mask is late, until that is there or may be over its time limit."""
         if not self._core.has_work:
             await self._wake.wait()
             return

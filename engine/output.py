@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class OutputProcessor:
     """Turns what was sampled for one sequence into its delta. A sequence that fails, fails alone.
 
-    `retire` is called with each sequence that has ended, once its delta is whole, and `give_up` with each grammar that turned out to be
-    unsupported, and why.
+    `retire` is called with each sequence that has ended, once its delta is whole, and `report_unsupported` with each grammar whose
+    backend turned out not to support it, and why.
     """
 
     scheduler: Scheduler
@@ -35,7 +35,7 @@ class OutputProcessor:
     stop_token_ids: frozenset[int]
     vocab_size: int
     retire: Callable[[Sequence], None]
-    give_up: Callable[[CompiledGrammar, str], None]
+    report_unsupported: Callable[[CompiledGrammar, str], None]
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_forced_tokens: int = 0
@@ -48,12 +48,12 @@ class OutputProcessor:
         """
         num_known = len(sequence.token_ids)
         constraint, is_constrained = sequence.constraint, sequence.is_constrained
-        is_masked = sequence.mask is not None or not is_constrained
+        is_final = sequence.mask is not None or not is_constrained  # else the grammar checks each sample, which no mask has restricted
         num_right = 0
         while num_right < len(rows):
             if num_right:
                 self.scheduler.keep_computed(sequence, len(sequence.token_ids))
-            if is_masked:
+            if is_final:
                 self._take_sample(sequence, delta, output.samples, rows[num_right])
             else:
                 self._take_unmasked(sequence, delta, output, rows[num_right])
@@ -64,7 +64,7 @@ class OutputProcessor:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
-            if constraint is not None and not is_masked and not self.masks.samples_unmasked(constraint, sequence.answer):
+            if constraint is not None and not is_final and not self.masks.samples_unmasked(constraint, sequence.answer):
                 break
             num_right = len(said)
 
@@ -108,11 +108,12 @@ class OutputProcessor:
         elif taken is not None:
             self._append(sequence, taken, delta)
         elif (mask := self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size)).needs_no_sample:
-            self.take_mask(sequence, delta, mask)
+            self.take_without_sample(sequence, delta, mask)
         else:
             self._take_sample(sequence, delta, sample_again(mask.row_W), 0)
 
-    def take_mask(self, sequence: Sequence, delta: SequenceDelta, mask: MaskJob) -> None:
+    def take_without_sample(self, sequence: Sequence, delta: SequenceDelta, mask: MaskJob) -> None:
+        """Takes what the grammar says where nothing is sampled: forced tokens, the end of the answer, or a failure."""
         if mask.error is not None:
             self.fail(sequence, delta, mask.error)
         else:
@@ -132,7 +133,7 @@ class OutputProcessor:
             mask = self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size, only_forced=only_forced)
             if not mask.needs_no_sample or len(delta.token_ids) > MAX_FORCED_TOKENS:
                 break
-            self.take_mask(sequence, delta, mask)
+            self.take_without_sample(sequence, delta, mask)
 
     def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
         """Calls `accept`, unless nothing but the prompt was asked for. An error ends the sequence."""
@@ -197,9 +198,9 @@ class OutputProcessor:
             return True
         return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
 
-    def _is_grammar_finished(self, sequence: Sequence) -> bool:
+    def _finish_grammar_if_over(self, sequence: Sequence) -> bool:
         # A slow grammar must not be asked here, on the loop: its next mask will tell.
-        return sequence.constraint is not None and not sequence.constraint.is_slow and sequence.constraint.is_finished(sequence.answer)
+        return sequence.constraint is not None and not sequence.constraint.is_slow and sequence.constraint.finish_if_over(sequence.answer)
 
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
         sequence.append(token_id)
@@ -219,11 +220,11 @@ class OutputProcessor:
             self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
         elif sequence.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
-        elif self._is_grammar_finished(sequence):
+        elif self._finish_grammar_if_over(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
-        elif sequence.constraint is not None and sequence.constraint.must_begin(before, sequence.answer):
+        elif sequence.constraint is not None and sequence.constraint.must_not_stop(before, sequence.answer):
             sequence.sampling.block_stop = True
 
     def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -256,11 +257,14 @@ class OutputProcessor:
     def report(self, request: Request, reason: str) -> None:
         """Where a request has failed because of its grammar."""
         if request.grammar is not None and isinstance(reason, GrammarFault):
-            self.give_up(request.grammar, reason)
+            self.report_unsupported(request.grammar, reason)
 
-    def prompt_info(self, sequence: Sequence) -> PromptInfo:
+    def count_prompt(self, sequence: Sequence) -> None:
+        """To be called where a sequence's first tokens are taken. The prompt of a request with several sequences counts once."""
         if sequence.index == 0:
             self.num_prompt_tokens += sequence.num_prompt_tokens
+
+    def prompt_info(self, sequence: Sequence) -> PromptInfo:
         logprobs = sequence.prompt_logprobs
         context = None if sequence.outputs is None else sequence.outputs.context
         return PromptInfo(

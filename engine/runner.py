@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StepOutput:
-    """Sampled tokens, an entry for each of `rows` of `Batch.samplers`, and the log probabilities of the prompt tokens computed.
+    """Sampled tokens, an entry for each of `rows` of `Batch.sampler_rows`, and the log probabilities of the prompt tokens computed.
 
     `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names, or why it has none. `sample_again` samples an entry
     under a mask, int32 [ceil(V / 32)], that it was sampled without; it is there where the batch `has_unmasked` rows, until the next step
@@ -59,21 +59,21 @@ class StepHandle:
 
 
 def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
-    """The logits of these rows of the batch's samplers."""
-    kept_rows = [batch.sample_rows[row] for row in rows]
+    """The logits of these of the batch's sampler rows."""
+    kept_rows = [batch.logits_rows[row] for row in rows]
     return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[index_on(logits_KV.device, kept_rows)]
 
 
 def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler, pending_ids_P: Tensor | None = None) -> StepOutput:
     """Samples the rows whose masks are there, once the step has waited for them. `pending_ids_P` are what the step before sampled."""
-    rows = list(range(len(batch.samplers))) if batch.masks is None else batch.masks.wait()
+    rows = list(range(len(batch.sampler_rows))) if batch.masks is None else batch.masks.rows_to_sample()
     logits_BV = _logits_of(batch, rows, logits_KV)
     bitmask_BW = None
     if batch.masks is not None:
         bitmask_BW = batch.masks.bitmask_BW
         bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[index_on(bitmask_BW.device, rows)]
         bitmask_BW = to_device(bitmask_BW, logits_BV.device)
-    states = [batch.samplers[row].sampling for row in rows]
+    states = [batch.sampler_rows[row].sampling for row in rows]
     output = StepOutput(sampler.sample(logits_BV, states, bitmask_BW, pending_ids_P), rows)
     if batch.has_unmasked:
         output.sample_again = lambda place, mask_W: sampler.sample(
@@ -138,7 +138,7 @@ class ModelRunner:
         self._pending = PendingTokens(vocab_size, loaded.device)
         self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
-        self._waiting = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
+        self._results_thread = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
 
     def _prepare_thread(self) -> None:
         torch.set_num_threads(self.num_threads)  # OpenMP keeps it per thread
@@ -146,9 +146,9 @@ class ModelRunner:
             torch.cuda.set_device(self.loaded.device)  # Triton launches on the thread's current device
 
     def launch(self, batch: Batch) -> StepHandle:
-        if self._waiting is None:
+        if self._results_thread is None:
             return StepHandle(self.thread.submit(self.run, batch))
-        return StepHandle(self._waiting.submit(_finish, self.thread.submit(self.start, batch)))
+        return StepHandle(self._results_thread.submit(_finish, self.thread.submit(self.start, batch)))
 
     def optimize(self) -> None:
         """Captures and compiles what makes steps faster, and swaps it in between two steps. Takes long, outside the model's thread."""
@@ -180,8 +180,8 @@ class ModelRunner:
         if self._compilation is not None:
             self._compilation.cancel()
         self.thread.shutdown()
-        if self._waiting is not None:
-            self._waiting.shutdown()
+        if self._results_thread is not None:
+            self._results_thread.shutdown()
 
     def run(self, batch: Batch) -> StepOutput:
         """Computes a step and waits for its results."""
@@ -203,9 +203,9 @@ class ModelRunner:
         else:
             logits_KV, capture = self.forward(batch), None
         outputs = list(_output_rows(batch.outputs, logits_KV, capture))
-        rows = list(range(len(batch.samplers)))
+        rows = list(range(len(batch.sampler_rows)))
         if self._copies is not None and batch.masks is None and not batch.has_unmasked and not batch.prompts:
-            launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.samplers], pending_ids_P)
+            launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.sampler_rows], pending_ids_P)
             if launched is not None:
                 self._pending.keep(launched.token_ids_B)
                 wait = self._copies.begin(launched.packed())

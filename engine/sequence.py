@@ -190,7 +190,7 @@ class Sequence:
 
     `forks` are the request's other sequences. They have no blocks of their own until what they share with this one has been computed
     once, by this one: the prompt, and for the beams of a `search` perhaps more.
-    `queue_seconds` is None until the sequence is first scheduled. `is_overdue` once it has waited for so long that its priority does not
+    `queue_seconds` is None until the sequence is first scheduled. `has_aged` once it has waited for so long that its priority does not
     count any more. `constraint` is None where no grammar decides on any of its tokens.
     `proposer` is None where the sequence never has draft tokens.
     `stops` is None where no token sequence ends the answer.
@@ -218,7 +218,7 @@ class Sequence:
     pending_row: int | None = None
     num_cached_tokens: int = 0
     queued_at: float = 0.0
-    is_overdue: bool = False
+    has_aged: bool = False
     queue_seconds: float | None = None
     block_table: list[int] = field(default_factory=list)
     num_blocks_found: int = 0
@@ -259,8 +259,8 @@ class Sequence:
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
-        """The scheduling order: overdue sequences first, then lower priority values, then earlier arrival."""
-        return (not self.is_overdue, 0 if self.is_overdue else self.request.priority, self.arrival, self.index)
+        """The scheduling order: sequences that have aged first, then lower priority values, then earlier arrival."""
+        return (not self.has_aged, 0 if self.has_aged else self.request.priority, self.arrival, self.index)
 
     @property
     def is_constrained(self) -> bool:
@@ -344,7 +344,7 @@ class SamplerRow:
     num_drafted: int = 0
 
 
-def sampler_rows(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
+def sampler_rows_of(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
     """A row for the sequence's next token and one after each token of the draft; the forks of a prompt have one each."""
     if sequence.pending_row is not None:
         return [SamplerRow(sequence, sequence.sampling.after_any(sequence.pending_row))]

@@ -75,7 +75,7 @@ class ServerContext(SharedContext):
     plugins: "Plugins"
     reasoning_parser: "ReasoningParserFactory | None"
     tool_parser: "ToolParserFactory | None"
-    compile_grammar: "GrammarCompiler"
+    grammar_compiler: "GrammarCompiler"
     default_thinking_budget: int | None
     default_sampling: dict[str, Any]
     system_fingerprint: str | None = None
@@ -83,10 +83,10 @@ class ServerContext(SharedContext):
 
     def warm_up(self) -> None:
         SharedContext.warm_up(self)
-        self.compile_grammar.warm_up()
+        self.grammar_compiler.warm_up()
 
     def close(self) -> None:
-        self.compile_grammar.close()
+        self.grammar_compiler.close()
         self.conformance.close()
         SharedContext.close(self)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -18,6 +19,7 @@ from penstock.engine.deltas import ClientFault, FinishReason, PromptInfo, Sequen
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, JobLimitExceeded, QueueFull
 from penstock.engine.system.sandbox import Limits, Sandbox
 from penstock.plugins.grammars.json_schema.values import PATTERNS
+from penstock.serving.requests import GenerationFields, beam_refusal
 
 
 def check_delta(delta: SequenceDelta) -> None:
@@ -28,6 +30,21 @@ def check_delta(delta: SequenceDelta) -> None:
         raise GenerationFailed(delta.error or "the step that this request was in failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise EngineUnavailable(delta.error or "the request was aborted before it was complete")
+
+
+def drop_missing_beams(body: GenerationFields, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
+    """The deltas of one prompt without the answers that its beam search did not find; unchanged where there is no beam search."""
+    return _found_beams(body, deltas) if body.use_beam_search else deltas
+
+
+async def _found_beams(body: GenerationFields, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
+    try:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                if delta.beam_score != -math.inf:
+                    yield delta
+    except InvalidRequest as error:
+        raise beam_refusal(error, body) from None
 
 
 @dataclass(slots=True)

@@ -147,7 +147,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         prompt_token_ids=prompt_token_ids,
         params=params,
         rules=token_rules(params, context.tokenizer, context.vocab_size),
-        make_answer=answer_reader(
+        make_answer=answer_factory(
             context.tokenizer,
             prompt_token_ids,
             params,
@@ -194,7 +194,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
             prompt_token_ids=token_ids,
             params=prompt_params,
             rules=rules,
-            make_answer=answer_reader(context.tokenizer, token_ids, prompt_params),
+            make_answer=answer_factory(context.tokenizer, token_ids, prompt_params),
             logits_processors=processors,
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
@@ -210,13 +210,13 @@ async def compiled(context: ServerContext, constraint: Constraint, client: str |
     """The constraint, compiled by the backend that the request names or by the first that takes it. Raises `InvalidRequest`."""
     if constraint.spec is None:
         return None
-    return await context.compile_grammar.compile(constraint.spec, constraint.backend, client=client)
+    return await context.grammar_compiler.compile(constraint.spec, constraint.backend, client=client)
 
 
-async def answer_check(
+async def make_answer_check(
     context: ServerContext, body: GenerationFields, size: int, grammar: CompiledGrammar | None, tools: ToolUse | None = None
 ) -> AnswerCheck:
-    """Where the grammar is lenient: checks the content against its schema, and calls against those of their tools."""
+    """Where the grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
     if grammar is None or not grammar.warnings:
         return AnswerCheck(context.conformance)
 
@@ -434,7 +434,7 @@ def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoic
     return chosen_processors(context.plugins.logits_processors, [(choice.name, choice.arguments) for choice in choices or ()])
 
 
-def answer_reader(
+def answer_factory(
     tokenizer: Tokenizer,
     prompt_token_ids: list[int],
     params: SamplingParams,
@@ -444,7 +444,7 @@ def answer_reader(
     turn: Turn | None = None,
     call_limits: CallLimits = NO_LIMITS,
 ) -> Callable[[], Answer]:
-    """What the engine calls once per sequence to read its tokens. Without parsers the text is the model's own."""
+    """Returns the function that makes the answer of a sequence, which reads its tokens. Without parsers the text is the model's own."""
     start = turn or Turn()
 
     def make_answer() -> Answer:

@@ -1,9 +1,6 @@
 """Requests as HTTP bodies and the library give them: conversations, constraints and sampling fields."""
 
-import math
 import re
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,7 +8,6 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind
-from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams, parameters_of
 
@@ -346,7 +342,7 @@ def beam_search(body: GenerationFields) -> BeamSearchParams | None:
             early_stopping=False if body.early_stopping is None else body.early_stopping,
         )
     except InvalidRequest as error:
-        raise _renamed(error, body) from None
+        raise beam_refusal(error, body) from None
 
 
 def searched_defaults(body: GenerationFields, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -356,22 +352,7 @@ def searched_defaults(body: GenerationFields, defaults: dict[str, Any]) -> dict[
     return {"repetition_penalty": defaults.get("repetition_penalty"), "temperature": 0.0}
 
 
-def searched(body: GenerationFields, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
-    """The deltas of one prompt, without the answers that a search did not find."""
-    return _searched(body, deltas) if body.use_beam_search else deltas
-
-
-async def _searched(body: GenerationFields, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
-    try:
-        async with aclosing(deltas):
-            async for delta in deltas:
-                if delta.beam_score != -math.inf:
-                    yield delta
-    except InvalidRequest as error:
-        raise _renamed(error, body) from None
-
-
-def _renamed(error: InvalidRequest, body: GenerationFields) -> InvalidRequest:
+def beam_refusal(error: InvalidRequest, body: GenerationFields) -> InvalidRequest:
     """The engine's refusal, with the name that the beam width has in the body."""
     if error.param != "beam_width":
         return error

@@ -237,10 +237,10 @@ def answer_grammar(
         if constraint is not None and not is_about_content(constraint):
             message = f"`{constraint.param}` constrains the content, of which a forced tool call leaves none: use `tool_choice` `auto`"
             raise InvalidRequest(message, constraint.param)
-        return grammar_of(only_calls)
+        return structure_spec(only_calls)
     if constraint is not None:
-        return grammar_of(Either((Value(constraint), only_calls)))
-    return grammar_of(text_and_calls(opening, calls, is_single=use.is_single))
+        return structure_spec(Either((Value(constraint), only_calls)))
+    return structure_spec(text_and_calls(opening, calls, is_single=use.is_single))
 
 
 def what_is_promised(use: ToolUse, constraint: GrammarSpec | None) -> tuple[str, str] | None:
@@ -271,7 +271,7 @@ def text_and_calls(opening: str, calls: Structure, *, is_single: bool) -> Struct
     return Sequence((Repeat(Sequence((TextUntil(opening), calls))), text))
 
 
-def grammar_of(structure: Structure) -> GrammarSpec:
+def structure_spec(structure: Structure) -> GrammarSpec:
     return GrammarSpec(GrammarKind.STRUCTURE, "", "tools", structure=structure)
 
 

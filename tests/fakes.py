@@ -182,7 +182,7 @@ class FakeRunner:
             assert (num_new == 1) == (row < attention.num_decodes)
             histories += [history[: length - num_new + 1 + position] for position in range(num_new)]
         kept = [histories[row] for row in batch.inputs.kept_T.tolist()]
-        for row, sampler in zip(batch.sample_rows, batch.samplers, strict=True):
+        for row, sampler in zip(batch.logits_rows, batch.sampler_rows, strict=True):
             known = sampler.sequence.token_ids
             assert kept[row][: len(known)] == known[: len(kept[row])], "the cache holds another sequence's tokens"
             # Where tokens were pending, those of the step before may be known by now or not.

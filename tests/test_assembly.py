@@ -59,7 +59,7 @@ def test_a_server_says_which_parsers_it_uses_and_why(model_dir: Path, flags: lis
     assert assembled.context.reasoning_parser is plugins.reasoning_parser
     assert assembled.context.tool_parser is plugins.tool_parser
     assembled.context.workers.shutdown()
-    assembled.context.compile_grammar.close()
+    assembled.context.grammar_compiler.close()
 
 
 @pytest.mark.parametrize(("flags", "says"), [(["--quantization", "int8"], True), (["--quantization", "none"], False), ([], False)])
@@ -68,7 +68,7 @@ def test_a_server_says_how_many_layers_are_in_few_bits(model_dir: Path, flags: l
     assembled = assemble_generation(arguments, Plugins.start([]), ModelFiles.of(arguments))
     assert ("layers in 8 bits" in assembled.summary) == says
     assembled.context.workers.shutdown()
-    assembled.context.compile_grammar.close()
+    assembled.context.grammar_compiler.close()
 
 
 def test_the_fingerprint_is_that_of_version_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_a_single_layer_in_few_bits_is_one_layer(model_dir: Path, monkeypatch: p
     assembled = assemble_generation(arguments, Plugins.start([]), ModelFiles.of(arguments))
     assert "; 210 layers in 4 bits; 1 layer in 8 bits; " in assembled.summary
     assembled.context.workers.shutdown()
-    assembled.context.compile_grammar.close()
+    assembled.context.grammar_compiler.close()
 
 
 def test_a_model_that_generates_has_no_embeddings_to_cut_short(model_dir: Path) -> None:

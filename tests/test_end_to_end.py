@@ -100,7 +100,7 @@ class Server:
     async def _stop(self) -> None:
         await self.context.engine.stop()
         await self._runner.cleanup()
-        self.context.compile_grammar.close()
+        self.context.grammar_compiler.close()
         self.context.workers.shutdown()
 
 

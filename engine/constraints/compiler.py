@@ -126,7 +126,7 @@ class Abandoned(Exception):
     """No request waits for the compilation any more: it ended before the next backend was called."""
 
 
-NOTHING_GIVEN_UP: Mapping[str, Refusal] = {}
+NO_REFUSALS: Mapping[str, Refusal] = {}
 
 
 class GrammarChoice:
@@ -155,12 +155,12 @@ class GrammarChoice:
         self,
         spec: GrammarSpec,
         backend_name: str | None,
-        given_up: Mapping[str, Refusal] = NOTHING_GIVEN_UP,
+        unsupported_by: Mapping[str, Refusal] = NO_REFUSALS,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Compiled | Refusal:
         """By the named backend, or by the first that takes the constraint, unless one before it says that it is too large for any. Slow.
 
-        Backends that have `given_up` on the constraint are skipped. Raises `Abandoned` if no request waits for it any more.
+        Backends in `unsupported_by` are skipped. Raises `Abandoned` if no request waits for it any more.
 
         Of several refusals it is the preferred backend's that is returned; one that only says that a backend does not support this
         kind of constraint is returned only if there is no other.
@@ -169,8 +169,8 @@ class GrammarChoice:
         for name in self.order(spec.kind) if backend_name is None else (backend_name,):
             if not is_wanted():
                 raise Abandoned
-            if name in given_up:
-                refusals.append((False, given_up[name]))
+            if name in unsupported_by:
+                refusals.append((False, unsupported_by[name]))
                 continue
             try:
                 return Compiled(self._counted(name, spec), name)
@@ -312,7 +312,7 @@ class GrammarCompiler:
         self._time_limit = time_limit
         self._grammars: OrderedDict[str, Compiled] = OrderedDict()
         self._refusals: OrderedDict[str, Refusal] = OrderedDict()
-        self._given_up: OrderedDict[str, dict[str, Refusal]] = OrderedDict()  # by backend
+        self._unsupported_by: OrderedDict[str, dict[str, Refusal]] = OrderedDict()  # by backend
         self._flights: dict[str, _Flight] = {}
         self._heap_bytes = heap_bytes
         self._first_heap_bytes: int | None = None
@@ -338,7 +338,7 @@ class GrammarCompiler:
             raise outcome.error(spec.param)
         return outcome.grammar
 
-    def give_up(self, grammar: CompiledGrammar, reason: str) -> None:
+    def report_unsupported(self, grammar: CompiledGrammar, reason: str) -> None:
         """Remembers that the grammar's backend raised `UnsupportedGrammar` while it generated.
 
         Next time another backend compiles the constraint; if none can, it is refused at once.
@@ -348,10 +348,10 @@ class GrammarCompiler:
             return
         kept = self._grammars.pop(key)
         self.num_bytes -= kept.grammar.num_bytes
-        self._given_up.setdefault(key, {})[kept.backend] = Refusal(reason[:MAX_REFUSAL], "")
-        self._given_up.move_to_end(key)
-        if len(self._given_up) > MAX_REFUSALS:
-            self._given_up.popitem(last=False)
+        self._unsupported_by.setdefault(key, {})[kept.backend] = Refusal(reason[:MAX_REFUSAL], "")
+        self._unsupported_by.move_to_end(key)
+        if len(self._unsupported_by) > MAX_REFUSALS:
+            self._unsupported_by.popitem(last=False)
 
     def warm_up(self) -> None:
         """Initializes the backends before the first constraint, which would block the loop. Blocks for up to a second."""
@@ -370,7 +370,7 @@ class GrammarCompiler:
         try:
             return await self._within_limit(flight.job)
         except TimeoutError:
-            raise self._overdue(flight.job, spec) from None
+            raise self._timeout_error(flight.job, spec) from None
         except asyncio.CancelledError:
             if flight.num_waiters == 1:
                 flight.abandoned.set()
@@ -383,15 +383,15 @@ class GrammarCompiler:
                 del self._flights[key]
 
     def _begin(self, key: str, spec: GrammarSpec, backend_name: str | None, client: str | None) -> _Flight:
-        given_up = dict(self._given_up.get(key, NOTHING_GIVEN_UP))
+        unsupported_by = dict(self._unsupported_by.get(key, NO_REFUSALS))
         abandoned = threading.Event()  # the work knows no more of the flight: in a circle, a grammar would outlive its place in the cache
-        work = functools.partial(_outcome, self._choice, spec, backend_name, given_up, lambda: not abandoned.is_set())
+        work = functools.partial(_outcome, self._choice, spec, backend_name, unsupported_by, lambda: not abandoned.is_set())
         flight = _Flight(self._queue.submit(work, client), abandoned)
         flight.job.done.add_done_callback(functools.partial(self._land, key, flight))
         self._flights[key] = flight
         return flight
 
-    def _overdue(self, job: Job, spec: GrammarSpec) -> Exception:
+    def _timeout_error(self, job: Job, spec: GrammarSpec) -> Exception:
         """The error for a request whose constraint is not compiled in time. Its job goes on, and the result is cached."""
         if not job.is_started:
             return QueueFull("too many constraints are being compiled")
@@ -463,7 +463,7 @@ class GrammarCompiler:
         assert self.num_bytes == sum(kept.grammar.num_bytes for kept in self._grammars.values()) <= self._max_bytes
         assert not self._flights
         assert len(self._refusals) <= MAX_REFUSALS
-        assert len(self._given_up) <= MAX_REFUSALS
+        assert len(self._unsupported_by) <= MAX_REFUSALS
         self._queue.check_integrity()
 
     def close(self) -> None:
@@ -472,7 +472,7 @@ class GrammarCompiler:
 
 
 def _outcome(
-    choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None, given_up: Mapping[str, Refusal], is_wanted: Callable[[], bool]
+    choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None, unsupported_by: Mapping[str, Refusal], is_wanted: Callable[[], bool]
 ) -> Outcome:
     """Runs in a thread. Every backend is asked to be exact before any may be lenient, and for the closed reading before the constraint
     as written.
@@ -488,7 +488,7 @@ def _outcome(
         except UnsupportedGrammar as error:
             outcome = Refusal.of(error, attempt.param)
             continue
-        outcome = choice.compile(attempt, backend_name, given_up, is_wanted)
+        outcome = choice.compile(attempt, backend_name, unsupported_by, is_wanted)
         if isinstance(outcome, Compiled):
             break
     assert outcome is not None

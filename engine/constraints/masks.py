@@ -17,7 +17,7 @@ from penstock.engine.text.answer import Answer
 GRACE = 0.01  # seconds beyond the forward pass
 SLOW = 0.005  # seconds
 NUM_MASKS_APART = 16
-PATIENCE = 1.0  # seconds between two checks whether a late mask is overdue
+PATIENCE = 1.0  # seconds between two checks whether a late mask is over its time limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
 
 @dataclass(slots=True)
 class StepMasks:
-    """Filled while the model computes: its thread calls `begin` just before that, and `wait` just before it samples.
+    """Filled while the model computes: its thread calls `begin` just before that, and `rows_to_sample` just before it samples.
 
     `bitmask_BW` (int32 [B, ceil(V / 32)], pinned where the model is on a GPU) has a row for each of the sampler's, all ones where a row is
     unconstrained. `jobs` are those of the constrained sequences, by their rows. `awaited` are those waited for, at most `grace` seconds,
@@ -101,8 +101,11 @@ class StepMasks:
             job.run()
         self._is_over.set()
 
-    def wait(self) -> list[int]:
-        """The rows to be sampled: all but those whose mask is late or has failed or is none, and those where what comes next is certain."""
+    def rows_to_sample(self) -> list[int]:
+        """Waits for the masks, at most `grace` seconds, and returns the rows to be sampled.
+
+        The others have no mask to sample under: theirs is late or has failed, or the next token is forced.
+        """
         self.begin()
         if self.awaited:
             self._is_over.wait(self.grace)
@@ -137,7 +140,7 @@ class MaskPool:
             return None
         for one in masked:
             if one.constraint.mask is not None:
-                one.constraint.mask.give_up()  # unless it is done: it is overdue, and has no place in this step's rows
+                one.constraint.mask.fail()  # unless it is done: it is over its time limit, and has no place in this step's rows
         bitmask_BW = self._laid_out(masked, num_rows, vocab_size, pin_memory=pin_memory)
         awaited: list[MaskJob] = []
         jobs: dict[range, MaskJob] = {}
@@ -218,7 +221,7 @@ class MaskPool:
             self._thread_apart = self._thread_apart.successor()
 
     def wait(self) -> None:
-        """Waits until a late mask is ready or may be overdue. Returns at once if one became ready since the last call."""
+        """Waits until a late mask is ready or may be over its time limit. Returns at once if one became ready since the last call."""
         self._news.wait(PATIENCE)
         self._news.clear()
 

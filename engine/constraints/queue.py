@@ -107,14 +107,14 @@ class GrammarQueue:
 
     def _start(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
-        overdue = loop.call_later(SLOW_SECONDS, self._step_aside, job)
-        job.thread = threading.Thread(target=self._run, args=(job, overdue, loop), name="penstock-grammar", daemon=True)
+        slow_timer = loop.call_later(SLOW_SECONDS, self._step_aside, job)
+        job.thread = threading.Thread(target=self._run, args=(job, slow_timer, loop), name="penstock-grammar", daemon=True)
         self._running.add(job)
         previous = threading.stack_size(STACK_BYTES)
         job.thread.start()
         threading.stack_size(previous)
 
-    def _run(self, job: Job, overdue: asyncio.TimerHandle, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, job: Job, slow_timer: asyncio.TimerHandle, loop: asyncio.AbstractEventLoop) -> None:
         """In the job's thread."""
         result: Any = None
         failure: Exception | None = None
@@ -125,7 +125,7 @@ class GrammarQueue:
         except Exception as error:  # raised again where the job is waited for
             failure = error
         with suppress(RuntimeError):  # the loop may be closed by now, and then nothing waits
-            loop.call_soon_threadsafe(self._finish, job, overdue, result, failure)
+            loop.call_soon_threadsafe(self._finish, job, slow_timer, result, failure)
 
     def _step_aside(self, job: Job) -> None:
         job.is_slow = True
@@ -135,8 +135,8 @@ class GrammarQueue:
                 _lower_priority(job.thread.native_id, SLOW_NICENESS)
         self._start_next()
 
-    def _finish(self, job: Job, overdue: asyncio.TimerHandle, result: Any, failure: Exception | None) -> None:
-        overdue.cancel()
+    def _finish(self, job: Job, slow_timer: asyncio.TimerHandle, result: Any, failure: Exception | None) -> None:
+        slow_timer.cancel()
         self._running.discard(job)
         self._leave(job)
         if not job.done.cancelled():

@@ -273,8 +273,8 @@ class ConstraintState:
             return [Reasoning(event.text) if isinstance(event, Text) else event for event in events]
         return events
 
-    def must_begin(self, before: Phase, answer: Answer) -> bool:
-        """Whether the next token may be no end: the last, which followed on the phase `before`, ended the reasoning and began no answer."""
+    def must_not_stop(self, before: Phase, answer: Answer) -> bool:
+        """Whether stop ids must be blocked: the last token ended the reasoning, after the phase `before`, and the grammar has not begun."""
         return is_end_of_reasoning(before, answer) and not self.has_begun
 
     def shown(self, answer: Answer, events: list[Event]) -> list[Event]:
@@ -310,8 +310,8 @@ class ConstraintState:
         if num_taken:
             self._matcher.rollback(num_taken)
 
-    def is_finished(self, answer: Answer) -> bool:
-        """Whether only the end can follow."""
+    def finish_if_over(self, answer: Answer) -> bool:
+        """Moves to FINISHED where only the end can follow, and returns whether it did."""
         if not self.is_open(answer) or not self._matcher.finished:
             return False
         self._enter(self.phase(answer))
@@ -414,14 +414,14 @@ class MaskJob:
         return self.state in (MaskState.READY, MaskState.FORCED, MaskState.FAILED)
 
     @property
-    def is_overdue(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Whether it has run for so long that its request must end."""
         return self.state in _CLAIMED and self._begun_at is not None and time.monotonic() - self._begun_at > TIME_LIMIT
 
     @property
     def is_pending(self) -> bool:
         """Whether it is worth waiting for."""
-        return self.state in _PENDING and not self.is_overdue
+        return self.state in _PENDING and not self.is_over_limit
 
     @property
     def needs_no_sample(self) -> bool:
@@ -445,7 +445,7 @@ class MaskJob:
         """Its step is over. False where it is not running."""
         return self._move((MaskState.RUNNING,), MaskState.LATE)
 
-    def give_up(self) -> bool:
+    def fail(self) -> bool:
         """Fails the job unless it is done: its thread's later result is ignored."""
         return self._move(_PENDING, MaskState.FAILED, TOO_SLOW)
 
@@ -503,10 +503,10 @@ class MaskJob:
 
     def _end(self, state: MaskState, error: str | None = None) -> None:
         is_counted = self._move(_CLAIMED, state, error)
-        assert is_counted or self.state is MaskState.FAILED  # `give_up` failed it meanwhile
+        assert is_counted or self.state is MaskState.FAILED  # `fail` was called meanwhile
 
     def _ask(self, *, only_forced: bool = False) -> MaskState:
-        if self.is_apart and self._constraint.is_finished(self._answer):
+        if self.is_apart and self._constraint.finish_if_over(self._answer):
             self.is_finished = True
             return MaskState.FORCED
         self.forced = self._constraint.forced_tokens(self._answer)
@@ -530,7 +530,7 @@ class MaskJob:
                 ):
                     break
                 num_taken += 1
-                if self._constraint.is_finished(self._answer):
+                if self._constraint.finish_if_over(self._answer):
                     break
                 self._constraint.fill_bitmask(self._answer, row_W)
                 self._num_filled += 1

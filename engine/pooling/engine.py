@@ -50,7 +50,7 @@ class PoolingQueue:
     max_waiting_tokens: int | None = None
     aging_seconds: float = 0.0
     clock: Callable[[], float] = time.monotonic
-    _heap: list[tuple[bool, int, int, WaitingInput]] = field(default_factory=list)  # not overdue, priority, arrival
+    _heap: list[tuple[bool, int, int, WaitingInput]] = field(default_factory=list)  # has not aged, priority, arrival
     _num_tokens: int = 0  # in the heap, those of cancelled inputs included
     _arrivals: Iterator[int] = field(default_factory=itertools.count)
 

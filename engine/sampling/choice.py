@@ -160,7 +160,7 @@ def choose_on_device(work_BV: Tensor, states: Sequence[SamplingState], shared_ge
         [row.min_p for row in params],
     ]
     top_ks = [state.top_k or vocab_size for state in states]
-    seeds = [0 if state.takes_first else int((state.numbers or shared_generator).random() * SEEDS) for state in states]
+    seeds = [0 if state.takes_first else int((state.fresh_rng or shared_generator).random() * SEEDS) for state in states]
     temperatures_B, top_ps_B, min_ps_B = to_device(torch.tensor(reals, dtype=torch.float32), work_BV.device)
     top_ks_B, seeds_B = to_device(torch.tensor([top_ks, seeds], dtype=torch.int64), work_BV.device)
     max_top_k = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)

@@ -387,7 +387,7 @@ class Sampler:
         logits_BV.div_(torch.tensor([[row.temperature] for row in params], dtype=torch.float32, device=logits_BV.device))
         probs_BV = logits_BV.softmax(-1)
         _drop_below_min_p(probs_BV, [row.min_p for row in params])
-        generators = [state.numbers or self._shared_generator for state in states]
+        generators = [state.fresh_rng or self._shared_generator for state in states]
         columns = draw(probs_BV, [row.top_p for row in params], [generator.random for generator in generators])
         return columns if ids_BV is None else ids_BV.gather(1, columns[:, None])[:, 0]
 

@@ -193,7 +193,7 @@ class SamplingState:
         self.block_stop = False
         self.num_output_tokens = 0
         self.num_candidates = 0
-        self.generator = None if params.seed is None else CounterRng(params.seed + seed_offset)
+        self.rng = None if params.seed is None else CounterRng(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
         self.processors = [chosen.begin(row) for chosen in processors]
@@ -239,15 +239,15 @@ class SamplingState:
         return not self.processors and not self.num_candidates
 
     @property
-    def numbers(self) -> CounterRng | None:
-        """For one draw of the next token. A step that is dropped has used up none of them."""
-        return None if self.generator is None else self.generator.again()
+    def fresh_rng(self) -> CounterRng | None:
+        """A copy of `rng` for one draw of the next token, so that a step that is dropped has used up none of its numbers."""
+        return None if self.rng is None else self.rng.again()
 
     def append(self, token_id: int) -> None:
         """A token was added to the output, sampled or forced."""
         self.num_output_tokens += 1
         self.block_stop = False
-        self.generator = None if self.generator is None else self.generator.at_next_position()
+        self.rng = None if self.rng is None else self.rng.at_next_position()
         self._bad_words = self._bad_words.step(token_id)
         if isinstance(self.counts, TokenCounts) and token_id < self._vocab_size:
             self.counts.append(token_id)
@@ -276,7 +276,7 @@ class SamplingState:
         state.__dict__.update(self.__dict__)  # `copy.copy` takes four times as long, for each sequence of each step
         state.num_output_tokens += 1
         state.block_stop = False
-        state.generator = None if self.generator is None else self.generator.at_next_position()
+        state.rng = None if self.rng is None else self.rng.at_next_position()
         state.pending_row = pending_row
         if self.counts is not None:
             state.counts = self.counts.snapshot()

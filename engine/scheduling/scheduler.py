@@ -13,7 +13,7 @@ from penstock.engine.scheduling.waiting_queue import WaitingQueue, in_order
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 
-SHORT_CHUNK = 8  # tokens that are computed as if each were a sequence's only one: a prompt's way costs more for so few
+SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 
 
@@ -267,7 +267,7 @@ class Scheduler:
         """Takes the sequence out, wherever it is, and frees its blocks. Forks that still wait on it are finished as well."""
         was = sequence.status
         sequence.status = Status.FINISHED
-        self._give_up_blocks(sequence)
+        self._release_blocks(sequence)
         if was is Status.RUNNING:
             self.running.remove(sequence)
             if self.lengths is not None and sequence.search is None:
@@ -301,7 +301,7 @@ class Scheduler:
         sequence.num_computed_tokens = num_tokens
         sequence.num_cached_tokens = parent.num_cached_tokens
         sequence.queue_seconds = parent.queue_seconds
-        sequence.is_overdue = parent.is_overdue
+        sequence.has_aged = parent.has_aged
         sequence.num_blocks_found = len(sequence.block_table)
         self.pool.share(sequence.block_table)
         self._run(sequence)
@@ -333,7 +333,10 @@ class Scheduler:
         proposers = [
             sequence.proposer
             for sequence, num_tokens in step.num_tokens.items()
-            if sequence.proposer is not None and num_tokens == sequence.num_uncomputed_tokens and not sequence.ends_with_next_token
+            if sequence.status is Status.RUNNING
+            and sequence.proposer is not None
+            and num_tokens == sequence.num_uncomputed_tokens
+            and not sequence.ends_with_next_token
         ]
         return self.speculation.is_worthwhile(proposers, limit, num_sequences=num_sequences)
 
@@ -471,7 +474,7 @@ class Scheduler:
         self.num_preemptions += 1
         for member in self._preempted_with(sequence):
             self.running.remove(member)
-            self._give_up_blocks(member)
+            self._release_blocks(member)
             member.num_computed_tokens = 0
             member.status = Status.WAITING
         first = sequence if sequence.search is None else sequence.search.gather()
@@ -481,7 +484,7 @@ class Scheduler:
         search = sequence.search
         return [sequence] if search is None else [running for running in self.running if running.search is search]
 
-    def _give_up_blocks(self, sequence: Sequence) -> None:
+    def _release_blocks(self, sequence: Sequence) -> None:
         retention = sequence.request.retention
         if retention is not None:
             for place, block in enumerate(sequence.block_table):

@@ -77,10 +77,10 @@ class WaitingQueue:
         if not self._aging_seconds:
             return
         oldest = self._clock() - self._aging_seconds
-        overdue = [sequence for sequence in self._sequences if not sequence.is_overdue and sequence.queued_at <= oldest]
-        if overdue:
-            for sequence in overdue:
-                sequence.is_overdue = True
+        aged = [sequence for sequence in self._sequences if not sequence.has_aged and sequence.queued_at <= oldest]
+        if aged:
+            for sequence in aged:
+                sequence.has_aged = True
             self._sequences.sort(key=in_order)
 
     def check_integrity(self) -> None:

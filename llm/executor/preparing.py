@@ -15,7 +15,7 @@ from penstock.engine.sequence import Request as EngineRequest
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
 from penstock.serving.context import ServerContext
-from penstock.serving.preparing import answer_reader
+from penstock.serving.preparing import answer_factory
 from penstock.serving.workers import lane_of
 
 OF_REQUESTS = {
@@ -126,13 +126,13 @@ async def prepare(
         async with turns:
             lane = lane_of(len(guide.guide or ""))
             spec = await context.workers.run(lane, lambda: guide.spec(context.options.additional_properties))
-            grammar = await context.compile_grammar.compile(spec)
+            grammar = await context.grammar_compiler.compile(spec)
     prompt = list(request.input_token_ids)
     return EngineRequest(
         request_id=str(request_id),
         prompt_token_ids=prompt,
         params=params,
-        make_answer=answer_reader(context.tokenizer, prompt, params),
+        make_answer=answer_factory(context.tokenizer, prompt, params),
         grammar=grammar,
         logits_processors=processors(context, request),
         priority=round((DEFAULT_PRIORITY - request.priority) * PRIORITY_LEVELS),

@@ -44,7 +44,7 @@ class Form(NamedTuple):
                     raise InvalidRequest(f"`{param}` must be a list of non-empty strings", param)
                 return GrammarSpec(GrammarKind.CHOICE, write_json(value, param), param)
             case "grammar":
-                return grammar_of(value, param)
+                return grammar_text_spec(value, param)
             case "ebnf":
                 return GrammarSpec(GrammarKind.GBNF, value, param)
             case "structural_tag":
@@ -226,7 +226,7 @@ def _agreed(fields: Mapping[str, str | None], subject: str) -> str | None:
 RULE = re.compile(r"^[ \t]*[?!]{0,2}([A-Za-z_][\w-]*)(?:\.-?\d+|\[[^\]\n]*\]|\{[^}\n]*\})?[ \t]*(::=|:)", re.MULTILINE)
 
 
-def grammar_of(source: str | GrammarDefinition, param: str) -> GrammarSpec:
+def grammar_text_spec(source: str | GrammarDefinition, param: str) -> GrammarSpec:
     """The grammar in the dialect that is stated, or that its text leaves no doubt about. Raises `InvalidRequest` where it does."""
     if isinstance(source, str):
         return GrammarSpec(detected_kind(source, param), source, param)

@@ -122,7 +122,7 @@ def improvise(
                 plugins=loaded,
                 reasoning_parser=loaded.reasoning_parser,
                 tool_parser=loaded.tool_parser,
-                compile_grammar=compiler,
+                grammar_compiler=compiler,
             )
             await engine.start()
             async with (

@@ -227,7 +227,7 @@ def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, worker
         vocab_size=engine.tokenizer.vocab_size,
         stop_token_ids=frozenset(),
         plugins=plugins,
-        compile_grammar=cast(Any, compiler),
+        grammar_compiler=cast(Any, compiler),
         options=settings.pop("options", ServerOptions(keep_alive_interval=0)),
         workers=workers,
         **settings,

@@ -36,7 +36,7 @@ def test_a_batch_is_flat_with_few_tokens_first_each_on_its_own() -> None:
     assert batch.inputs.attention.table_rows_B.tolist() == [1, 2, 2, 2, 0]
     assert batch.inputs.attention.num_decodes == 4
     assert batch.inputs.kept_T.tolist() == [0, 3, 12]
-    assert batch.sample_rows == [0, 1, 2]
+    assert batch.logits_rows == [0, 1, 2]
     assert batch.masks is None
 
 
@@ -53,15 +53,15 @@ def test_a_chunk_that_ends_before_its_prompt_does_keeps_nothing() -> None:
     assert batch.inputs.input_ids_1T.shape == (1, 5)
     assert batch.inputs.kept_T.shape == (0,)
     assert batch.inputs.kept_T.dtype == torch.long
-    assert batch.sample_rows == []
-    assert batch.samplers == []
+    assert batch.logits_rows == []
+    assert batch.sampler_rows == []
 
 
 def test_forks_sample_from_the_row_that_their_parent_computes() -> None:
     batch = first_batch(make_core(), {"prompt": LETTERS[:3], "n": 3}, {"prompt": LETTERS[3:5]})
     assert batch.inputs.kept_T.tolist() == [2, 4]
-    assert batch.sample_rows == [0, 0, 0, 1]
-    assert [(row.sequence.request.request_id, row.sequence.index) for row in batch.samplers] == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
+    assert batch.logits_rows == [0, 0, 0, 1]
+    assert [(row.sequence.request.request_id, row.sequence.index) for row in batch.sampler_rows] == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
 
 
 @given(num_prompt=st.integers(1, 20), budget=st.integers(1, 8))
@@ -76,7 +76,7 @@ def test_over_its_chunks_a_prompt_is_scored_once_per_token_but_the_first(num_pro
             scored += range(rows.first_token, rows.first_token + count)
             positions = batch.inputs.positions_1T[0, batch.inputs.kept_T[rows.start : rows.stop]]
             assert (positions + 1).tolist() == list(range(rows.first_token, rows.first_token + count))
-        assert (len(batch.samplers) == 1) == (batch.inputs.kept_T.numel() > sum(rows.stop - rows.start for rows in batch.prompts))
+        assert (len(batch.sampler_rows) == 1) == (batch.inputs.kept_T.numel() > sum(rows.stop - rows.start for rows in batch.prompts))
         core.update(step, batch, core.runner.launch(batch).collect())
     core.runner.shutdown()
     assert scored == list(range(1, num_prompt))
@@ -93,7 +93,7 @@ def test_what_crosses_to_the_device_is_all_of_the_tensors() -> None:
     for name in ("slot_mapping_T", "query_start_loc", "context_lens_B", "table_rows_B"):
         assert getattr(there.attention, name).shape == getattr(given.attention, name).shape
     assert (there.attention.num_decodes, there.attention.max_query_len) == (given.attention.num_decodes, given.attention.max_query_len)
-    assert sent.samplers is batch.samplers
+    assert sent.sampler_rows is batch.sampler_rows
     assert batch.on(torch.device("cpu")) is batch
 
 

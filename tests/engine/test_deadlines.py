@@ -69,8 +69,8 @@ def test_a_request_that_still_waits_ends_too_and_its_sequences_leave_nothing_beh
     core.add(with_deadline(make_request("waits", "cd", max_tokens=20, n=2), clock.now + 1))
     core.step()
     clock.now += 2
-    overdue = core.step()["waits"]
-    assert [(delta.index, delta.finish_reason, delta.token_ids) for delta in overdue] == [
+    expired = core.step()["waits"]
+    assert [(delta.index, delta.finish_reason, delta.token_ids) for delta in expired] == [
         (0, FinishReason.TIMED_OUT, []),
         (1, FinishReason.TIMED_OUT, []),
     ]
@@ -137,5 +137,5 @@ def test_waiting_for_something_else_ends_when_the_next_deadline_does(clock: Cloc
     assert known.seconds_left(1.0) == pytest.approx(0.25)
     clock.now += 1
     assert known.seconds_left(1.0) == 0.0
-    assert known.take_overdue() == ["a"]
-    assert known.take_overdue() == []
+    assert known.take_expired() == ["a"]
+    assert known.take_expired() == []

@@ -255,6 +255,15 @@ def test_who_needs_the_token_before_or_ends_with_it_waits(options: dict[str, Any
     core.check_integrity()
 
 
+def test_nothing_is_scheduled_ahead_or_drafted_for_a_request_aborted_in_flight() -> None:
+    core = make_core(letter_like_before, rows_for_weights=20.0, is_async=True)
+    step, batch = decoding(core)
+    core.abort(next(iter(step.num_tokens)).request.request_id)
+    assert core.schedule_ahead(step, batch) is None
+    core.update(step, batch, core.runner.launch(batch).collect())
+    core.check_integrity()
+
+
 def test_nobody_goes_ahead_without_being_told_to() -> None:
     core = make_core()
     assert core.schedule_ahead(*decoding(core)) is None

@@ -168,8 +168,8 @@ def test_a_row_without_a_token_fails_alone(llama: LoadedModel) -> None:
         num_steps += 1
         logits_KV = forward(batch)
         if num_steps == 4:
-            rows = [row for row, sampler in enumerate(batch.samplers) if sampler.sequence.request is bad]
-            logits_KV[[batch.sample_rows[row] for row in rows]] = torch.nan
+            rows = [row for row, sampler in enumerate(batch.sampler_rows) if sampler.sequence.request is bad]
+            logits_KV[[batch.logits_rows[row] for row in rows]] = torch.nan
         return logits_KV
 
     core.runner.forward = spoil  # type: ignore[method-assign]

@@ -97,7 +97,7 @@ async def idle(grammars: GrammarCompiler) -> None:
 
 def last_reason(compiled: Any, grammars: GrammarCompiler) -> FinishReason | None:
     core = make_core()
-    core.give_up = grammars.give_up
+    core.report_unsupported = grammars.report_unsupported
     return generate(core, make_request("r", grammar=compiled, max_tokens=8))[-1].finish_reason
 
 
@@ -131,14 +131,14 @@ def test_a_constraint_that_no_other_backend_takes_is_refused_without_generating(
     grammars.check_integrity()
 
 
-def test_constraints_that_were_given_up_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constraints_that_were_reported_unsupported_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "MAX_REFUSALS", 2)
     backend = Backend(lambda: GivesUp("advance"))
     grammars = compiler(backend)
 
     async def scenario() -> None:
         for text in "abc":
-            grammars.give_up(await grammars.compile(GrammarSpec(GrammarKind.REGEX, text)), "no")
+            grammars.report_unsupported(await grammars.compile(GrammarSpec(GrammarKind.REGEX, text)), "no")
         await grammars.compile(GrammarSpec(GrammarKind.REGEX, "a"))
         with pytest.raises(UnsupportedGrammar, match="no"):
             await grammars.compile(GrammarSpec(GrammarKind.REGEX, "c"))

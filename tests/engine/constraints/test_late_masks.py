@@ -307,13 +307,13 @@ def test_a_cancelled_job_is_run_by_no_thread() -> None:
     jobs = [queued_job(Walk(number, forces=False)) for number in range(3)]
     assert jobs[1].cancel()
     masks = StepMasks(allocate_bitmask(3, VOCAB_SIZE), {range(row, row + 1): job for row, job in enumerate(jobs)}, jobs, MaskThread(), 60.0)
-    assert masks.wait() == [0, 2]
+    assert masks.rows_to_sample() == [0, 2]
     assert [job.state for job in jobs] == [MaskState.READY, MaskState.IDLE, MaskState.READY]
     assert not any(job.cancel() for job in jobs)
 
 
-@pytest.mark.parametrize("is_given_up", [False, True])
-def test_a_late_job_ends_as_its_thread_finds_unless_it_was_given_up(release: threading.Event, is_given_up: bool) -> None:
+@pytest.mark.parametrize("is_failed", [False, True])
+def test_a_late_job_ends_as_its_thread_finds_unless_it_was_failed(release: threading.Event, is_failed: bool) -> None:
     matcher = Blocked(1, release, forces=False)
     job = queued_job(matcher)
     returned = threading.Event()
@@ -325,11 +325,11 @@ def test_a_late_job_ends_as_its_thread_finds_unless_it_was_given_up(release: thr
     assert not job.cancel()
     assert job.mark_late()
     assert (job.state, job.is_pending, job.needs_no_sample) == (MaskState.LATE, True, False)
-    assert not is_given_up or job.give_up()
+    assert not is_failed or job.fail()
     release.set()
     assert returned.wait(timeout=60)
-    assert not job.give_up()
-    assert (job.state, job.error) == ((MaskState.FAILED, TOO_SLOW) if is_given_up else (MaskState.READY, None))
+    assert not job.fail()
+    assert (job.state, job.error) == ((MaskState.FAILED, TOO_SLOW) if is_failed else (MaskState.READY, None))
     thread.close()
 
 

@@ -248,7 +248,7 @@ def test_the_phases_follow_the_answer_until_the_grammar_has_begun() -> None:
         phases.append(constraint.phase(answer))
         constraint.take(answer, token_id)
         answer.feed(token_id)
-        constraint.is_finished(answer)
+        constraint.finish_if_over(answer)
         constraint.check_integrity()
     assert phases == [
         ConstraintPhase.UNDECIDED,
@@ -265,13 +265,13 @@ def test_a_finished_constraint_is_active_again_once_its_last_token_is_rolled_bac
     constraint = ConstraintState(Spelling("yes"), None)
     for token_id in ids("yes"):
         constraint.take(answer, token_id)
-    assert constraint.is_finished(answer)
+    assert constraint.finish_if_over(answer)
     for num_left in (2, 1, 0):
         constraint.rollback(1)
         constraint.check_integrity()
         assert constraint.phase(answer) is ConstraintPhase.ACTIVE
         assert constraint.has_begun is (num_left > 0)
-    assert not constraint.is_finished(answer)
+    assert not constraint.finish_if_over(answer)
 
 
 def test_a_constraint_does_not_return_to_the_reasoning() -> None:
@@ -279,7 +279,7 @@ def test_a_constraint_does_not_return_to_the_reasoning() -> None:
     constraint = ConstraintState(Spelling(""), None)
     assert constraint.phase(answer) is ConstraintPhase.REASONING
     answer.feed(END_THINK)
-    assert constraint.is_finished(answer)
+    assert constraint.finish_if_over(answer)
     with pytest.raises(AssertionError, match="FINISHED to"):
         constraint._enter(ConstraintPhase.REASONING)
 

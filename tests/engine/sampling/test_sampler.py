@@ -114,8 +114,8 @@ def assert_drawn_from(
     states = [state]
     while len(states) < draws:
         states.append(copy.copy(state))
-        assert state.generator is not None
-        states[-1].generator = CounterRng(11, len(states))
+        assert state.rng is not None
+        states[-1].rng = CounterRng(11, len(states))
     bitmask_BW = None if bitmask_W is None else bitmask_W.expand(draws, -1).contiguous()
     output = sampler.sample(logits_V.expand(draws, -1), states, bitmask_BW)
     assert not output.failures

@@ -95,7 +95,7 @@ def test_top_k_counts_only_where_it_takes_something_away(top_k: int, limit: int 
 
 
 def first_number(seed: int | None, seed_offset: int = 0) -> float | None:
-    generator = make_state(seed=seed, seed_offset=seed_offset).generator
+    generator = make_state(seed=seed, seed_offset=seed_offset).rng
     return None if generator is None else generator.random()
 
 
@@ -106,9 +106,9 @@ def test_a_state_ahead_is_what_the_state_becomes(output: list[int], ahead: list[
 
     def seen(state: SamplingState) -> list[Any]:
         assert state.counts is not None
-        assert state.generator is not None
+        assert state.rng is not None
         counts = dict(zip(state.counts.ids.tolist(), state.counts.counts.tolist(), strict=True))
-        return [sorted(state.masked_ids()), counts, copy.copy(state.generator).random(), state.num_output_tokens]
+        return [sorted(state.masked_ids()), counts, copy.copy(state.rng).random(), state.num_output_tokens]
 
     state = append_all(make_state([1, 5], words, **params), output)
     before = seen(state)
