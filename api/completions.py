@@ -15,7 +15,7 @@ from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.sequence import Request
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import Conformance, check_delta, drop_missing_beams, warning_header
-from penstock.serving.preparing import PreparedCompletion, Prompt, make_answer_check, prepare_completion, special_token_ids
+from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, make_answer_check, prepare_completion, special_token_ids
 from penstock.serving.requests import CompletionRequest
 
 
@@ -196,6 +196,7 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prepared = await prepare_completion(context, body, size, request_id, client_of(http))
     requests, grammar = prepared.requests, prepared.requests[0].grammar
+    check_logprobs(body, requests)
     check = await make_answer_check(context, body, size, grammar)
     fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 

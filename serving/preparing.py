@@ -51,6 +51,7 @@ from penstock.serving.workers import lane_of
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
+MAX_LOGPROBS_HELD = 2**22  # of generated tokens, in an answer that is sent as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +408,15 @@ def check_prompt_logprobs(body: CompletionRequest, params: SamplingParams, num_p
     if number > MAX_PROMPT_LOGPROBS:
         message = f"an answer may hold at most {MAX_PROMPT_LOGPROBS} log probabilities of prompts, got {number}: send fewer prompts at once"
         raise InvalidRequest(message, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs")
+
+
+def check_logprobs(body: GenerationFields, requests: Sequence[Request]) -> None:
+    """Raises `InvalidRequest` for more log probabilities than a whole answer may hold. A stream sends each at once, and holds none."""
+    wanted = [request.params for request in requests if request.params.logprobs is not None and not body.stream]
+    number = sum(params.n * (params.max_tokens or 0) * (1 + (params.logprobs or 0)) for params in wanted)
+    if number > MAX_LOGPROBS_HELD:
+        message = f"an answer that is not streamed may hold at most {MAX_LOGPROBS_HELD} log probabilities, got a request for {number}: "
+        raise InvalidRequest(f"{message}give a smaller `max_tokens`, or stream", "max_tokens")
 
 
 def readable_prompts(

@@ -62,6 +62,25 @@ def test_log_probabilities_of_prompts_are_bounded(
     serve(scenario)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "logprobs"),
+    [("/v1/chat/completions", CHAT, {"logprobs": True, "top_logprobs": 3}), ("/v1/completions", COMPLETION, {"logprobs": 3})],
+)
+@pytest.mark.parametrize(("changed", "status"), [({}, 200), ({"n": 3}, 400), ({"max_tokens": 3}, 400), ({"n": 3, "stream": True}, 200)])
+def test_log_probabilities_that_a_whole_answer_holds_are_bounded(
+    path: str, body: dict[str, Any], logprobs: dict[str, Any], changed: dict[str, Any], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(server: Running) -> None:
+        for wanted, expected in ((logprobs, status), ({}, 200)):
+            async with server.http.post(path, json=body | {"max_tokens": 2, "n": 2} | changed | wanted) as response:
+                answer = await response.text()
+            assert response.status == expected
+            assert expected == 200 or ("max_tokens" in answer and "log probabilities" in answer)
+
+    monkeypatch.setattr(preparing, "MAX_LOGPROBS_HELD", 2 * 2 * 4)
+    serve(scenario)
+
+
 RULES: list[dict[str, Any]] = [{"logit_bias": {"5": 1}}, {"allowed_token_ids": [5, 6]}, {"bad_words": ["ab"]}, {"repetition_penalty": 1.5}]
 
 
