@@ -182,7 +182,9 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
                 max_tokens=config.num_waiting_tokens(num_blocks * config.block_size),
                 aging_seconds=config.priority_aging,
             ),
-            speculation=None if config.speculation == "none" else Speculation(config.rows_for_weights(device_type)),
+            speculation=None
+            if config.speculation == "none"
+            else Speculation(config.rows_for_weights(device_type), has_device=device_type == "cuda"),
         ),
         tokenizer=tokenizer,
         stop_token_ids=tokens.stop_token_ids,

@@ -89,10 +89,11 @@ class Speculation:
     gain nothing by those of others.
 
     `lengths` counts drafts by how many of their tokens were accepted. `host_share` is how long the host works for a step, over how long the
-    device does.
+    device does. `has_device`: the model runs on another processor than the host's work.
     """
 
     rows_for_weights: float
+    has_device: bool = True
     host_share: float = FIRST_HOST_SHARE
     num_drafted: int = 0
     lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
@@ -130,6 +131,8 @@ class Speculation:
             return False
         lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
         num_gained = sum(_expected_tokens(proposer.accuracy, length) for proposer, length in zip(proposers, lengths, strict=True) if length)
+        if not self.has_device:  # the host's work takes its time from the model's threads, ahead or not
+            return any(lengths)
         drafted = 1 + sum(lengths) / (self.rows_for_weights + num_sequences) + self.host_share
         return (1 + self._calibration * num_gained / num_sequences) * max(1.0, self.host_share) > drafted
 

@@ -292,6 +292,14 @@ def test_a_step_that_no_sequence_decodes_in_is_not_drafted_for() -> None:
     assert not Speculation(64.0).is_worthwhile(proposers_of(0.9), 8, num_sequences=0)
 
 
+def test_on_a_cpu_drafts_are_made_wherever_their_rows_pay() -> None:
+    speculation = Speculation(64.0, has_device=False)
+    for _ in range(200):
+        speculation.observe(0.9, 1.9, is_ahead=False)
+    assert worth(speculation, 0.6)
+    assert not worth(speculation, 0.1)
+
+
 def test_a_host_that_takes_long_makes_drafts_wait_longer() -> None:
     speculation = Speculation(64.0)
     assert worth(speculation, 0.6)
