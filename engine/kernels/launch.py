@@ -1,6 +1,7 @@
 """Launches the Triton kernels: shapes, grids and tuning. Triton itself is imported with the first launch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,6 +117,28 @@ def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache:
     )
 
 
+def _attention_strides(out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables_PN: Tensor) -> tuple[int, ...]:
+    """Those that both attention kernels take, in their order."""
+    return (*out.stride()[:2], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_tables_PN.stride(0))
+
+
+def _attention_constants(tuning: AttentionTuning, group_size: int, key_size: int, value_size: int, block_size: int) -> dict[str, Any]:
+    """What both attention kernels are compiled for, and how."""
+    return {
+        "GROUP_SIZE": group_size,
+        "KEY_SIZE": key_size,
+        "VALUE_SIZE": value_size,
+        "KEY_PADDED": padded(key_size),
+        "VALUE_PADDED": padded(value_size),
+        "BLOCK_SIZE": block_size,
+        "TILE_ROWS": tuning.tile_rows,
+        "TILE_KEYS": tuning.tile_keys,
+        "num_warps": tuning.num_warps,
+        "num_stages": tuning.num_stages,
+        **COMPILER_OPTIONS,
+    }
+
+
 def paged_decode(
     query_BHD: Tensor,
     key_cache: Tensor,
@@ -170,23 +193,9 @@ def paged_decode(
         scaling,
         sliding_window,
         softcap,
-        *out.stride()[:2],
-        *query_BHD.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        block_tables_PN.stride(0),
-        GROUP_SIZE=group_size,
-        KEY_SIZE=key_size,
-        VALUE_SIZE=value_size,
-        KEY_PADDED=padded(key_size),
-        VALUE_PADDED=padded(value_size),
-        BLOCK_SIZE=block_size,
-        TILE_ROWS=tuning.tile_rows,
-        TILE_KEYS=tuning.tile_keys,
+        *_attention_strides(out, query_BHD, key_cache, value_cache, block_tables_PN),
         IS_SPLIT=is_split,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        **COMPILER_OPTIONS,
+        **_attention_constants(tuning, group_size, key_size, value_size, block_size),
     )
     if is_split:
         merge_splits_kernel[(num_sequences, num_heads)](
@@ -257,22 +266,8 @@ def varlen_prefill(
         scaling,
         sliding_window,
         softcap,
-        *out.stride()[:2],
-        *query_THD.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        block_tables_PN.stride(0),
-        GROUP_SIZE=group_size,
-        KEY_SIZE=key_size,
-        VALUE_SIZE=value_size,
-        KEY_PADDED=padded(key_size),
-        VALUE_PADDED=padded(value_size),
-        BLOCK_SIZE=block_size,
-        TILE_ROWS=tuning.tile_rows,
-        TILE_KEYS=tuning.tile_keys,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        **COMPILER_OPTIONS,
+        *_attention_strides(out, query_THD, key_cache, value_cache, block_tables_PN),
+        **_attention_constants(tuning, group_size, key_size, value_size, block_size),
     )
     return out
 
