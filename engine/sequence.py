@@ -31,7 +31,7 @@ class Request:
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
-    leaves in the cache. `rules` are `core.token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
+    leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
     """
 
     request_id: str

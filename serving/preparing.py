@@ -12,10 +12,10 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
-from penstock.engine.core import token_rules
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.sequence import Request
+from penstock.engine.sequence_factory import token_rules
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -1,0 +1,136 @@
+"""From a request to its sequences: sampling state, constraint, thinking budget, drafts and beams."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.engine.beam_search import (
+    BeamGroup,
+    BeamReader,
+    BeamSearch,
+    end_token_ids,
+    must_not_stop,
+    num_candidates,
+)
+from penstock.engine.constraints.state import ConstraintState
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.state import SamplingState, TokenRules
+from penstock.engine.sequence import Request, Sequence, SequenceOutputs
+from penstock.engine.speculation import NgramProposer
+from penstock.engine.text.answer import Answer, ThinkingBudget
+from penstock.engine.text.stops import StopSequences
+from penstock.engine.text.tokenizer import Tokenizer
+
+
+def token_rules(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, bad_sequences: Iterable[tuple[int, ...]] = ()) -> TokenRules:
+    """Takes up to a second: the rules of a request that comes in over HTTP are made in a worker, and given with the request."""
+    words = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip(" "))]
+    bad_words_ids = [tokenizer.encode(word, add_special_tokens=False) for word in words]
+    return TokenRules.of(params, [*bad_words_ids, *bad_sequences], vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFactory:
+    """`speculates` says that sequences may have draft tokens."""
+
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    device: torch.device
+    speculates: bool
+
+    def make(self, request: Request, arrival: int) -> list[Sequence]:
+        """The request's n sequences; the first has the others as its forks."""
+        rules = (request.rules or token_rules(request.params, self.tokenizer, self.vocab_size, request.bad_sequences)).on(self.device)
+        if request.beam is not None:
+            sequences = self._make_search(request, request.beam, self._make_one(request, 0, arrival, rules)).sequences
+        else:
+            first = self._make_one(request, 0, arrival, rules)
+            first.forks = [self._make_one(request, index, arrival, rules, first) for index in range(1, request.params.n)]
+            sequences = [first, *first.forks]
+        if request.outputs:
+            shares = SequenceOutputs.for_all(len(sequences), len(request.prompt_token_ids), with_context=request.with_context_outputs)
+            for sequence, outputs in zip(sequences, shares, strict=True):
+                sequence.outputs = outputs
+        return sequences
+
+    def _make_search(self, request: Request, beam: BeamSearchParams, first: Sequence) -> BeamSearch:
+        stops = end_token_ids(request, self.stop_token_ids)
+        group = BeamGroup(
+            width=beam.beam_width,
+            max_tokens=first.max_tokens,
+            num_candidates=num_candidates(beam.beam_width, len(stops)),
+            length_penalty=beam.length_penalty,
+            early_stopping=beam.early_stopping,
+        )
+        reader = BeamReader(request, self.tokenizer, stops, lambda answer: self._make_constraint(request, answer))
+        search = first.search = BeamSearch(request=request, group=group, reader=reader, sequences=[first])
+        first.sampling.num_candidates = group.num_candidates
+        first.sampling.block_stop = must_not_stop(first, first.answer.phase)
+        return search
+
+    def _make_one(self, request: Request, index: int, arrival: int, rules: TokenRules, first: Sequence | None = None) -> Sequence:
+        params = request.params
+        answer = request.make_answer()
+        room = self.max_model_len - len(request.prompt_token_ids)
+        token_ids = list(request.prompt_token_ids)
+        sampling = SamplingState(
+            params,
+            request.prompt_token_ids,
+            vocab_size=self.vocab_size,
+            stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
+            rules=rules,
+            processors=request.logits_processors,
+            seed_offset=index,
+            request_id=request.request_id,
+            client_id=request.client_id,
+            counts=None if first is None else first.sampling.counts,
+        )
+        return Sequence(
+            request=request,
+            index=index,
+            arrival=arrival,
+            token_ids=token_ids,
+            block_hashes=list(request.block_hashes),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            answer=answer,
+            sampling=sampling,
+            constraint=self._make_constraint(request, answer),
+            thinking=self._make_thinking_budget(request, answer),
+            proposer=NgramProposer(token_ids, len(token_ids)) if self._may_speculate(request) else None,
+            stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
+            prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
+        )
+
+    def _may_speculate(self, request: Request) -> bool:
+        # A logits processor may remember the tokens that it saw, and outputs are those of each token.
+        return self.speculates and not request.logits_processors and not request.outputs and request.beam is None
+
+    def _make_constraint(self, request: Request, answer: Answer) -> ConstraintState | None:
+        if request.grammar is None:
+            return None
+        start = answer.start_marker
+        return ConstraintState(
+            request.grammar.matcher(),
+            None if start is None else self.tokenizer.token_id(start),
+            stop_token_ids=self.stop_token_ids,
+            client_stop_ids=frozenset(request.params.stop_token_ids),
+            may_force=_is_free_of_other_rules(request),
+            has_quick_masks=request.grammar.has_quick_masks,
+            is_greedy=request.params.is_greedy,
+        )
+
+    def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
+        # Also without a budget under a grammar: an answer that ends within its reasoning lacks what the grammar demands.
+        if (request.params.thinking_token_budget is None and request.grammar is None) or not answer.end_marker:
+            return None
+        return ThinkingBudget(request.params.thinking_token_budget, self.tokenizer.encode(answer.end_marker, add_special_tokens=False))
+
+
+def _is_free_of_other_rules(request: Request) -> bool:
+    """Whether nothing but the grammar can forbid a token, and no alternatives to a token are reported."""
+    params = request.params
+    rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
+    return params.logprobs is None and request.beam is None and not request.outputs and not any(rules)
