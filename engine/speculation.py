@@ -130,9 +130,9 @@ class Speculation:
         if limit <= 0 or not proposers or not num_sequences:
             return False
         lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
-        num_gained = sum(_expected_tokens(proposer.accuracy, length) for proposer, length in zip(proposers, lengths, strict=True) if length)
         if not self.has_device:  # the host's work takes its time from the model's threads, ahead or not
             return any(lengths)
+        num_gained = sum(_expected_tokens(proposer.accuracy, length) for proposer, length in zip(proposers, lengths, strict=True) if length)
         drafted = 1 + sum(lengths) / (self.rows_for_weights + num_sequences) + self.host_share
         return (1 + self._calibration * num_gained / num_sequences) * max(1.0, self.host_share) > drafted
 

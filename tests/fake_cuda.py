@@ -318,7 +318,7 @@ def _again(work: Callable[..., Any], args: Any, kwargs: Any, recorded: Any) -> N
 
 
 def _place() -> tuple[str, str]:
-    """Where in the engine, or in the model's code, the caller is: "module function", and the line for whoever looks for it."""
+    """Where in the engine, or in the model's code, the caller is: "module function", and the line, for the message of a test."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -33,11 +32,6 @@ from penstock.engine.model.quantization import (
 )
 from penstock.engine.system.process import release_heap
 
-# Raised by transformers for invalid model files.
-UNREADABLE = (
-    *(OSError, ValueError, TypeError, ImportError, RuntimeError, LookupError, AttributeError, ArithmeticError),
-    *(SafetensorError, StrictDataclassError),
-)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
