@@ -201,6 +201,8 @@ def join_pieces(pieces: list[str]) -> list[str]:
     """The same pieces with plain text joined to plain text."""
     if len(pieces) < 2:
         return pieces
+    if SpecialText not in map(type, pieces):
+        return ["".join(pieces)]
     joined: list[str] = []
     for is_special, run in groupby(pieces, key=lambda piece: isinstance(piece, SpecialText)):
         texts = list(run)

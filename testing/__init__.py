@@ -12,6 +12,7 @@ from penstock.testing.grammar_walks import byte_vocabulary as byte_vocabulary
 from penstock.testing.grammar_walks import random_answer as random_answer
 from penstock.testing.logits_processor_check import check_logits_processor as check_logits_processor
 from penstock.testing.parser_check import check_cost as check_cost
+from penstock.testing.parser_check import check_cuts as check_cuts
 from penstock.testing.parser_check import check_parser as check_parser
 from penstock.testing.parser_check import join_atoms as join_atoms
 from penstock.testing.parser_check import merged as merged

@@ -72,7 +72,7 @@ def join_atoms(atoms: Iterable[str]) -> list[str]:
 
 
 FILLERS = ("lorem ipsum ", "\n" * 12)
-FEW = 12  # times that a filler is put in, and then four times as often
+FEW = 6  # times that a filler is put in, and then four times as often
 NUM_POSITIONS = 5
 SLACK = 8000  # steps: text that breaks a call makes what follows cheaper
 
@@ -177,14 +177,32 @@ def check_parser(
     turn: Turn = CALLS_ALLOWED,
     max_examples: int = 100,
 ) -> None:
-    """Raises `AssertionError` where a parser breaks a promise of its contract.
+    """Raises `AssertionError` where a parser breaks a promise of its contract: those of `check_cuts`, and of its cost.
+
+    The cost of a piece does not grow with what came before.
+    """
+    samples = list(samples)
+    check_cuts(factory, samples, markers=markers, turn=turn, max_examples=max_examples)
+    for number, sample in enumerate(samples):
+        # Words and line breaks in turn: each of them at each position costs most of the time that a check takes.
+        _check_costs(factory, sample, turn, zip(_positions(sample), cycle((*FILLERS[number % 2 :], *FILLERS[: number % 2]))))
+
+
+def check_cuts(
+    factory: Callable[[Turn], Parser],
+    samples: Iterable[str],
+    *,
+    markers: Sequence[str] = (),
+    turn: Turn = CALLS_ALLOWED,
+    max_examples: int = 100,
+) -> None:
+    """Raises `AssertionError` where the answer depends on how its text arrives, or text is lost.
 
     - Any cut, same answer: whole, one character at a time, every split in two, and every added token as a piece of its own.
     - Any stop, same answer: after every prefix, `finish` gives back what is held, and no text is lost. What a parser may take out are
       `markers` and what surrounds a tool call; all else comes out as `Text` or `Reasoning`, in order, added tokens as pieces.
     - Calls are numbered from 0, and the arguments of each are the beginning of one JSON document wherever the answer stops. While they
       come, `is_in_call` is true: markers of reasoning are part of them.
-    - The cost of a piece does not grow with what came before.
 
     Checked on `samples` and on text generated from them and the markers, both with a vocabulary as `turn` has it and with one that holds
     the markers as single tokens. `max_examples` texts are generated for each of the two; PENSTOCK_PARSER_EXAMPLES in the environment
@@ -204,9 +222,6 @@ def check_parser(
             for end in range(len(atoms) + 1):
                 _check_answer(factory, this_turn, atoms[:end], markers)
         _check_generated(factory, this_turn, samples, markers, max_examples)
-    for number, sample in enumerate(samples):
-        # Words and line breaks in turn: each of them at each position costs most of the time that a check takes.
-        _check_costs(factory, sample, turn, zip(_positions(sample), cycle((*FILLERS[number % 2 :], *FILLERS[: number % 2]))))
 
 
 def _check_every_split(factory: Callable[[Turn], Parser], turn: Turn, atoms: Sequence[str]) -> None:
@@ -285,6 +300,9 @@ def _accounts_for(events: Iterable[Event], atoms: Sequence[str], markers: Sequen
             wanted.append(event.text)
         else:
             wanted.extend(event.text)
+    starting: dict[str, list[str]] = {}
+    for marker in filter(None, markers):
+        starting.setdefault(marker[0], []).append(marker)
     reached: list[set[int]] = [set() for _ in range(len(atoms) + 1)]  # how many of `wanted` may be accounted for before each atom
     reached[0].add(0)
     for position, numbers in enumerate(reached):
@@ -293,7 +311,7 @@ def _accounts_for(events: Iterable[Event], atoms: Sequence[str], markers: Sequen
             break
         if not numbers:
             continue
-        ends = [end for marker in markers if (end := _marker_end(atoms, position, marker)) is not None]
+        ends = [end for marker in starting.get(atoms[position][0], ()) if (end := _marker_end(atoms, position, marker)) is not None]
         for number in numbers:
             for end in ends:
                 reached[end].add(number)

@@ -135,7 +135,7 @@ class ToolFormatCheck:
             self._check_calls(pieces, self._read(pieces), is_single=None)
 
     def _check_calls(self, pieces: Sequence[str], events: Iterable[Event], *, is_single: bool | None) -> None:
-        import jsonschema  # type: ignore[import-untyped]
+        from jsonschema import ValidationError
 
         calls = _calls(events)
         assert calls or is_single is None, f"{pieces} is allowed, and is no call"
@@ -143,9 +143,19 @@ class ToolFormatCheck:
         for name, arguments in calls:
             assert name in self._tools, f"{pieces} is allowed, and calls `{name}`, which is not offered"
             try:
-                jsonschema.validate(json.loads(arguments), self._tools[name])
-            except (ValueError, jsonschema.ValidationError) as error:
+                self._validators[name].validate(json.loads(arguments))
+            except (ValueError, ValidationError) as error:
                 raise AssertionError(f"{pieces} is allowed, and calls `{name}` with {arguments}, which does not fit") from error
+
+    @cached_property
+    def _validators(self) -> dict[str, Any]:
+        """One for each tool's arguments. Made once: to check the schemas themselves takes longer than any arguments do."""
+        from jsonschema.validators import validator_for  # type: ignore[import-untyped]
+
+        classes = {name: validator_for(schema) for name, schema in self._tools.items()}
+        for name, validator in classes.items():
+            validator.check_schema(self._tools[name])
+        return {name: validator(self._tools[name]) for name, validator in classes.items()}
 
     @cached_property
     def _format(self) -> ToolFormat:

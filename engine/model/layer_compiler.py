@@ -105,7 +105,8 @@ def compile_layer(model: nn.Module, layer: nn.Module, target: Path) -> None:
     )
     with torch.no_grad():
         program = torch.export.export(LayerFunction(layer, args, kwargs), (own, given), dynamic_shapes=shapes, strict=False)
-        with config.patch({"cpp.dynamic_threads": True}):
+        # Each kind of layer is compiled in a process and a directory of its own: headers compiled beforehand would be used once.
+        with config.patch({"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False}):
             aoti_compile_and_package(program, package_path=str(target))
 
 

@@ -10,7 +10,7 @@ from penstock.engine.contracts.parsing import Event, Phase, Reasoning, SpecialTe
 from penstock.engine.text.answer import ParserChain
 from penstock.plugins.reasoning.formats import openai_gptoss
 from penstock.plugins.tools.openai import HarmonyCalls
-from penstock.testing import check_parser, check_tool_format, merged, read
+from penstock.testing import check_cuts, check_tool_format, merged, read
 
 TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 AUTO = Turn(prompt_tail="<|start|>assistant", tool_choice="auto")
@@ -35,11 +35,11 @@ def both(text: str, turn: Turn = AUTO) -> list[Event]:
 
 @pytest.mark.parametrize(("tool_choice", "num_samples"), [("auto", len(SAMPLES)), ("required", 1)])
 def test_reasoning_keeps_its_promises(tool_choice: str, num_samples: int) -> None:
-    check_parser(openai_gptoss, SAMPLES[:num_samples], markers=MARKERS, turn=Turn(tool_choice=tool_choice), max_examples=10)
+    check_cuts(openai_gptoss, SAMPLES[:num_samples], markers=MARKERS, turn=Turn(tool_choice=tool_choice), max_examples=10)
 
 
 def test_calls_keep_their_promises() -> None:
-    check_parser(HarmonyCalls, SAMPLES, markers=MARKERS, max_examples=10)
+    check_cuts(HarmonyCalls, SAMPLES, markers=MARKERS, max_examples=10)
 
 
 def test_what_the_format_allows_is_read_as_calls() -> None:

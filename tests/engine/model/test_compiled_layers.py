@@ -1,5 +1,6 @@
 """Decoder layers as compiled code: what they say, and what happens where the code does not load."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.quantization import quantize_plain
-from penstock.engine.native.library import find_compiler
+from penstock.engine.native.library import find_compiler, native_library
+from penstock.engine.system.cache import cache_directory
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import tiny_model
 
@@ -21,6 +23,8 @@ PROMPTS = [[7, 8, 9], list(range(40)), [5]]
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 def test_compiled_layers_say_what_the_layers_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native_library() is not None
+    shutil.copytree(cache_directory() / "native", tmp_path / "cache" / "native")  # which takes seconds to build, and is tested elsewhere
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))

@@ -177,7 +177,8 @@ def _load_in_another_process(source: str, barrier: "multiprocessing.synchronize.
 
 @needs_compiler
 def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module.__name__])  # with torch, which takes seconds
     barrier, results = context.Barrier(2), context.Queue()
     processes = [context.Process(target=_load_in_another_process, args=(str(module.SOURCE), barrier, results)) for _ in range(2)]
     for process in processes:

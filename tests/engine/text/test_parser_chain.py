@@ -8,7 +8,7 @@ from penstock.engine.text.answer import ParserChain
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.plugins.tools.json_formats import mistral as mistral_calls
-from penstock.testing import check_parser, merged, read
+from penstock.testing import check_cuts, merged, read
 
 mistral = FORMATS["mistral"]
 qwen3 = FORMATS["qwen3"]
@@ -43,7 +43,7 @@ def test_a_chain_keeps_the_promises_of_its_parsers() -> None:
         '<think><tool_call>{"name": "f"}',
         '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call></think>a',
     ]
-    check_parser(reasoning_then_tools, samples, markers=MARKERS, max_examples=40)
+    check_cuts(reasoning_then_tools, samples, markers=MARKERS, max_examples=40)
 
 
 def test_each_parser_reads_only_the_content_of_the_one_before() -> None:

@@ -5,7 +5,7 @@ import pytest
 from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.calls.json_call import CallKeys, JsonCall
 from penstock.plugins.calls.json_stream import CallEnvelope, CallHead, JsonStream
-from penstock.testing import check_parser, read
+from penstock.testing import check_cuts, read
 
 AUTO = Turn(tool_choice="auto")
 ARRAY = CallEnvelope(openings=("<calls>",), closings=("</calls>",), is_array=True)
@@ -99,7 +99,7 @@ def test_any_cut_and_any_stop_give_the_same_answer(
 ) -> None:
     markers = [marker for marker in (*envelope.sections, *envelope.openings, *envelope.closings) if marker != "```"]
     samples = [text for text in cases if 20 < len(text) < 80][:5]
-    check_parser(factory, samples, markers=markers, max_examples=60)
+    check_cuts(factory, samples, markers=markers, max_examples=60)
 
 
 def test_a_native_id_is_kept() -> None:

@@ -9,7 +9,7 @@ from penstock.engine.contracts.parsing import CallableTool, SpecialText, Text, T
 from penstock.engine.contracts.structure import Marker, Sequence
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing import check_cuts, check_tool_format, read
 from penstock.testing.grammar_walks import byte_vocabulary
 from penstock.testing.parser_check import split_atoms
 from tests.helpers.tool_parsers import format_info, tool_format, tool_parser
@@ -58,7 +58,7 @@ def test_the_arguments_may_be_one_json_object(name: str) -> None:
     text = with_body(name, '{"city": "New\n<b>York</b>", "days": 3}')
     assert calls(factory, text) == [("weather", {"city": "New\n<b>York</b>", "days": 3})]
     assert content(factory, text) == ""
-    check_parser(factory, [f"a {text} b", with_body(name, '{"city": "a')], markers=info.markers, turn=AUTO, max_examples=10)
+    check_cuts(factory, [f"a {text} b", with_body(name, '{"city": "a')], markers=info.markers, turn=AUTO, max_examples=10)
 
 
 @WITH_BODIES

@@ -11,7 +11,7 @@ from penstock.engine.contracts.hooks import ToolParserFactory
 from penstock.engine.contracts.parsing import CallableTool, Event, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing import check_cuts, check_parser, check_tool_format, read
 from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
 from penstock.testing.parser_check import check_cost, split_atoms
 from penstock.testing.tool_format_check import SAMPLE_TOOLS
@@ -160,7 +160,7 @@ def test_the_end_marker_closes_a_string_that_nothing_else_closes() -> None:
     assert calls(read(gemma4(AUTO), list(f"{text} {Q}}}<tool_call|>"))) == [("f", {"k": "abc<tool_call|> "})]
     events = read(gemma4(AUTO), list(f"{text}\nDone."))
     assert (calls(events), events[-1]) == ([("f", {"k": "abc"})], Text("\nDone."))
-    check_parser(gemma4, [f"{text}\nDone."], markers=MARKERS, turn=AUTO, max_examples=10)
+    check_cuts(gemma4, [f"{text}\nDone."], markers=MARKERS, turn=AUTO, max_examples=10)
 
 
 @pytest.mark.parametrize("vocabulary", [frozenset[str](), frozenset(MARKERS)])
@@ -170,7 +170,7 @@ def test_a_string_that_was_not_closed_ends_with_its_call(vocabulary: frozenset[s
     events = read(gemma4(turn), split_atoms(text, vocabulary))
     assert calls(events) == [("f", {"k": "a"}), ("g", {"k": ["b"]}), ("h", {})]
     assert events[-1] == Text("Tail")
-    check_parser(gemma4, [text], markers=MARKERS, turn=AUTO, max_examples=10)
+    check_cuts(gemma4, [text], markers=MARKERS, turn=AUTO, max_examples=10)
 
 
 def test_a_string_may_quote_the_markers() -> None:
@@ -185,7 +185,7 @@ def test_several_calls_may_stand_between_one_pair_of_markers(between: str) -> No
     events = read(gemma4(AUTO), list(text))
     assert calls(events) == [("f", {"a": 1}), ("g", {})]
     assert events[-1] == Text("!")
-    check_parser(gemma4, [text], markers=MARKERS, turn=AUTO, max_examples=10)
+    check_cuts(gemma4, [text], markers=MARKERS, turn=AUTO, max_examples=10)
 
 
 def test_what_follows_a_call_between_the_markers_and_is_none_is_text() -> None:
@@ -212,7 +212,7 @@ def test_line_breaks_before_a_value_are_looked_at_once() -> None:
 
 
 def test_functiongemma_keeps_its_promises() -> None:
-    check_parser(
+    check_cuts(
         functiongemma,
         ["<start_function_call>call:f{a:<escape>x<escape>,n:<escape>42<escape>}<end_function_call>b"],
         markers=FUNCTION_MARKERS,

@@ -11,7 +11,7 @@ from penstock.engine.contracts.hooks import ToolParserFactory
 from penstock.engine.contracts.parsing import CallableTool, Event, FormatInfo, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.manager import Plugins
-from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing import check_cuts, check_parser, check_tool_format, read
 from penstock.testing.parser_check import split_atoms
 from tests.helpers.tool_parsers import tool_format, tool_parser
 
@@ -200,7 +200,7 @@ def test_a_call_that_is_cut_keeps_what_came_from_its_name_on_and_is_not_closed(f
 def test_a_value_that_is_no_literal_is_a_string_where_the_call_has_started(written: str, arguments: object) -> None:
     events = read(pythonic(AUTO), list(f"[f({written}), g()]"))
     assert [(name, json.loads(text)) for name, text in calls(events)] == [("f", arguments), ("g", {})]
-    check_parser(pythonic, [f"[f({written}), g()]"], max_examples=10)
+    check_cuts(pythonic, [f"[f({written}), g()]"], max_examples=10)
 
 
 @pytest.mark.parametrize("wrong", ["b", "**c", "'d'", "= 1"])
@@ -225,7 +225,7 @@ def test_the_last_bracket_of_a_call_may_be_missing(text: str, names: list[str]) 
     events = read(pythonic(AUTO), list(text))
     assert [name for name, _ in calls(events)] == names
     assert json.loads(calls(events)[0][1])["x"] in ("NYC", 1, [1, 2])
-    check_parser(pythonic, [text], max_examples=10)
+    check_cuts(pythonic, [text], max_examples=10)
 
 
 @pytest.mark.parametrize("body", ["f(x='a')", "f(x='a'), g()", "f(x='a')\ng()"])
@@ -234,7 +234,7 @@ def test_lfm2_may_leave_the_brackets_out(body: str) -> None:
     events = read(lfm2(AUTO), list(f"Now: {start}{body}{end}"))
     assert calls(events) == [("f", '{"x": "a"}'), ("g", "{}")][: body.count("(")]
     assert text_of(events) == "Now: "
-    check_parser(lfm2, [f"{start}{body}{end}", f"{start}two words(x=1){end}"], markers=(start, end), turn=AUTO, max_examples=15)
+    check_cuts(lfm2, [f"{start}{body}{end}", f"{start}two words(x=1){end}"], markers=(start, end), turn=AUTO, max_examples=15)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_lfm2_may_write_its_calls_in_json_too() -> None:
     start, end = "<|tool_call_start|>", "<|tool_call_end|>"
     text = f'{start}[{{"name": "f", "arguments": {{"x": 1}}}}]{end} {start}[g(y="z"), f()]{end}\n{start}{{"name": "g"}}{end}'
     assert calls(read(lfm2(AUTO), [text])) == [("f", '{"x": 1}'), ("g", '{"y": "z"}'), ("f", "{}"), ("g", "{}")]
-    check_parser(lfm2, [text, f'{start}[f(x="{start}{{"name": "g", "arguments": {{'], markers=(start, end), turn=AUTO, max_examples=25)
+    check_cuts(lfm2, [text, f'{start}[f(x="{start}{{"name": "g", "arguments": {{'], markers=(start, end), turn=AUTO, max_examples=25)
 
 
 def test_lfm2_may_write_text_around_its_calls() -> None:
@@ -315,7 +315,7 @@ def test_a_string_that_was_not_closed_ends_with_its_call(name: str) -> None:
         fragments = ["".join(e.fragment for e in events if isinstance(e, ToolCallArguments) and e.index == index) for index in range(3)]
         assert fragments == ['{"city": "Oslo"}', '{"city": "Rome"}', '{"city": "Oslo"}']
         assert "".join(event.text for event in events if isinstance(event, Text)) == 'Then Tail isn\'t "it".'
-    check_parser(registry[name], [text], markers=markers, turn=Turn(tool_choice="auto"), max_examples=5)
+    check_cuts(registry[name], [text], markers=markers, turn=Turn(tool_choice="auto"), max_examples=5)
 
 
 @pytest.mark.parametrize("name", UNCLOSED)

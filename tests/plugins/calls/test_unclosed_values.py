@@ -4,7 +4,7 @@ import pytest
 
 from penstock.engine.contracts.parsing import Text, ToolCallArguments, Turn
 from penstock.plugins.manager import Plugins
-from penstock.testing import check_parser, read
+from penstock.testing import check_cuts, read
 from tests.plugins.tools.parameter_samples import TOOLS
 
 VALUE_ENDS = {
@@ -71,7 +71,7 @@ def test_a_value_that_is_cut_stays_open(name: str) -> None:
 def test_any_cut_gives_the_same_answer(name: str) -> None:
     info = REGISTRY.infos[name]
     samples = [f"{unclosed(name)}a {unclosed(name)}b", f"{unclosed(name)}{info.markers[0]}\n{info.example}"]
-    check_parser(REGISTRY[name], samples, markers=info.markers, turn=TURN, max_examples=5)
+    check_cuts(REGISTRY[name], samples, markers=info.markers, turn=TURN, max_examples=5)
 
 
 @pytest.mark.parametrize("name", ["glm45", "glm47"])

@@ -5,7 +5,7 @@ import pytest
 from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.parsing import Phase, Reasoning, SpecialText, Text, Turn
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.testing import check_parser, read
+from penstock.testing import check_cuts, read
 
 apertus = FORMATS["apertus"]
 cohere_command = FORMATS["cohere_command"]
@@ -53,7 +53,7 @@ def split(factory: ReasoningParserFactory, text: str, tail: str = "") -> tuple[s
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_cut_and_any_stop_give_the_same_answer(family: str) -> None:
     factory, samples, markers = FAMILIES[family]
-    check_parser(factory, samples, markers=markers, max_examples=15)
+    check_cuts(factory, samples, markers=markers, max_examples=15)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

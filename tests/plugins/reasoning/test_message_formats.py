@@ -7,7 +7,7 @@ import pytest
 from penstock.engine.contracts.parsing import Event, Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.text.answer import ParserChain
 from penstock.plugins.manager import Plugins
-from penstock.testing import check_parser, read, split_atoms
+from penstock.testing import check_cuts, read, split_atoms
 
 PLUGINS = Plugins.start(["none"])
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -96,7 +96,7 @@ def test_any_cut_and_any_stop_give_the_same_answer(name: str) -> None:
     samples = [text.replace("{call}", "C") for other, text, *_ in ANSWERS if other == name]
     taken = (*info.markers, *TOKENS[name], "to=weather<|message|>", "to=weather.weather<|message|>", "weather", "\n", " ")
     turn = Turn(prompt_tail=info.prompt_tail, tools=(TOOL,), tool_choice="auto")
-    check_parser(PLUGINS.reasoning_parsers[name], samples, markers=taken, turn=turn, max_examples=15)
+    check_cuts(PLUGINS.reasoning_parsers[name], samples, markers=taken, turn=turn, max_examples=15)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.parsing import Phase, Reasoning, SpecialText, Text, Turn
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.testing import check_parser, join_atoms, read, split_atoms
+from penstock.testing import check_cuts, join_atoms, read, split_atoms
 
 deepseek_r1 = FORMATS["deepseek_r1"]
 granite = FORMATS["granite"]
@@ -57,7 +57,7 @@ def split(factory: ReasoningParserFactory, turn: Turn, *pieces: str) -> tuple[st
 def test_any_cut_and_any_stop_give_the_same_answer(
     factory: ReasoningParserFactory, samples: Sequence[str], markers: Sequence[str], turn: Turn
 ) -> None:
-    check_parser(factory, samples, markers=markers, turn=turn, max_examples=40)
+    check_cuts(factory, samples, markers=markers, turn=turn, max_examples=40)
 
 
 @pytest.mark.parametrize("factory", [deepseek_r1, qwen3, granite])

@@ -8,7 +8,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.parsing import Phase, Reasoning, SpecialText, Text, Turn
 from penstock.plugins.reasoning.content import AppendThink
 from penstock.plugins.reasoning.formats import FORMATS, THINK_TAGS
-from penstock.testing import check_parser, read
+from penstock.testing import check_cuts, read
 
 deepseek_v3 = FORMATS["deepseek_v3"]
 deepseek_v4 = FORMATS["deepseek_v4"]
@@ -97,7 +97,7 @@ def test_markers_that_are_tokens_may_be_quoted(name: str) -> None:
 def test_any_cut_and_any_stop_give_the_same_answer(
     factory: ReasoningParserFactory, samples: Sequence[str], markers: Sequence[str], turn: Turn
 ) -> None:
-    check_parser(factory, samples, markers=markers, turn=turn, max_examples=25)
+    check_cuts(factory, samples, markers=markers, turn=turn, max_examples=25)
 
 
 WRAPPED = [
@@ -116,13 +116,13 @@ def test_wrappers_are_taken_out_however_the_text_is_cut(
     factory: ReasoningParserFactory, opening: str, samples: Sequence[str], turn: Turn
 ) -> None:
     closing = opening.replace("<", "</")
-    check_parser(factory, samples, markers=(*THINK, opening, closing, "\n", " "), turn=turn, max_examples=25)
+    check_cuts(factory, samples, markers=(*THINK, opening, closing, "\n", " "), turn=turn, max_examples=25)
 
 
 @pytest.mark.parametrize("kwargs", [{"force_nonempty_content": True}, {"enable_thinking": False}])
 def test_content_that_reasoning_becomes_does_not_depend_on_cuts(kwargs: dict[str, object]) -> None:
     turn = given("<think>\n", **kwargs)
-    check_parser(nemotron_v3, ["why", "why</think>\n", "why</think>because"], markers=THINK, turn=turn, max_examples=25)
+    check_cuts(nemotron_v3, ["why", "why</think>\n", "why</think>because"], markers=THINK, turn=turn, max_examples=25)
 
 
 @pytest.mark.parametrize("factory", [deepseek_v3, poolside_v1])
@@ -259,7 +259,7 @@ def test_append_think_says_so_even_of_an_empty_answer() -> None:
 def test_append_think_leaves_other_tokens_as_pieces() -> None:
     events = read(AppendThink(OPEN), ["why", SpecialText("<minimax:tool_call>"), "x"])
     assert [type(event.text) for event in events if isinstance(event, Text)] == [str, SpecialText, str]
-    check_parser(AppendThink, ["why</think>because", "<minimax:tool_call>"], turn=CLOSED, max_examples=10)
+    check_cuts(AppendThink, ["why</think>because", "<minimax:tool_call>"], turn=CLOSED, max_examples=10)
 
 
 @pytest.mark.parametrize("tail", ["", "</mm:think>"])

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.contracts.parsing import Event, FormatInfo, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
-from penstock.testing import check_parser, read
+from penstock.testing import check_cuts, read
 from penstock.testing.parser_check import join_atoms, split_atoms
 
 WRONG = (" oops ", '"', "'", "}", "]", ",", "\n", "\\", "<")
@@ -119,7 +119,7 @@ def test_a_marker_in_a_string_that_is_cut_ends_the_call() -> None:
 def test_calls_that_a_marker_ends_are_the_same_however_they_are_cut() -> None:
     values = ('"Oslo', '"O" /* c */', '"a </tool_call> b"', '"a </tool_call> b", c"', '"a", b", "c": 1', '"O"}}')
     samples = [f'{HERMES % value}\n{SECOND} "a", b' for value in values]
-    check_parser(plugins().tool_parsers["hermes"], samples, markers=("<tool_call>", "</tool_call>"), max_examples=30)
+    check_cuts(plugins().tool_parsers["hermes"], samples, markers=("<tool_call>", "</tool_call>"), max_examples=30)
 
 
 def is_object(text: str) -> bool:

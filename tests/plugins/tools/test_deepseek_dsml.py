@@ -8,7 +8,7 @@ from penstock.engine.contracts.parsing import SpecialText, Text, ToolCallArgumen
 from penstock.plugins.tools.markup import DEEPSEEK_V4 as V4
 from penstock.plugins.tools.markup import DEEPSEEK_V32 as V32
 from penstock.plugins.tools.markup import DSML_TOKEN as TOKEN
-from penstock.testing import check_parser, read
+from penstock.testing import check_cuts, read
 from tests.helpers.tool_parsers import tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, TOOLS, calls, content
 
@@ -57,7 +57,7 @@ def test_v32s_section_is_read_where_no_grammar_holds_the_answer() -> None:
     text = f"a{V32_BLOCK}b"
     assert (calls(deepseek_v4, text), content(deepseek_v4, text)) == ([("weather", {"city": "Oslo"})], "ab")
     assert read(deepseek_v4(replace(AUTO, is_constrained=True)), ["a", V32.markup.section]) == [Text(f"a{V32.markup.section}")]
-    check_parser(deepseek_v4, [text], markers=(*V4.markup.markers, V32.markup.section, V32.markup.section_end), turn=AUTO, max_examples=20)
+    check_cuts(deepseek_v4, [text], markers=(*V4.markup.markers, V32.markup.section, V32.markup.section_end), turn=AUTO, max_examples=20)
 
 
 def test_v32s_section_in_an_argument_is_part_of_it() -> None:
@@ -77,7 +77,7 @@ def test_the_arguments_may_be_one_json_object_in_the_place_of_parameters() -> No
     ]
     assert calls(deepseek_v4, block('{"city": Oslo,}')) == [("weather", {"city": "Oslo"})]
     assert content(deepseek_v4, block("{city}")) == block("{city}")
-    check_parser(deepseek_v4, [block('{"city": "a"}'), block('{"city": a}')], markers=V4.markup.markers, turn=AUTO, max_examples=20)
+    check_cuts(deepseek_v4, [block('{"city": "a"}'), block('{"city": a}')], markers=V4.markup.markers, turn=AUTO, max_examples=20)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_call_may_lack_its_section_at_the_beginning_of_a_line() -> None:
     assert calls(deepseek_v4, f"Such as {bare}") == []
     assert calls(deepseek_v4, bare.replace("weather", "other")) == []
     assert calls(deepseek_v41, bare) == []
-    check_parser(deepseek_v4, [bare], markers=V4.markup.markers, turn=AUTO, max_examples=20)
+    check_cuts(deepseek_v4, [bare], markers=V4.markup.markers, turn=AUTO, max_examples=20)
 
 
 def test_the_next_tag_ends_a_parameter_that_was_not_closed() -> None:

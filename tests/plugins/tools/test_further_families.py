@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.contracts.hooks import ToolParserFactory
 from penstock.engine.contracts.parsing import Event, Text, ToolCallArguments, ToolCallStart, Turn
-from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing import check_cuts, check_tool_format, read
 from tests.helpers.tool_parsers import format_info, tool_parser
 
 command_r = tool_parser("command_r")
@@ -190,7 +190,7 @@ def test_what_the_format_allows_is_read_as_calls(factory: ToolParserFactory, mar
 
 def test_any_cut_of_a_typed_parameter_gives_the_same_answer() -> None:
     text = k2_section("order" + k2_parameter("note", "string", "3") + k2_parameter("count", "any", "[1]"))
-    check_parser(
+    check_cuts(
         k2_horizon,
         [text, text.replace("</ifm|arg_type>", "")],
         markers=(*format_info("k2_horizon").markers, "string", "any"),

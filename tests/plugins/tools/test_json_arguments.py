@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.tools.json_formats import MISTRAL, MISTRAL_ARRAY
-from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing import check_cuts, check_tool_format, read
 from tests.helpers.tool_parsers import tool_parser
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -158,7 +158,7 @@ def test_every_generation_is_read(text: str) -> None:
 
 
 def test_any_cut_and_any_stop_give_the_same_answer() -> None:
-    check_parser(
+    check_cuts(
         mistral,
         [f"hi{{hi{GENERATIONS[1]}!", GENERATIONS[2], GENERATIONS[5], "[TOOL_CALLS]f[ARGS]oops"],
         markers=[START, ID, MISTRAL_ARGUMENTS],

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.contracts.parsing import Event, FormatInfo, SpecialText, Text, ToolCallArguments, ToolCallStart, ToolParser, Turn
 from penstock.plugins.tools.json_formats import HERMES
-from penstock.testing import check_parser, check_tool_format, read, split_atoms
+from penstock.testing import check_cuts, check_parser, check_tool_format, read, split_atoms
 from tests.helpers.tool_parsers import format_info, tool_parser
 
 NAMES = """
@@ -254,7 +254,7 @@ def test_a_block_may_hold_an_array_of_calls() -> None:
     events = read(hermes(AUTO), [f"Both: {array}"])
     assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["f", "g"]
     assert [event.text for event in events if isinstance(event, Text)] == ["Both: "]
-    check_parser(hermes, [array, "<tool_call> [1, {}]</tool_call>"], markers=MARKERS, turn=AUTO, max_examples=20)
+    check_cuts(hermes, [array, "<tool_call> [1, {}]</tool_call>"], markers=MARKERS, turn=AUTO, max_examples=20)
 
 
 def test_a_missing_outer_brace_is_forgiven() -> None:
@@ -298,7 +298,7 @@ def test_calls_after_a_malformed_one_in_an_array_are_read(broken: str, items: in
     text = f'<tool_call>[{broken}, {{"name": "g", "arguments": {{}}}}]</tool_call>'
     names = [event.name for event in read(hermes(AUTO), [text]) if isinstance(event, ToolCallStart)]
     assert names == ["f", "g"][2 - items :]
-    check_parser(hermes, [text], markers=MARKERS, turn=AUTO, max_examples=20)
+    check_cuts(hermes, [text], markers=MARKERS, turn=AUTO, max_examples=20)
 
 
 def test_a_quoted_marker_calls_nothing_where_the_vocabulary_has_it_as_a_token() -> None:
@@ -461,4 +461,4 @@ def test_any_other_array_is_content(text: str) -> None:
 
 def test_any_cut_and_any_stop_give_the_same_answer_of_xlam() -> None:
     samples = [f"Hm\n```json\n{ARRAY}\n``` ok", '[ {"city": "Oslo"}, {"name": "f", "arguments": {}}]']
-    check_parser(xlam, samples, markers=["[TOOL_CALLS]", "<tool_call>", "</tool_call>"], max_examples=25)
+    check_cuts(xlam, samples, markers=["[TOOL_CALLS]", "<tool_call>", "</tool_call>"], max_examples=25)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.contracts.parsing import Parser, SpecialText, Text, ToolCallArguments, ToolCallStart, ToolParser, Turn
-from penstock.testing import check_parser, check_tool_format, read
+from penstock.testing import check_cuts, check_tool_format, read
 from penstock.testing.parser_check import check_cost, split_atoms
 from tests.helpers.tool_parsers import format_info, tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, TOOLS, calls, content
@@ -214,7 +214,7 @@ def test_longcat_writes_the_same_with_names_of_its_own_or_json() -> None:
     text = f"Both.\n{LONGCAT}\n{as_json}\n{LONGCAT}"
     expected = {"city": "Oslo", "days": 3}
     assert calls(longcat, text) == [("weather", expected), ("weather", {"city": "Rome"}), ("weather", expected)]
-    check_parser(longcat, [f"a {LONGCAT}{as_json}"], markers=LONGCAT_MARKERS, turn=AUTO, max_examples=20)
+    check_cuts(longcat, [f"a {LONGCAT}{as_json}"], markers=LONGCAT_MARKERS, turn=AUTO, max_examples=20)
 
 
 MARK = "]<]minimax[>["
@@ -328,7 +328,7 @@ def test_nested_elements_that_are_cut_are_not_closed(end: str, arguments: str) -
 
 
 def test_nested_elements_may_be_cut_anywhere() -> None:
-    check_parser(minimax_m3, [NESTED], markers=(MARK, "<tool_call>"), turn=TURN, max_examples=10)
+    check_cuts(minimax_m3, [NESTED], markers=(MARK, "<tool_call>"), turn=TURN, max_examples=10)
 
 
 minicpm5 = tool_parser("minicpm5")

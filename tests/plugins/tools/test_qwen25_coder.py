@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
-from penstock.testing import check_parser, check_tool_format, read, split_atoms
+from penstock.testing import check_cuts, check_tool_format, read, split_atoms
 from tests.helpers.tool_parsers import tool_parser
 
 qwen25_coder = tool_parser("qwen25_coder")
@@ -127,7 +127,7 @@ def test_arguments_are_streamed() -> None:
 @pytest.mark.parametrize("turn", [AUTO, STRICT], ids=["free", "strict"])
 def test_any_cut_and_any_stop_give_the_same_answer(turn: Turn) -> None:
     texts = [f"a\n```json\n{INDENTED}\n```\n{BARE}, {OTHER}, c", f"<tools>{BARE}</tools>b", f"{BARE}\n<tool_call>{OTHER}</tool_call>d"]
-    check_parser(
+    check_cuts(
         qwen25_coder, texts, markers=[*TOKENS, "<tools>", "</tools>", "```json\n", "```", BARE, OTHER, ","], turn=turn, max_examples=20
     )
 
