@@ -63,7 +63,7 @@ def attend(
         key_positions = tile_start + tl.arange(0, TILE_KEYS)
         is_key = key_positions < end_key
         if sliding_window is not None:
-            is_key &= key_positions >= oldest  # blocks before all windows may be other sequences' by now
+            is_key &= key_positions >= oldest  # blocks before all windows may be other sequences' by now, and hold NaN
         # A cache may hold more than 2**31 elements: from here on, offsets are 64 bits wide.
         blocks = tl.load(block_table + key_positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         tokens = key_positions % BLOCK_SIZE

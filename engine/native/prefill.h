@@ -146,8 +146,8 @@ struct Prefill {
         Element* packed_keys = key_tile(head, tile);
         Element* packed_values = value_tile(head, tile);
         const int64_t first = tile * KEY_TILE, last = std::min(first + KEY_TILE, context_len);
-        // Blocks before all windows may be other sequences' by now. A weight of zero does not silence what is not a number, so in place of
-        // such a key stands the first one that is visible.
+        // Blocks before all windows may be other sequences' by now. A weight of zero does not silence NaN, so the first visible key is
+        // packed in their place.
         const int64_t oldest = first_visible(context_len - num_queries);
 #ifdef __AVX512BF16__
         if constexpr (std::is_same_v<T, BFloat16>) {

@@ -134,7 +134,7 @@ def test_every_request_gets_the_answer_it_gets_alone(
         block_size=block_size,
         num_blocks=max_blocks_held(windows, MAX_MODEL_LEN, max(max_num_seqs, max_num_batched_tokens), block_size)
         + num_spare_blocks
-        + 2 * num_beam_blocks * len(windows),
+        + (1 + len(windows)) * num_beam_blocks * len(windows),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
