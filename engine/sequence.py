@@ -199,7 +199,8 @@ class Sequence:
     `num_blocks_found` of its first blocks were not its own when it got them: cached ones, and those that it shares with its parent.
     While it waits, as many were found when it was last looked for.
     `table_row` is its row of the model's block tables, while it runs, which knows the first `num_blocks_sent` blocks of its `block_table`.
-    That is the table of the first group of layers; `other_tables`, as long, are those of the others.
+    That is the table of the first group of layers; `other_tables`, as long, are those of the others. Once `frees_at` tokens are computed, a
+    block has left a sliding window.
     """
 
     request: Request
@@ -225,6 +226,7 @@ class Sequence:
     block_table: BlockTable = field(default_factory=BlockTable)
     other_tables: list[BlockTable] = field(default_factory=list)
     num_blocks_found: int = 0
+    frees_at: int = 0
     table_row: int | None = None
     num_blocks_sent: int = 0
     block_hashes: list[bytes] = field(default_factory=list)

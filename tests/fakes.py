@@ -235,7 +235,9 @@ def make_core(
     reserves: bool = False,
     windows: tuple[int | None, ...] = (None,),
 ) -> EngineCore:
-    """The model has a layer for each of `windows`. Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens.
+    """The model has a layer for each of `windows`.
+
+    Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens.
 
     Without `reserves`, sequences are admitted as long as they fit, and preempted later.
     """

@@ -30,8 +30,8 @@ EVERY_FLAG = """
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
-    --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --no-hybrid-kv-cache --max-waiting-requests 4 --compile off --speculation none
-    --max-waiting-tokens 8K --priority-aging 1.5
+    --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
+    --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache
     --async-scheduling --threads 2 --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
 """

@@ -107,16 +107,16 @@ class KVCacheManager:
 
     def free_outside_windows(
         self, tables: Sequence[BlockTable], position: int, rule_of: Callable[[int], RetentionRule | None] | None = None
-    ) -> None:
-        """Frees the blocks that no token from this position on sees."""
+    ) -> int:
+        """Frees the blocks that no token from this position on sees. Returns the first position that sees still fewer of them."""
         for window, groups in self._sliding.items():
             num_outside = (position - window + 1) // self.block_size
-            if num_outside <= tables[groups[0]].num_freed:
-                continue
             for group in groups:
                 table = tables[group]
-                self._free(table, table.num_freed, num_outside, rule_of)
-                table.num_freed = num_outside
+                if table.num_freed < num_outside:
+                    self._free(table, table.num_freed, num_outside, rule_of)
+                    table.num_freed = num_outside
+        return min((tables[groups[0]].num_freed + 1) * self.block_size + window - 1 for window, groups in self._sliding.items())
 
     def _free(self, table: BlockTable, first: int, stop: int, rule_of: Callable[[int], RetentionRule | None] | None) -> None:
         if rule_of is not None:
@@ -128,12 +128,12 @@ class KVCacheManager:
 
     def publish(self, tables: Sequence[BlockTable], hashes: Sequence[bytes], first: int, stop: int) -> list[int]:
         """Publishes the blocks [first, stop) of each table; returns those that were not before."""
-        published = []
-        for group, table in enumerate(tables):
-            for place in range(max(first, table.num_freed), stop):
-                if self.pool.publish(table[place], _key(hashes[place], group)):
-                    published.append(table[place])
-        return published
+        return [
+            table[place]
+            for group, table in enumerate(tables)
+            for place in range(max(first, table.num_freed), stop)
+            if self.pool.publish(table[place], _key(hashes[place], group))
+        ]
 
     def find(self, hashes: Sequence[bytes], num_usable: int) -> list[BlockTable]:
         """Tables of the longest cached beginning of at most `num_usable` blocks. They are not referenced yet."""

@@ -136,8 +136,7 @@ class Scheduler:
         step = Step()
         self.waiting.age()
         if self.blocks.has_windows:
-            for sequence in self.running:
-                self.blocks.free_outside_windows(sequence.block_tables, self._first_to_come(sequence), self._retention_of(sequence))
+            self._free_outside_windows()
         budget = TokenBudget(self.max_num_batched_tokens)
         num_preemptions = self.num_preemptions
         decodes: list[Sequence] = []
@@ -166,6 +165,12 @@ class Scheduler:
         if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
         return step
+
+    def _free_outside_windows(self) -> None:
+        for sequence in self.running:
+            if sequence.num_computed_tokens >= sequence.frees_at:
+                position, rule_of = self._first_to_come(sequence), self._retention_of(sequence)
+                sequence.frees_at = self.blocks.free_outside_windows(sequence.block_tables, position, rule_of)
 
     def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
@@ -516,7 +521,7 @@ class Scheduler:
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.block_tables, self._retention_of(sequence))
-        sequence.num_blocks_sent = sequence.num_blocks_found = 0
+        sequence.num_blocks_sent = sequence.num_blocks_found = sequence.frees_at = 0
         self._refused = None
         if sequence.table_row is not None:
             self._free_table_rows.append(sequence.table_row)
