@@ -32,10 +32,10 @@ def span(num_tokens: int, block_size: int) -> int:
 def max_blocks_held(windows: Sequence[int | None], num_tokens: int, max_step: int, block_size: int) -> int:
     """The most blocks that a sequence of so many tokens holds at once, if a step computes at most `max_step` of them.
 
-    `windows` are the sliding windows of the groups of layers.
+    `windows` are the sliding windows of the groups of layers. The last token before a step is among those that may be computed again.
     """
     num_blocks = -(-num_tokens // block_size)
-    return sum(num_blocks if window is None else min(num_blocks, span(window - 1 + max_step, block_size)) for window in windows)
+    return sum(num_blocks if window is None else min(num_blocks, span(window + max_step, block_size)) for window in windows)
 
 
 class KVCacheManager:

@@ -169,8 +169,9 @@ class Scheduler:
     def _free_outside_windows(self) -> None:
         for sequence in self.running:
             if sequence.num_computed_tokens >= sequence.frees_at:
-                position, rule_of = self._first_to_come(sequence), self._retention_of(sequence)
-                sequence.frees_at = self.blocks.free_outside_windows(sequence.block_tables, position, rule_of)
+                # The last token may have to be computed again, even once a step behind it is scheduled: see `uncompute_last`.
+                position, rule_of = self._first_to_come(sequence) - 1, self._retention_of(sequence)
+                sequence.frees_at = 1 + self.blocks.free_outside_windows(sequence.block_tables, position, rule_of)
 
     def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""

@@ -195,7 +195,7 @@ def test_a_sequence_never_holds_more_blocks_than_it_is_said_to(
     tables = [BlockTable() for _ in windows]
     for position in range(0, num_tokens, max_step):
         if blocks.has_windows:
-            blocks.free_outside_windows(tables, position)
+            blocks.free_outside_windows(tables, position - 1)
         blocks.extend(tables, -(-min(position + max_step, num_tokens) // block_size))  # fails where there is no free block
         blocks.check_integrity([(tables, position)])
 
@@ -274,3 +274,16 @@ def test_a_full_cache_of_windows_is_given_up_and_computed_again() -> None:
         assert tokens(said[str(number)]) == tokens(generate(alone, make_request("r", [LETTERS[number]] * 20, max_tokens=38)))
     runner_of(core).shutdown()
     runner_of(alone).shutdown()
+
+
+def test_the_last_token_can_still_be_computed_again_when_a_step_behind_it_is_scheduled() -> None:
+    core = make_core(num_blocks=64, block_size=2, max_model_len=40, windows=(None, 5, 4))
+    core.add(make_request(prompt=LETTERS[:3], max_tokens=30))
+    while (step := core.schedule()) is not None:
+        (sequence,) = step.num_tokens
+        for table, window in zip(sequence.other_tables, (5, 4), strict=True):
+            assert table.num_freed * 2 <= max(0, sequence.num_computed_tokens - window)
+        batch = core.build(step)
+        core.update(step, batch, core.runner.launch(batch).collect())
+    assert core.stats().num_generation_tokens == 30
+    runner_of(core).shutdown()
