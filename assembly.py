@@ -18,7 +18,6 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.parsing import ReasoningParser, Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.loop import Engine
 from penstock.engine.model.config import read_config, read_generation_config, sampling_defaults
 from penstock.engine.model.quantization import quantized_layers
@@ -224,15 +223,15 @@ def summarize_pooling(engine: PoolingEngine) -> str:
 def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) -> str:
     """Parsers, KV cache, threads, where the model runs and how much of it in few bits."""
     loaded = core.runner.loaded
-    pool, block_size = core.scheduler.pool, core.scheduler.block_size
-    cache_dtype = core.runner.cache.dtype
-    cache_bytes = pool.num_blocks * block_bytes(loaded.kv_layout, block_size, cache_dtype)
-    in_other_dtype = "" if cache_dtype == loaded.dtype else f" in {str(cache_dtype).removeprefix('torch.')}"
+    cache, blocks = core.runner.cache, core.scheduler.blocks
+    num_tokens = blocks.num_tokens(context.max_model_len)
+    in_long_contexts = " in contexts of that length" if blocks.has_windows else ""
+    in_other_dtype = "" if cache.dtype == loaded.dtype else f" in {str(cache.dtype).removeprefix('torch.')}"
     parts = [
         f"reasoning: {selection(context.plugins.reasoning_parsers)}",
         f"tools: {selection(context.plugins.tool_parsers)}",
         f"context: {context.max_model_len} tokens",
-        f"KV cache: {cache_bytes / 2**30:.2f} GiB, {pool.num_blocks * block_size} tokens{in_other_dtype}",
+        f"KV cache: {cache.num_bytes / 2**30:.2f} GiB, {num_tokens} tokens{in_long_contexts}{in_other_dtype}",
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
     ]
     parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]

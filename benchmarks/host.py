@@ -32,6 +32,7 @@ from benchmarks import report
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
@@ -87,8 +88,7 @@ def make_core(
     num_blocks: int, *, max_num_seqs: int, budget: int, runner: NullRunner | None = None, speculates: bool = False, caches: bool = True
 ) -> EngineCore:
     scheduler = Scheduler(
-        BlockPool(num_blocks, enable_prefix_caching=caches),
-        block_size=BLOCK_SIZE,
+        KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=caches), BLOCK_SIZE),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         waiting=WaitingQueue(max_sequences=10**6),

@@ -115,7 +115,8 @@ class StepInputs:
         if self.packed.device.type == device.type:
             return self
         own = self.attention
-        header = [len(own.slot_mapping_T), own.num_sequences, own.num_decodes, own.max_query_len, own.max_context_len]
+        num_tokens, num_groups = len(own.slot_mapping_T), len(own.groups)
+        header = [num_tokens, own.num_sequences, own.num_decodes, num_groups, own.max_query_len, own.max_context_len]
         sizes = [len(own.packed), self.input_ids_1T.numel(), self.positions_1T.numel(), len(self.kept_T), self.table_updates_3U.numel()]
         return self._view(to_device(self.packed, device), sizes, header, own.block_tables_PN)
 
@@ -165,9 +166,36 @@ def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> 
 
 
 @dataclass(slots=True)
-class TableUpdates:
-    """The entries of the block tables that a step adds."""
+class OtherGroups:
+    """Slots and rows of the block tables for the layers of all groups but the first: one group after another.
 
+    Of `num_rows` rows each group has its part.
+    """
+
+    num_rows: int
+    num_padding: int
+    slots: list[int] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
+
+    def add(self, step: Step, block_size: int) -> None:
+        """Adds the sequences of a step, in its order."""
+        num_groups = 1 + len(next(iter(step.num_tokens)).other_tables)
+        for group in range(1, num_groups):
+            for sequence, num_tokens in step.num_tokens.items():
+                num_drafted = len(step.drafts.get(sequence, ()))
+                first = sequence.num_computed_tokens
+                assert sequence.table_row is not None
+                self.slots += slots_of(sequence.other_tables[group - 1], first, first + num_tokens + num_drafted, block_size)
+                row = group * self.num_rows // num_groups + sequence.table_row
+                self.table_rows += [row] * ((num_tokens if num_tokens <= SHORT_CHUNK else 1) + num_drafted)
+            self.slots += [-1] * self.num_padding
+
+
+@dataclass(slots=True)
+class TableUpdates:
+    """The entries of the block tables that a step adds. Of `num_rows` rows in all, each group of layers has its part."""
+
+    num_rows: int
     rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -175,12 +203,15 @@ class TableUpdates:
     def add_new(self, sequence: Sequence) -> None:
         """Adds the sequence's blocks that the model's thread does not know of."""
         first, stop = sequence.num_blocks_sent, len(sequence.block_table)
-        if first < stop:
-            assert sequence.table_row is not None
-            self.rows += [sequence.table_row] * (stop - first)
-            self.positions += range(first, stop)
-            self.blocks += sequence.block_table[first:]
-            sequence.num_blocks_sent = stop
+        if first == stop:
+            return
+        assert sequence.table_row is not None
+        for group, table in enumerate(sequence.block_tables):
+            start = max(first, table.num_freed)
+            self.rows += [group * self.num_rows // len(sequence.block_tables) + sequence.table_row] * (stop - start)
+            self.positions += range(start, stop)
+            self.blocks += table[start:]
+        sequence.num_blocks_sent = stop
 
 
 def build_batch(
@@ -198,7 +229,7 @@ def build_batch(
     kept: list[int] = []
     context_lens: list[int] = []
     table_rows: list[int] = []
-    updates = TableUpdates()
+    updates = TableUpdates(len(block_tables_PN))
     logits_rows: list[int] = []
     sampler_rows: list[SamplerRow] = []
     prompts: list[PromptRows] = []
@@ -241,12 +272,17 @@ def build_batch(
         kept += own
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
     num_padding = max(0, min_tokens - len(input_ids))
+    others = OtherGroups(len(block_tables_PN), num_padding)
+    num_groups = len(next(iter(step.num_tokens)).block_tables)
+    if num_groups > 1:
+        others.add(step, block_size)
     attention = flatten(
-        slots + [-1] * num_padding,
+        slots + [-1] * num_padding + others.slots,
         starts,
         context_lens,
-        table_rows,
+        table_rows + others.table_rows,
         num_decodes=sum(count for count in step.num_tokens.values() if count <= SHORT_CHUNK) + sum(map(len, step.drafts.values())),
+        num_groups=num_groups,
     )
     constrained = constrained_rows(sampler_rows, step.drafts)
     step_masks = masks.begin(constrained, len(sampler_rows), vocab_size, pin_memory=pin_masks)

@@ -162,7 +162,8 @@ def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: f
     num_tokens = max_model_len if params.max_tokens is None else min(max_model_len, num_prompt + params.max_tokens)
     num_blocks = scheduler.num_blocks_for(num_prompt, num_tokens, width)
     if num_blocks > scheduler.pool.num_blocks:
-        sizes = f"{num_blocks * scheduler.block_size} tokens, and the KV cache holds {scheduler.pool.num_blocks * scheduler.block_size}"
+        per_block = scheduler.block_size / scheduler.blocks.num_groups
+        sizes = f"{int(num_blocks * per_block)} tokens, and the KV cache holds {int(scheduler.pool.num_blocks * per_block)}"
         raise InvalidRequest(f"{width} beams of {num_tokens - num_prompt} tokens after this prompt may need {sizes}", "beam_width")
 
 

@@ -18,7 +18,8 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.cache import KVCache, block_bytes, cache_dtype
+from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, layer_groups
+from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens
 from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs
@@ -109,6 +110,7 @@ def decode_graphs(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> 
         max_num_rows=max(config.num_seqs(loaded.device.type), MIN_MAX_ROWS),
         block_tables_PN=cache.block_tables_PN,
         block_size=config.block_size,
+        num_groups=len(cache.groups),
     )
 
 
@@ -131,10 +133,12 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     Raises `ConfigurationError` where the KV cache or a step does not fit, or has no kernels.
     """
     is_gpu = loaded.device.type == "cuda"
+    groups = groups_of(loaded, config)
+    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
-        block_bytes=block_bytes(loaded.kv_layout, config.block_size, cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)),
-        blocks_per_sequence=-(-loaded.max_model_len // config.block_size),
+        block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype),
+        blocks_per_sequence=blocks_per_sequence(loaded, config, groups),
         device=loaded.device,
         activation_bytes=try_steps(loaded, tokenizer, config) if is_gpu else 0,
     )
@@ -144,10 +148,25 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     return core
 
 
+def groups_of(loaded: LoadedModel, config: EngineConfig) -> list[LayerGroup]:
+    """The groups of layers that have a block table of their own."""
+    return layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=config.hybrid_kv_cache)
+
+
+def blocks_per_sequence(loaded: LoadedModel, config: EngineConfig, groups: list[LayerGroup]) -> int:
+    """The most blocks that a sequence of the full length holds at once."""
+    device_type = loaded.device.type
+    max_step = max(config.num_batched_tokens(device_type), config.num_seqs(device_type))  # as `Scheduler` has it
+    return max_blocks_held([group.sliding_window for group in groups], loaded.max_model_len, max_step, config.block_size)
+
+
 def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig, num_blocks: int) -> EngineCore:
     """An engine whose KV cache has so many blocks."""
     device_type = loaded.device.type
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    groups = groups_of(loaded, config)
+    windows = [group.sliding_window for group in groups]
+    blocks = KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching), config.block_size, windows)
     cache = KVCache(
         loaded.kv_layout,
         num_blocks,
@@ -156,6 +175,7 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
         loaded.device,
         max_num_seqs=config.num_seqs(device_type),
         max_blocks=-(-loaded.max_model_len // config.block_size),
+        groups=groups,
     )
     cache.attach(loaded.model)
     is_native = device_type == "cpu" and config.compile != "on" and install_native_decoder(loaded, cache)
@@ -173,13 +193,12 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
             num_threads=config.num_threads or NUM_THREADS,
         ),
         scheduler=Scheduler(
-            BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching),
-            block_size=config.block_size,
+            blocks,
             max_num_seqs=config.num_seqs(device_type),
             max_num_batched_tokens=config.num_batched_tokens(device_type),
             waiting=WaitingQueue(
                 max_sequences=config.max_waiting_requests,
-                max_tokens=config.num_waiting_tokens(num_blocks * config.block_size),
+                max_tokens=config.num_waiting_tokens(blocks.num_tokens(loaded.max_model_len)),
                 aging_seconds=config.priority_aging,
             ),
             speculation=None
@@ -258,6 +277,7 @@ def try_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -
     options |= {"max_waiting_requests": max(map(len, groups)), "max_waiting_tokens": None}
     trial = replace(config, **options)
     num_blocks = max(sum(-(-(len(one.prompt_token_ids) + 2) // config.block_size) for one in group) for group in groups)
+    num_blocks *= len(groups_of(loaded, config))
     started = time.monotonic()
     core = None
     try:

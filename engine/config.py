@@ -323,6 +323,12 @@ class EngineConfig:
         default_help="on",
         aliases=("enable_prefix_caching",),
     )
+    hybrid_kv_cache: bool = option(
+        True,
+        "free the blocks of layers with a sliding window that have left it; without, all layers keep every block",
+        "engine",
+        default_help="on",
+    )
     max_waiting_requests: int = option(
         1024,
         "refuse further requests with 429 when N are waiting, where each of the `n` answers counts",

@@ -14,6 +14,7 @@ from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.block_pool import Retention
+from penstock.engine.kv_cache.manager import BlockTable
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.speculation import NgramProposer
@@ -198,6 +199,8 @@ class Sequence:
     `num_blocks_found` of its first blocks were not its own when it got them: cached ones, and those that it shares with its parent.
     While it waits, as many were found when it was last looked for.
     `table_row` is its row of the model's block tables, while it runs, which knows the first `num_blocks_sent` blocks of its `block_table`.
+    That is the table of the first group of layers; `other_tables`, as long, are those of the others. Once `frees_at` tokens are computed, a
+    block has left a sliding window.
     """
 
     request: Request
@@ -220,8 +223,10 @@ class Sequence:
     queued_at: float = 0.0
     has_aged: bool = False
     queue_seconds: float | None = None
-    block_table: list[int] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=BlockTable)
+    other_tables: list[BlockTable] = field(default_factory=list)
     num_blocks_found: int = 0
+    frees_at: int = 0
     table_row: int | None = None
     num_blocks_sent: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -235,6 +240,15 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def block_tables(self) -> list[BlockTable]:
+        """Those of all groups of layers."""
+        return [self.block_table, *self.other_tables]
+
+    @block_tables.setter
+    def block_tables(self, tables: list[BlockTable]) -> None:
+        self.block_table, *self.other_tables = tables
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -87,7 +87,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "disable_cascade_attn": WITHOUT_EFFECT,
     "disable_chunked_mm_input": WITHOUT_EFFECT,
     "disable_custom_all_reduce": WITHOUT_EFFECT,
-    "disable_hybrid_kv_cache_manager": WITHOUT_EFFECT,
+    "disable_hybrid_kv_cache_manager": _switch("use {hybrid_kv_cache=False}", False, meanings=[(True, "hybrid_kv_cache", False)]),
     "disable_log_requests": _switch(NO_REQUEST_LOG, True),
     "disable_log_stats": WITHOUT_EFFECT,  # none are logged, and they are always counted
     "disable_mm_preprocessor_cache": WITHOUT_EFFECT,

@@ -23,7 +23,8 @@ from penstock.engine.contracts.parsing import Reasoning, Text, Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.kv_cache.block_pool import BlockPool, Retention
-from penstock.engine.kv_cache.cache import KVCache, LayerKV
+from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
+from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
@@ -101,15 +102,27 @@ def block_tables(tables: Sequence[Sequence[int]]) -> Tensor:
 class FakeRunner:
     """Keeps tokens and their positions where a model keeps keys and values, and reads every history from there, through the block tables.
 
+    There is a layer for each of `windows`, the first without a sliding window. Of the others it is asserted that what they see is there.
+
     The next token in order of preference is `next_token(history)`, then the ids after it; or it gives logits, [V]. `failure` is raised by
     the steps to come, `gate` holds them up. Of every token its `logits` can be had, and as `inputs` its position and its id.
     """
 
     min_tokens = 2
 
-    def __init__(self, num_blocks: int, block_size: int, next_token: NextToken, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        next_token: NextToken,
+        vocab_size: int = VOCAB_SIZE,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
-        self.cache = KVCache([LayerKV(1, 1, 1)], num_blocks, block_size, torch.int64, self.loaded.device)
+        self.windows = windows
+        groups = [LayerGroup((layer,), window) for layer, window in enumerate(windows)]
+        layout = [LayerKV(1, 1, 1, window) for window in windows]
+        self.cache = KVCache(layout, num_blocks, block_size, torch.int64, self.loaded.device, groups=groups)
         self.cache.keys[0].fill_(-1)
         self.next_token = next_token
         self.vocab_size = vocab_size
@@ -168,8 +181,10 @@ class FakeRunner:
         assert len(slots) >= self.min_tokens
         self.num_tokens_per_step.append(num_tokens)
         tokens, positions = (cache[0].view(-1) for cache in (self.cache.keys, self.cache.values))
-        tokens[slots[:num_tokens]] = batch.inputs.input_ids_1T[0, :num_tokens]
-        positions[slots[:num_tokens]] = batch.inputs.positions_1T[0, :num_tokens]
+        for group in attention.groups:
+            written = group.slot_mapping_T[:num_tokens]
+            tokens[written] = batch.inputs.input_ids_1T[0, :num_tokens]
+            positions[written] = batch.inputs.positions_1T[0, :num_tokens]
         offsets = torch.arange(self.cache.block_size)
         starts, lens = attention.query_start_loc.tolist(), attention.context_lens_B.tolist()
         assert starts[-1] == num_tokens
@@ -181,6 +196,11 @@ class FakeRunner:
             num_new = starts[row + 1] - starts[row]
             assert (num_new == 1) == (row < attention.num_decodes)
             histories += [history[: length - num_new + 1 + position] for position in range(num_new)]
+            for group, window in zip(attention.others, self.windows[1:], strict=True):
+                first = 0 if window is None else max(0, length - num_new - window + 1)
+                seen = (group.blocks_of(row)[:, None] * self.cache.block_size + offsets).flatten()[first:length]
+                assert positions[seen].tolist() == list(range(first, length)), "a block was freed too early"
+                assert tokens[seen].tolist() == history[first:], "the layers hold different tokens"
         kept = [histories[row] for row in batch.inputs.kept_T.tolist()]
         for row, sampler in zip(batch.logits_rows, batch.sampler_rows, strict=True):
             known = sampler.sequence.token_ids
@@ -213,15 +233,17 @@ def make_core(
     rows_for_weights: float | None = None,
     is_async: bool = False,
     reserves: bool = False,
+    windows: tuple[int | None, ...] = (None,),
 ) -> EngineCore:
-    """Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens.
+    """The model has a layer for each of `windows`.
+
+    Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens.
 
     Without `reserves`, sequences are admitted as long as they fit, and preempted later.
     """
-    assert num_blocks * block_size >= max_model_len
+    assert num_blocks * block_size >= max_model_len or windows != (None,)
     scheduler = Scheduler(
-        BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching),
-        block_size=block_size,
+        KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching), block_size, windows),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         waiting=WaitingQueue(max_sequences=max_waiting, max_tokens=max_waiting_tokens, aging_seconds=aging_seconds, clock=clock),
@@ -229,7 +251,7 @@ def make_core(
         reserves=reserves,
     )
     return EngineCore(
-        runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size)),
+        runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size, windows)),
         scheduler=scheduler,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,

@@ -21,7 +21,7 @@ IMPLEMENTATION = "penstock_paged"
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor packed,"
-    " Tensor block_tables, float scaling, int sliding_window, float softcap, Tensor? sinks) -> Tensor"
+    " Tensor block_tables, Tensor kv_group, float scaling, int sliding_window, float softcap, Tensor? sinks) -> Tensor"
 )
 
 
@@ -50,12 +50,13 @@ def _paged_attention_cpu(
     value_cache: Tensor,
     packed: Tensor,
     block_tables_PN: Tensor,
+    kv_group: Tensor,
     scaling: float,
     sliding_window: int,
     softcap: float,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    metadata = _unpack(packed, block_tables_PN)
+    metadata = _unpack(packed, block_tables_PN).of_group(int(kv_group))
     write_kv(key_cache, key_THD, metadata.slot_mapping_T)
     write_kv(value_cache, value_THD, metadata.slot_mapping_T)
     options = AttentionOptions(scaling, sliding_window or None, softcap or None, sinks_H)
@@ -96,6 +97,7 @@ def paged_attention(
             value_cache,
             attention_metadata.packed,
             attention_metadata.block_tables_PN,
+            caches.kv_group,
             scaling,
             sliding_window or 0,
             softcap or 0.0,
@@ -110,7 +112,7 @@ def paged_attention(
             value_THD,
             key_cache,
             value_cache,
-            attention_metadata,
+            attention_metadata.of_group(int(caches.kv_group)) if attention_metadata.others else attention_metadata,
             AttentionOptions(scaling, sliding_window, softcap, s_aux),
         )
     return out_THD[None], None

@@ -1,12 +1,12 @@
 """The metadata of attention: a flat batch in one tensor, and the options that differ from layer to layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-NUM_HEADER_FIELDS = 5
+NUM_HEADER_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +14,14 @@ class AttentionMetadata:
     """T tokens of B sequences, flat; sequences with one new token (decodes) come first.
 
     `packed` is int64 and holds the header, then `query_start_loc` [B + 1], `slot_mapping_T` (block * block_size + offset; negative for
-    padding), `context_lens_B` (keys per sequence, the new ones included) and `table_rows_B`.
+    padding) of each group of layers, `context_lens_B` (keys per sequence, the new ones included) and `table_rows_B` of each group.
     One tensor because it is one copy to the device, and because a compiled layer then sees one input whose length is dynamic
     instead of many whose sizes it would specialise on. The other fields are views of it, but for the block tables.
 
     `block_tables_PN`, int32, stays on the model's device from step to step (`KVCache.block_tables_PN`). The blocks of sequence i are in its
     row `table_rows_B[i]`: no step copies a table, however long the contexts are.
+
+    Slots and rows are those of the first group; `others` are the same step for the layers of the other groups.
     """
 
     packed: Tensor
@@ -31,6 +33,16 @@ class AttentionMetadata:
     num_decodes: int
     max_query_len: int
     max_context_len: int
+    others: tuple["AttentionMetadata", ...] = ()
+
+    @property
+    def groups(self) -> tuple["AttentionMetadata", ...]:
+        """The step as the layers of each group see it."""
+        return (self, *self.others)
+
+    def of_group(self, group: int) -> "AttentionMetadata":
+        """The step as the layers of this group see it."""
+        return self.others[group - 1] if group else self
 
     @property
     def num_sequences(self) -> int:
@@ -55,9 +67,10 @@ class AttentionMetadata:
         block_tables_PN: Tensor,
         *,
         num_decodes: int,
+        num_groups: int = 1,
     ) -> "AttentionMetadata":
-        """On the CPU."""
-        flat = flatten(slot_mapping, query_start_loc, context_lens, table_rows, num_decodes=num_decodes)
+        """On the CPU. Slots and rows are those of all groups, one group after another."""
+        flat = flatten(slot_mapping, query_start_loc, context_lens, table_rows, num_decodes=num_decodes, num_groups=num_groups)
         return cls.view(torch.tensor(flat, dtype=torch.int64), flat[:NUM_HEADER_FIELDS], block_tables_PN)
 
     @classmethod
@@ -68,17 +81,30 @@ class AttentionMetadata:
     @classmethod
     def view(cls, packed: Tensor, header: list[int], block_tables_PN: Tensor) -> "AttentionMetadata":
         """The metadata whose `packed` begins with this header."""
-        num_tokens, num_sequences, num_decodes, max_query_len, max_context_len = header
-        starts, slots, lens, rows = torch.split(packed[NUM_HEADER_FIELDS:], [num_sequences + 1, num_tokens, num_sequences, num_sequences])
-        return cls(packed, starts, slots, lens, rows, block_tables_PN, num_decodes, max_query_len, max_context_len)
+        num_tokens, num_sequences, num_decodes, num_groups, max_query_len, max_context_len = header
+        sizes = [num_sequences + 1, *[num_tokens] * num_groups, num_sequences, *[num_sequences] * num_groups]
+        starts, *parts = torch.split(packed[NUM_HEADER_FIELDS:], sizes)
+        lens = parts[num_groups]
+        first, *others = (
+            cls(packed, starts, slots, lens, rows, block_tables_PN, num_decodes, max_query_len, max_context_len)
+            for slots, rows in zip(parts[:num_groups], parts[num_groups + 1 :], strict=True)
+        )
+        return replace(first, others=tuple(others)) if others else first
 
 
 def flatten(
-    slot_mapping: list[int], query_start_loc: list[int], context_lens: list[int], table_rows: list[int], *, num_decodes: int
+    slot_mapping: list[int],
+    query_start_loc: list[int],
+    context_lens: list[int],
+    table_rows: list[int],
+    *,
+    num_decodes: int,
+    num_groups: int = 1,
 ) -> list[int]:
-    """The numbers of `AttentionMetadata.packed`."""
+    """The numbers of `AttentionMetadata.packed`. Slots and rows are those of all groups, one group after another."""
     max_query_len = max((end - start for start, end in pairwise(query_start_loc)), default=0)
-    header = [len(slot_mapping), len(context_lens), num_decodes, max_query_len, max(context_lens, default=0)]
+    num_tokens = len(slot_mapping) // num_groups
+    header = [num_tokens, len(context_lens), num_decodes, num_groups, max_query_len, max(context_lens, default=0)]
     return header + query_start_loc + slot_mapping + context_lens + table_rows
 
 

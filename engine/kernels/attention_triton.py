@@ -57,9 +57,13 @@ def attend(
     """Moves the softmax state past a range of keys (Milakov and Gimelshein 2018; Dao et al. 2022). Maxima are in units of log2."""
     key_dims = tl.arange(0, KEY_PADDED)
     value_dims = tl.arange(0, VALUE_PADDED)
+    if sliding_window is not None:
+        oldest = tl.min(tl.where(positions < 0, end_key, positions), 0) - sliding_window + 1
     for tile_start in range(first_key, end_key, TILE_KEYS):
         key_positions = tile_start + tl.arange(0, TILE_KEYS)
         is_key = key_positions < end_key
+        if sliding_window is not None:
+            is_key &= key_positions >= oldest  # blocks before all windows may be other sequences' by now, and hold NaN
         # A cache may hold more than 2**31 elements: from here on, offsets are 64 bits wide.
         blocks = tl.load(block_table + key_positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         tokens = key_positions % BLOCK_SIZE

@@ -86,6 +86,7 @@ def _attend(
     if sliding_window is not None:
         is_visible_TC &= key_position_C > query_position_T1 - sliding_window
     scores_HTC = scores_HTC.masked_fill(~is_visible_TC, float("-inf"))
+    value_HCD = value_HCD.masked_fill(~is_visible_TC.any(0)[:, None], 0.0)  # blocks before all windows may hold anything
     # One more column holds the sink, or nothing: it is dropped after the softmax.
     sink_H = torch.full([num_heads], float("-inf"), device=query_THD.device) if sinks is None else sinks.float()
     sink_HT1 = sink_H[:, None, None].expand(-1, num_queries, 1)

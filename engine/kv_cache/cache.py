@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,6 +36,55 @@ class LayerKV:
     def num_elements(self) -> int:
         """Elements per token, keys and values together."""
         return self.num_kv_heads * (self.key_size + self.value_size)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.num_kv_heads, self.key_size, self.value_size
+
+
+MAX_GROUPS = 8  # each has its own block table for every sequence, which costs time in every step
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers, by number, that keep the keys and values of the same tokens, and so share a block table.
+
+    With a `sliding_window`, blocks that have left it are freed.
+    """
+
+    layers: tuple[int, ...]
+    sliding_window: int | None = None
+
+
+def layer_groups(layout: list[LayerKV], max_model_len: int, *, is_hybrid: bool = True) -> list[LayerGroup]:
+    """Groups of equally many layers with the same window, those without a window first; one group of all layers unless `is_hybrid`.
+
+    A block holds some tokens' keys and values in the layers of one group, so that one pool of blocks serves all groups: neither a few long
+    contexts nor many short ones find memory reserved for the other kind. In a group that is not full, the places of the missing layers
+    stay unused.
+    """
+    everything = [LayerGroup(tuple(range(len(layout))))]
+    windows = [None if layer.sliding_window is None or layer.sliding_window >= max_model_len else layer.sliding_window for layer in layout]
+    kinds: dict[int | None, list[int]] = {window: [] for window in sorted(set(windows), key=lambda window: window or 0)}
+    for index, window in enumerate(windows):
+        kinds[window].append(index)
+    if not is_hybrid or kinds.keys() == {None}:
+        return everything
+    if len(kinds) == 1:
+        return [LayerGroup(everything[0].layers, windows[0])]
+    if len({layer.shape for layer in layout}) > 1 or len(kinds) > MAX_GROUPS:
+        return everything  # their blocks differ in size
+    size = min(map(len, kinds.values()))
+    while sum(-(-len(layers) // size) for layers in kinds.values()) > MAX_GROUPS:
+        size += 1
+    return [
+        LayerGroup(tuple(layers[first : first + size]), window) for window, layers in kinds.items() for first in range(0, len(layers), size)
+    ]
+
+
+def block_layers(layout: list[LayerKV], groups: list[LayerGroup]) -> list[LayerKV]:
+    """What one block has room for: the layers of the largest group."""
+    return [layout[index] for index in max((group.layers for group in groups), key=len)]
 
 
 class _Probe:
@@ -107,10 +157,12 @@ def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list
 class KVCache:
     """One key and one value tensor [num_blocks, block_size, num_kv_heads, head_size] per layer, and the block tables of all sequences.
 
+    With several `groups`, a layer of each group shares its tensors with one of every other group: a block is in use in one group at a time.
     The memory is reserved at once but, on the CPU, only becomes resident as blocks are first written.
 
-    `block_tables_PN`, int32, has a row for each of the `max_num_seqs` sequences that may run, of as many blocks as the longest one may
-    have. It belongs to the model's thread, which writes the blocks that a step adds before that step reads them.
+    `block_tables_PN`, int32, has for each group a row for each of the `max_num_seqs` sequences that may run, of as many blocks as the
+    longest one may have. It belongs to the model's thread, which writes the blocks that a step adds before that step reads them. Entries
+    before a sliding window are those of blocks that have been freed.
     """
 
     def __init__(
@@ -123,6 +175,7 @@ class KVCache:
         *,
         max_num_seqs: int = 256,
         max_blocks: int | None = None,
+        groups: list[LayerGroup] | None = None,
     ) -> None:
         def reserve(num_heads: int, size: int) -> Tensor:
             return torch.empty(num_blocks, block_size, num_heads, size, dtype=dtype, device=device)
@@ -130,10 +183,22 @@ class KVCache:
         self.dtype = dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.keys = [reserve(layer.num_kv_heads, layer.key_size) for layer in layout]
-        self.values = [reserve(layer.num_kv_heads, layer.value_size) for layer in layout]
-        width = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
-        self.block_tables_PN = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
+        self.groups = groups or [LayerGroup(tuple(range(len(layout))))]
+        self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
+        places = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
+        layers = block_layers(layout, self.groups)
+        self._tensors = [(reserve(layer.num_kv_heads, layer.key_size), reserve(layer.num_kv_heads, layer.value_size)) for layer in layers]
+        self.keys, self.values = ([self._tensors[places[layer]][part] for layer in range(len(layout))] for part in (0, 1))
+        width = num_blocks if max_blocks is None else max_blocks
+        self.block_tables_PN = torch.zeros(len(self.groups) * max_num_seqs, width, dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensors in self._tensors for tensor in tensors)
+
+    def group_of(self, layer: int) -> int:
+        """The number of the layer's group."""
+        return self._group_of[layer]
 
     def attach(self, model: nn.Module) -> None:
         """Hangs each layer's tensors on the modules that know its number, where the attention function finds them."""
@@ -142,12 +207,14 @@ class KVCache:
             if isinstance(layer_idx, int):
                 module.register_buffer("key_cache", self.keys[layer_idx], persistent=False)
                 module.register_buffer("value_cache", self.values[layer_idx], persistent=False)
+                # A tensor, not a number: compiled layers that differ in nothing else share their code.
+                module.register_buffer("kv_group", torch.tensor(self._group_of[layer_idx]), persistent=False)
 
     def detach(self, model: nn.Module) -> None:
         """Takes the tensors off the modules again, which then hold nothing of the memory."""
         for module in model.modules():
             if getattr(module, "key_cache", None) is self.keys[getattr(module, "layer_idx", 0)]:
-                del module.key_cache, module.value_cache
+                del module.key_cache, module.value_cache, module.kv_group
 
     def write_tables(self, updates_3U: Tensor) -> None:
         """Writes entries of the block tables: rows, positions in them, and blocks. Does not wait for the device."""
@@ -160,7 +227,7 @@ class KVCache:
         if not copies:
             return
         sources, targets = to_device(torch.tensor(copies), self.keys[0].device).unbind(1)
-        for cache in (*self.keys, *self.values):
+        for cache in chain.from_iterable(self._tensors):
             # Not every torch can index floats of 8 bits on a GPU; bytes it can.
             blocks = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             blocks[targets] = blocks[sources]
@@ -180,5 +247,5 @@ def cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.de
 
 
 def block_bytes(layout: list[LayerKV], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all layers."""
+    """Bytes that one block takes over these layers."""
     return sum(layer.num_elements for layer in layout) * block_size * dtype.itemsize

@@ -70,13 +70,14 @@ def graph_sizes(max_num_rows: int) -> list[int]:
     return sorted({size for size in sizes if size < max_num_rows} | {max_num_rows})
 
 
-def padding(num_rows: int, block_tables_PN: Tensor, *, max_context_len: int) -> StepInputs:
+def padding(num_rows: int, block_tables_PN: Tensor, *, max_context_len: int, num_groups: int = 1) -> StepInputs:
     """The tensors that a graph over S rows reads, all of them rows of padding, which have no keys and no slot.
 
     Of the block tables it reads those of the engine, as all steps do.
     """
     zeros = [0] * num_rows
-    attention = flatten([-1] * num_rows, list(range(num_rows + 1)), zeros, zeros, num_decodes=num_rows)
+    starts, slots, rows = list(range(num_rows + 1)), [-1] * num_rows * num_groups, zeros * num_groups
+    attention = flatten(slots, starts, zeros, rows, num_decodes=num_rows, num_groups=num_groups)
     attention[NUM_HEADER_FIELDS - 1] = max_context_len
     return StepInputs.pack(attention, zeros, zeros, [], [], block_tables_PN).on(block_tables_PN.device)
 
@@ -87,16 +88,17 @@ def load(own: StepInputs, given: StepInputs) -> None:
     own_vectors = _vectors(own)
     torch._foreach_copy_([vector[:num_rows] for vector in own_vectors], [vector[:num_rows] for vector in _vectors(given)])
     if num_rows < len(own_vectors[0]):
-        slots, *others = (vector[num_rows:] for vector in own_vectors)
-        slots.fill_(-1)
-        torch._foreach_zero_(others)  # positions, too: some models look for the greatest of all
+        for attention in own.attention.groups:
+            attention.slot_mapping_T[num_rows:].fill_(-1)
+        others = own_vectors[len(own.attention.groups) :]
+        torch._foreach_zero_([vector[num_rows:] for vector in others])  # positions, too: some models look for the greatest of all
 
 
 def _vectors(inputs: StepInputs) -> list[Tensor]:
-    """All that differs from one batch of decodes to the next."""
-    attention = inputs.attention
-    slots_and_tables = [attention.slot_mapping_T, attention.context_lens_B, attention.table_rows_B]
-    return [*slots_and_tables, inputs.input_ids_1T[0], inputs.positions_1T[0]]
+    """All that differs from one batch of decodes to the next, the slots of each group of layers first."""
+    groups = inputs.attention.groups
+    slots, rows = [attention.slot_mapping_T for attention in groups], [attention.table_rows_B for attention in groups]
+    return [*slots, *rows, inputs.attention.context_lens_B, inputs.input_ids_1T[0], inputs.positions_1T[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,16 @@ class _Graph:
 class DecodeGraphs:
     """The graphs of one model. Belongs to the thread that runs the model, in inference mode.
 
-    `forward` gives logits [T, V] from input ids and positions [1, T].
+    `forward` gives logits [T, V] from input ids and positions [1, T]. The KV cache has `num_groups` groups of layers.
     """
 
-    def __init__(self, forward: Forward, recorder: Recorder, *, max_num_rows: int, block_tables_PN: Tensor, block_size: int) -> None:
+    def __init__(
+        self, forward: Forward, recorder: Recorder, *, max_num_rows: int, block_tables_PN: Tensor, block_size: int, num_groups: int = 1
+    ) -> None:
         self._forward = forward
         self._recorder = recorder
         self._block_tables_PN = block_tables_PN
+        self._num_groups = num_groups
         self._max_context_len = block_tables_PN.shape[1] * block_size
         self._sizes = graph_sizes(max_num_rows)
         self._wanted = list(self._sizes)
@@ -160,7 +165,7 @@ class DecodeGraphs:
         return self._logits_SV[:num_rows] if len(kept_T) == num_rows else self._logits_SV[kept_T]
 
     def _capture(self, size: int) -> _Graph:
-        inputs = padding(size, self._block_tables_PN, max_context_len=self._max_context_len)
+        inputs = padding(size, self._block_tables_PN, max_context_len=self._max_context_len, num_groups=self._num_groups)
 
         def work() -> None:
             logits_SV = self._forward(inputs.input_ids_1T, inputs.positions_1T, inputs.attention)

@@ -192,7 +192,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Linear) for name in ("query_key_value", "output", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "key_cache", "value_cache")),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "group")),
         ("scaling", ctypes.c_float),
     )
 
@@ -233,7 +233,7 @@ class NativeDecoder:
         self.form = form
         self._hidden_size = form.layers[0].output.outputs
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
-        caches = zip(form.layers, cache.keys, cache.values, windows, strict=True)
+        caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
         self._layers = (_Layer * len(form.layers))(*(_layer_structure(*parts) for parts in caches))
         self.structure = _Decoder(
             layers=self._layers,
@@ -293,7 +293,7 @@ class NativeDecoder:
         return out_KH
 
 
-def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int) -> _Layer:
+def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int, group: int) -> _Layer:
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
@@ -312,6 +312,7 @@ def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int)
         key_cache=keys.data_ptr(),
         value_cache=values.data_ptr(),
         window=window,
+        group=group,
         scaling=form.scaling,
     )
 
@@ -344,13 +345,15 @@ def verify_native(decoder: NativeDecoder, loaded: LoadedModel, cache: KVCache) -
         raise UnsuitableModel("the cache is too small to verify it")
     tables_PN = torch.arange(num_blocks + 1, dtype=torch.int32).repeat(2, 1)
     tables_PN[1] += 1
+    num_groups = len(cache.groups)
     metadata = AttentionMetadata.pack(
-        [0, *range(block_size, block_size + PROMPT_TOKENS)],
+        [0, *range(block_size, block_size + PROMPT_TOKENS)] * num_groups,
         [0, 1, 1 + PROMPT_TOKENS],
         [1, PROMPT_TOKENS],
-        [0, 1],
+        [0, 1] * num_groups,
         tables_PN,
         num_decodes=1,
+        num_groups=num_groups,
     )
     generator = torch.Generator().manual_seed(0)
     ids_1T = torch.randint(loaded.vocab_size, (1, 1 + PROMPT_TOKENS), generator=generator)

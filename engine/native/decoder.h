@@ -36,6 +36,7 @@ struct DecoderLayer {
     const float *input_norm, *post_norm, *query_norm, *key_norm;  // the latter two null in models without them
     BFloat16 *key_cache, *value_cache;
     int64_t window;  // 0: none
+    int64_t group;   // of the layers that share block tables
     float scaling;
 };
 
@@ -56,9 +57,12 @@ struct Step {
     int64_t table_width;
 
     Step(const int64_t* packed, const int32_t* block_tables, int64_t table_width)
-        : num_tokens(packed[0]), num_sequences(packed[1]), num_decodes(packed[2]), query_starts(packed + 5),
-          slots(query_starts + num_sequences + 1), context_lens(slots + num_tokens), table_rows(context_lens + num_sequences),
+        : num_tokens(packed[0]), num_sequences(packed[1]), num_decodes(packed[2]), query_starts(packed + 6),
+          slots(query_starts + num_sequences + 1), context_lens(slots + packed[3] * num_tokens), table_rows(context_lens + num_sequences),
           block_tables(block_tables), table_width(table_width) {}
+
+    const int64_t* slots_of(int64_t group) const { return slots + group * num_tokens; }
+    const int64_t* table_rows_of(int64_t group) const { return table_rows + group * num_sequences; }
 
     int64_t num_real_tokens() const { return query_starts[num_sequences]; }
 };
@@ -162,7 +166,7 @@ struct DecoderScratch {
 inline void attend(const Decoder& decoder, const DecoderLayer& layer, const Step& step, BFloat16* out, const BFloat16* queries) {
     const Options options{layer.scaling, layer.window, 0.0f, nullptr};
     const Shape shape{decoder.num_heads, decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size};
-    const BlockTables tables{step.block_tables, step.table_width, step.table_rows};
+    const BlockTables tables{step.block_tables, step.table_width, step.table_rows_of(layer.group)};
     if (step.num_decodes)
         decode_any<BFloat16>(out, queries, layer.key_cache, layer.value_cache, tables, step.context_lens, step.num_decodes, shape, options);
     std::vector<Prefill<BFloat16>> sequences;
@@ -198,16 +202,17 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
     for (int64_t l = 0; l < decoder.num_layers; ++l) {
         const DecoderLayer& layer = decoder.layers[l];
         const int64_t width = layer.query_key_value.outputs;
+        const int64_t* slots = step.slots_of(layer.group);
         apply(layer.query_key_value, projected, normed, num_tokens);
         for_rows(num_tokens, [&](int64_t t) {
             const BFloat16* row = projected + t * width;
             const float *cosines = &scratch.cosines[t * half], *sines = &scratch.sines[t * half];
             for (int64_t d = 0; d < query_width; d += head_size)
                 rotate(&scratch.queries[t * query_width + d], row + d, layer.query_norm, cosines, sines, head_size, decoder.epsilon);
-            BFloat16* key = layer.key_cache + step.slots[t] * key_width;
+            BFloat16* key = layer.key_cache + slots[t] * key_width;
             for (int64_t d = 0; d < key_width; d += head_size)
                 rotate(key + d, row + query_width + d, layer.key_norm, cosines, sines, head_size, decoder.epsilon);
-            std::memcpy(layer.value_cache + step.slots[t] * key_width, row + query_width + key_width, key_width * sizeof(BFloat16));
+            std::memcpy(layer.value_cache + slots[t] * key_width, row + query_width + key_width, key_width * sizeof(BFloat16));
         });
         attend(decoder, layer, step, attended, scratch.queries.get());
         const bool is_last = l + 1 == decoder.num_layers;

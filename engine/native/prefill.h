@@ -146,6 +146,9 @@ struct Prefill {
         Element* packed_keys = key_tile(head, tile);
         Element* packed_values = value_tile(head, tile);
         const int64_t first = tile * KEY_TILE, last = std::min(first + KEY_TILE, context_len);
+        // Blocks before all windows may be other sequences' by now. A weight of zero does not silence NaN, so the first visible key is
+        // packed in their place.
+        const int64_t oldest = first_visible(context_len - num_queries);
 #ifdef __AVX512BF16__
         if constexpr (std::is_same_v<T, BFloat16>) {
             if (key_size % 32 == 0 && value_size % COLUMNS == 0) {
@@ -153,7 +156,7 @@ struct Prefill {
                     const T *key_rows[16], *value_rows[16];
                     const int64_t count = std::clamp<int64_t>(last - first - i, 0, 16);
                     for (int64_t r = 0; r < count; ++r) {
-                        const int64_t position = first + i + r, slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;
+                        const int64_t position = std::max(first + i + r, oldest), slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;
                         key_rows[r] = key_cache + (slot * num_kv_heads + head) * key_size;
                         value_rows[r] = value_cache + (slot * num_kv_heads + head) * value_size;
                     }
@@ -166,7 +169,7 @@ struct Prefill {
 #endif
         std::memset(static_cast<void*>(packed_keys), 0, key_depth() * KEY_TILE * sizeof(Element));
         std::memset(static_cast<void*>(packed_values), 0, KEY_TILE * value_columns() * sizeof(Element));
-        for (int64_t position = first; position < last; ++position) {
+        for (int64_t position = std::max(first, oldest); position < last; ++position) {
             const int64_t slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;
             const T* key = key_cache + (slot * num_kv_heads + head) * key_size;
             const T* value = value_cache + (slot * num_kv_heads + head) * value_size;

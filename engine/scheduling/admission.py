@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.sequence import Sequence
 
 FIRST_LENGTH = 2048  # tokens; what answers are expected to have before any has ended
@@ -46,12 +47,12 @@ class Forecast:
     """The most blocks that will be in use at once, if each sequence grows as is expected of it and then gives up its blocks.
 
     Lives for one call of `schedule`. For each sequence: the blocks that it needs for the tokens that it has, those for the tokens that are
-    still expected of it, and those that it holds alone.
+    still expected of it, and those that it holds alone. In layers with a sliding window it is taken to hold the whole window from now on.
     """
 
-    def __init__(self, lengths: OutputLengths, block_size: int) -> None:
+    def __init__(self, lengths: OutputLengths, blocks: KVCacheManager) -> None:
         self._lengths = lengths
-        self._block_size = block_size
+        self._blocks = blocks
         self._needed: list[int] = []
         self._growth: list[int] = []
         self._own: list[int] = []
@@ -59,27 +60,34 @@ class Forecast:
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence that runs, with those that will run once their prompt is computed."""
-        num_held = len(sequence.block_table)
-        self._add(sequence, num_held, num_held - sequence.num_blocks_found)
+        found = sequence.num_blocks_found
+        num_own = sum(len(table) - max(found, table.num_freed) for table in sequence.block_tables)
+        self._add(sequence, sequence.block_tables, num_own)
 
-    def fits(self, sequence: Sequence, num_found: int, num_used: int, num_blocks: int) -> bool:
-        """Whether so many blocks will do where the sequence runs, too, on `num_found` cached blocks. With those, `num_used` are in use."""
+    def fits(self, sequence: Sequence, cached: list[BlockTable], num_used: int, num_blocks: int) -> bool:
+        """Whether so many blocks will do where the sequence runs, too, on cached blocks. With those, `num_used` are in use."""
         before = len(self._needed), self._num_to_come
-        self._add(sequence, num_found, 0)
+        self._add(sequence, cached, 0)
         fits = num_used + self._num_to_come <= num_blocks or num_used + self._peak() <= num_blocks
         num_before, self._num_to_come = before
         for column in (self._needed, self._growth, self._own):
             del column[num_before:]
         return fits
 
-    def _add(self, sequence: Sequence, num_held: int, num_own: int) -> None:
+    def _add(self, sequence: Sequence, held: list[BlockTable], num_own: int) -> None:
+        blocks, num_full = self._blocks, self._blocks.num_full_groups
         num_tokens = len(sequence.token_ids)
-        num_blocks = -(-num_tokens // self._block_size)
-        needed = num_blocks - num_held
+        num_blocks = -(-num_tokens // blocks.block_size)
+        needed = (num_blocks - len(held[0])) * num_full
+        num_sliding = sum(len(table.held) for table in held[num_full:])
         for member in sequence.family:
             num_said = member.num_output_tokens
             num_left = min(self._lengths.expected(num_said), member.max_tokens) - num_said
-            growth = math.ceil((num_tokens + RESERVED * num_left) / self._block_size) - num_blocks
+            num_expected = num_tokens + RESERVED * num_left
+            growth = (math.ceil(num_expected / blocks.block_size) - num_blocks) * num_full
+            if blocks.has_windows:
+                needed += max(0, blocks.num_sliding_blocks(math.ceil(num_expected)) - num_sliding)
+                num_sliding = 0
             self._needed.append(needed)
             self._growth.append(growth)
             self._own.append(num_own)

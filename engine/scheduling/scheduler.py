@@ -4,10 +4,11 @@ No step is a prefill or a decode step: the computed tokens of each sequence catc
 """
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
-from penstock.engine.kv_cache.block_pool import BlockPool, chain_hashes
+from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule, chain_hashes
+from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.scheduling.admission import Forecast, OutputLengths
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, in_order
 from penstock.engine.sequence import Sequence, Status
@@ -93,18 +94,18 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        blocks: KVCacheManager,
         *,
-        block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         waiting: WaitingQueue,
         speculation: Speculation | None = None,
         reserves: bool = True,
     ) -> None:
-        self.pool = pool
+        self.blocks = blocks
+        self.pool = blocks.pool
+        self.block_size = blocks.block_size
         self.speculation = speculation
-        self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
@@ -134,6 +135,8 @@ class Scheduler:
         """What is to be computed next. With `is_ahead` another step is in flight, and no sequence is preempted: see `has_room`."""
         step = Step()
         self.waiting.age()
+        if self.blocks.has_windows:
+            self._free_outside_windows()
         budget = TokenBudget(self.max_num_batched_tokens)
         num_preemptions = self.num_preemptions
         decodes: list[Sequence] = []
@@ -162,6 +165,13 @@ class Scheduler:
         if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
         return step
+
+    def _free_outside_windows(self) -> None:
+        for sequence in self.running:
+            if sequence.num_computed_tokens >= sequence.frees_at:
+                # The last token may have to be computed again, even once a step behind it is scheduled: see `uncompute_last`.
+                position, rule_of = self._first_to_come(sequence) - 1, self._retention_of(sequence)
+                sequence.frees_at = 1 + self.blocks.free_outside_windows(sequence.block_tables, position, rule_of)
 
     def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
@@ -199,7 +209,7 @@ class Scheduler:
     def _forecast(self) -> Forecast | None:
         if self.lengths is None or self.waiting.first(1) == [self._refused]:
             return None
-        forecast = Forecast(self.lengths, self.block_size)
+        forecast = Forecast(self.lengths, self.blocks)
         for sequence in self.running:
             forecast.add(sequence)
         return forecast
@@ -216,7 +226,7 @@ class Scheduler:
     def has_room(self) -> bool:
         """Whether all that run can compute their next tokens without a block of another's."""
         num_tokens = sum(sequence.num_uncomputed_tokens for sequence in self.running)
-        if num_tokens // self.block_size + 2 * len(self.running) <= self.pool.num_free:
+        if (num_tokens // self.block_size + 2 * len(self.running)) * self.blocks.num_groups <= self.pool.num_free:
             return True  # that many would be enough, however the blocks of each are filled
         wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in self.running)
         return sum(self._num_needed_blocks(sequence, num_tokens) for sequence, num_tokens in wanted) <= self.pool.num_free
@@ -240,7 +250,8 @@ class Scheduler:
     def num_blocks_for(self, num_prompt: int, num_tokens: int, width: int) -> int:
         """How many blocks `width` sequences of so many tokens may come to hold, where they share no more than the prompt."""
         num_shared = num_prompt // self.block_size
-        return num_shared + width * (-(-num_tokens // self.block_size) - num_shared)
+        num_apart = width * (-(-num_tokens // self.block_size) - num_shared)
+        return self._max_blocks_held(num_shared * self.block_size) + num_apart * self.blocks.num_groups
 
     def uncompute_last(self, sequence: Sequence) -> None:
         """Makes the last token be computed again, over itself: it could not be sampled from, and its logits are gone."""
@@ -292,18 +303,17 @@ class Scheduler:
         assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
         assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
         self.waiting.check_integrity()
-        self.pool.check_integrity(sequence.block_table for sequence in sequences)
+        self.blocks.check_integrity((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running)
 
     def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:
         """Lets the sequence run on from the parent's first `num_tokens` tokens."""
-        sequence.block_table = parent.block_table[: -(-num_tokens // self.block_size)]
+        sequence.block_tables = self.blocks.share(parent.block_tables, -(-num_tokens // self.block_size))
         sequence.block_hashes = parent.block_hashes[: num_tokens // self.block_size]
         sequence.num_computed_tokens = num_tokens
         sequence.num_cached_tokens = parent.num_cached_tokens
         sequence.queue_seconds = parent.queue_seconds
         sequence.has_aged = parent.has_aged
         sequence.num_blocks_found = len(sequence.block_table)
-        self.pool.share(sequence.block_table)
         self._run(sequence)
 
     def _include(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
@@ -319,8 +329,7 @@ class Scheduler:
         if not self.pool.enable_prefix_caching or first == last:
             return []
         chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-        blocks = zip(sequence.block_table[first:last], sequence.block_hashes[first:last], strict=True)
-        return [block for block, block_hash in blocks if self.pool.publish(block, block_hash)]
+        return self.blocks.publish(sequence.block_tables, sequence.block_hashes, first, last)
 
     def wants_drafts(self, step: Step) -> bool:
         """Whether drafts for the sequences that this step, which is in flight, samples from are worth waiting for its tokens."""
@@ -359,7 +368,7 @@ class Scheduler:
         )
         for (sequence, proposer), length in zip(ready.items(), lengths, strict=True):
             # A block for each of those that run, for what they will certainly say.
-            num_blocks = len(sequence.block_table) + max(0, self.pool.num_free - len(self.running))
+            num_blocks = len(sequence.block_table) + max(0, self.pool.num_free // self.blocks.num_groups - len(self.running))
             room = num_blocks * self.block_size - len(sequence.token_ids)
             num_tokens = min(length, room, sequence.max_tokens - sequence.num_output_tokens - 1)
             if num_tokens > 0:
@@ -369,9 +378,10 @@ class Scheduler:
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)
-        step.copies = [copy for copy in step.copies if copy[1] not in sequence.block_table]
-        self.pool.unpublish([block for block in step.promised if block in sequence.block_table])
-        step.promised = [block for block in step.promised if block not in sequence.block_table]
+        held = {block for table in sequence.block_tables for block in table.held}
+        step.copies = [copy for copy in step.copies if copy[1] not in held]
+        self.pool.unpublish([block for block in step.promised if block in held])
+        step.promised = [block for block in step.promised if block not in held]
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -396,13 +406,13 @@ class Scheduler:
         if sequence is self._refused:
             return False
         cached = self._cached_blocks(sequence)
+        num_cached = len(cached[0])
         if not self._fits(sequence, cached) or not self._will_fit(sequence, cached, forecast):
             self._refused = sequence
             return False
-        self.pool.share(cached)
-        sequence.block_table = cached
-        sequence.num_blocks_found = len(cached)
-        sequence.num_computed_tokens = len(cached) * self.block_size
+        sequence.block_tables = self.blocks.share(cached, num_cached)
+        sequence.num_blocks_found = num_cached
+        sequence.num_computed_tokens = num_cached * self.block_size
         if sequence.queue_seconds is None:  # later, what it finds is what it left behind itself when it was preempted
             sequence.queue_seconds = self.waiting.seconds_waited(sequence)
             sequence.num_cached_tokens = sequence.num_computed_tokens
@@ -412,23 +422,53 @@ class Scheduler:
         self._run(sequence)
         return True
 
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+    def _cached_blocks(self, sequence: Sequence) -> list[BlockTable]:
         num_usable = self._num_usable_blocks(sequence) if self._may_find(sequence) else 0
-        return self.pool.find(islice(sequence.block_hashes, num_usable))
+        if self.blocks.has_windows and sequence.search is not None and sequence.forks:
+            num_usable = min(num_usable, self._num_shared_tokens(sequence) // self.block_size)
+        return self.blocks.find(sequence.block_hashes, num_usable)
 
-    def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
+    def _fits(self, sequence: Sequence, cached: list[BlockTable]) -> bool:
         """Whether all it knows fits into the free blocks, where these are cached."""
-        needed = -(-len(sequence.token_ids) // self.block_size) - len(cached)
-        if sequence.search is not None:  # beams come back with what they have said
-            needed += sum(self._num_blocks_apart(fork, sequence) for fork in sequence.forks)
-        return needed <= self.pool.num_free - self.pool.num_unreferenced(cached)
+        num_tokens = num_shared = len(sequence.token_ids)
+        num_apart = 0
+        if sequence.search is not None and sequence.forks:  # beams come back with what they have said
+            num_shared = self._num_shared_tokens(sequence) // self.block_size * self.block_size
+            num_apart = sum(self._num_blocks_apart(fork, sequence) for fork in sequence.forks)
+            num_apart += -(-(num_tokens - num_shared) // self.block_size)
+        needed = self._max_blocks_held(num_shared) + num_apart * self.blocks.num_groups
+        needed -= sum(len(table.held) for table in cached)
+        return needed <= self.pool.num_free - self._num_unreferenced(cached)
 
-    def _will_fit(self, sequence: Sequence, cached: list[int], forecast: Forecast | None) -> bool:
+    def _will_fit(self, sequence: Sequence, cached: list[BlockTable], forecast: Forecast | None) -> bool:
         """Whether all that run, this sequence too, are expected to find blocks until they end."""
         if forecast is None or not self.running:
             return True
-        num_used = self.pool.num_blocks - self.pool.num_free + self.pool.num_unreferenced(cached)
-        return forecast.fits(sequence, len(cached), num_used, self.pool.num_blocks)
+        num_used = self.pool.num_blocks - self.pool.num_free + self._num_unreferenced(cached)
+        return forecast.fits(sequence, cached, num_used, self.pool.num_blocks)
+
+    def _num_unreferenced(self, tables: list[BlockTable]) -> int:
+        return sum(self.pool.num_unreferenced(table.held) for table in tables)
+
+    def _max_blocks_held(self, num_tokens: int) -> int:
+        return self.blocks.max_blocks_held(num_tokens, self.max_num_batched_tokens)
+
+    def _num_shared_tokens(self, sequence: Sequence) -> int:
+        """How many tokens, from the first, all sequences of a search have in common."""
+        return min(sequence.num_tokens_shared(fork) for fork in sequence.forks)
+
+    def _first_to_come(self, sequence: Sequence) -> int:
+        """The first position that will be computed on the sequence's blocks, by itself or by beams that part from it before its end."""
+        if sequence.search is None or not sequence.forks:
+            return sequence.num_computed_tokens
+        return min(sequence.num_computed_tokens, self._num_shared_tokens(sequence))
+
+    def _retention_of(self, sequence: Sequence) -> Callable[[int], RetentionRule | None] | None:
+        """The rule that the block at each place is retained by."""
+        retention = sequence.request.retention
+        if retention is None:
+            return None
+        return lambda place: retention.rule_of(place, self.block_size, sequence.num_prompt_tokens)
 
     def _num_blocks_apart(self, fork: Sequence, parent: Sequence) -> int:
         return -(-len(fork.token_ids) // self.block_size) - fork.num_tokens_shared(parent) // self.block_size
@@ -449,25 +489,21 @@ class Scheduler:
             num_needed = self._num_needed_blocks(sequence, num_tokens)
         position = sequence.num_computed_tokens // self.block_size
         if position < len(sequence.block_table) and self.pool.is_shared(sequence.block_table[position]):
-            source = sequence.block_table[position]
-            target = self.pool.allocate()
-            self.pool.free([source])
-            sequence.block_table[position] = target
+            step.copies += self.blocks.copy_on_write(sequence.block_tables, position)
             sequence.num_blocks_sent = min(sequence.num_blocks_sent, position)
-            step.copies.append((source, target))
         self._extend_blocks(sequence, num_tokens)
         return True
 
     def _num_needed_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        # What holds for the blocks of one group of layers holds for those of all.
         position = sequence.num_computed_tokens // self.block_size
         is_copied = position < len(sequence.block_table) and self.pool.is_shared(sequence.block_table[position])
         num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
-        return max(0, num_blocks - len(sequence.block_table)) + is_copied  # drafts may have left it more than it needs
+        num_new = max(0, num_blocks - len(sequence.block_table))  # drafts may have left it more than it needs
+        return (num_new + is_copied) * self.blocks.num_groups
 
     def _extend_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        num_blocks = -(-(sequence.num_computed_tokens + num_tokens) // self.block_size)
-        while len(sequence.block_table) < num_blocks:
-            sequence.block_table.append(self.pool.allocate())
+        self.blocks.extend(sequence.block_tables, -(-(sequence.num_computed_tokens + num_tokens) // self.block_size))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes its blocks from the sequence, which waits again; from a beam, with all of its search."""
@@ -485,15 +521,8 @@ class Scheduler:
         return [sequence] if search is None else [running for running in self.running if running.search is search]
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        retention = sequence.request.retention
-        if retention is not None:
-            for place, block in enumerate(sequence.block_table):
-                rule = retention.rule_of(place, self.block_size, sequence.num_prompt_tokens)
-                if rule is not None:
-                    self.pool.retain(block, rule)
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_blocks_sent = sequence.num_blocks_found = 0
+        self.blocks.free(sequence.block_tables, self._retention_of(sequence))
+        sequence.num_blocks_sent = sequence.num_blocks_found = sequence.frees_at = 0
         self._refused = None
         if sequence.table_row is not None:
             self._free_table_rows.append(sequence.table_row)

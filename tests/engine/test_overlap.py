@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.engine.batch import Batch, placeholder
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.kv_cache.manager import max_blocks_held
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduling.scheduler import Step
 from penstock.engine.sequence import Request
@@ -167,6 +168,7 @@ def alone(one: Plan) -> list[SequenceDelta]:
     enable_prefix_caching=st.booleans(),
     rows_for_weights=st.sampled_from([None, 20.0]),
     fails_at=st.one_of(st.none(), st.integers(1, 20)),
+    windows=st.sampled_from([(None,), (None,), (None, 2), (None, 7, 3)]),
 )
 @settings(max_examples=60)
 def test_every_answer_is_the_one_that_is_given_alone_and_a_failed_step_ends_its_own_requests(
@@ -177,17 +179,19 @@ def test_every_answer_is_the_one_that_is_given_alone_and_a_failed_step_ends_its_
     enable_prefix_caching: bool,
     rows_for_weights: float | None,
     fails_at: int | None,
+    windows: tuple[int | None, ...],
 ) -> None:
     core = make_core(
         letter_or_end,
         block_size=block_size,
-        num_blocks=-(-MAX_MODEL_LEN // block_size) + num_spare_blocks,
+        num_blocks=max_blocks_held(windows, MAX_MODEL_LEN, max(5, max_num_batched_tokens), block_size) + num_spare_blocks,
         max_num_seqs=5,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=enable_prefix_caching,
         rows_for_weights=rows_for_weights,
         is_async=True,
+        windows=windows,
     )
     lost = run(core, plan, fails_at)
     core.runner.shutdown()

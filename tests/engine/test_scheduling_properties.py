@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.kv_cache.manager import max_blocks_held
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.scheduling.scheduler import Step
@@ -113,6 +114,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
     enable_prefix_caching=st.booleans(),
     rows_for_weights=st.sampled_from([None, 20.0, 1000.0]),
     is_async=st.booleans(),
+    windows=st.sampled_from([(None,), (None,), (None, 1), (None, 5, 5), (None, 12, 4)]),
 )
 @settings(max_examples=80)
 def test_every_request_gets_the_answer_it_gets_alone(
@@ -124,18 +126,22 @@ def test_every_request_gets_the_answer_it_gets_alone(
     enable_prefix_caching: bool,
     rows_for_weights: float | None,
     is_async: bool,
+    windows: tuple[int | None, ...],
 ) -> None:
     num_beam_blocks = -(-9 // block_size) + 1 if any(arrival.beam for _, arrival in plan) else 0
     core = make_core(
         letter_like_before,
         block_size=block_size,
-        num_blocks=-(-MAX_MODEL_LEN // block_size) + num_spare_blocks + 2 * num_beam_blocks,
+        num_blocks=max_blocks_held(windows, MAX_MODEL_LEN, max(max_num_seqs, max_num_batched_tokens), block_size)
+        + num_spare_blocks
+        + (1 + len(windows)) * num_beam_blocks * len(windows),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=enable_prefix_caching,
         rows_for_weights=rows_for_weights,
         is_async=is_async,
+        windows=windows,
     )
     run_all(core, plan)
     runner_of(core).shutdown()

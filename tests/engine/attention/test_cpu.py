@@ -267,6 +267,19 @@ def test_what_is_not_a_number_in_one_sequence_stays_there() -> None:
     torch.testing.assert_close(out[8:], expected[8:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 12, 16, 40, 100])
+@pytest.mark.usefixtures("kernel")
+def test_nothing_is_taken_from_blocks_that_have_left_the_window(window: int, dtype: torch.dtype) -> None:
+    query_lens, context_lens = [1, 1, 6, 70, 70], [300, 33, 300, 300, 70]
+    paged = Paged(query_lens, context_lens, Shape(8, 2, 64, 64), dtype, 0)
+    for keys, values, query_len in zip(paged.keys, paged.values, query_lens, strict=True):
+        num_gone = max(0, len(keys) - query_len - window + 1) // BLOCK_SIZE * BLOCK_SIZE
+        keys[:num_gone] = values[:num_gone] = torch.nan
+    options = AttentionOptions(0.125, sliding_window=window)
+    torch.testing.assert_close(paged.run(options).float(), paged.expected(options), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 @pytest.mark.usefixtures("kernel")
 def test_rows_of_any_layout_are_written_where_they_belong() -> None:
     rows_THD = torch.arange(4 * 2 * 3, dtype=torch.float32).view(4, 2, 3)

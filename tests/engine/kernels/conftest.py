@@ -95,7 +95,7 @@ def launch(request: pytest.FixtureRequest) -> Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A small batch in a paged cache whose unwritten slots and unnamed blocks are NaN: whoever reads them shows it."""
+    """A small batch in a paged cache whose unwritten slots, unnamed blocks and blocks outside of windows are NaN: reading them shows."""
 
     context_lens: tuple[int, ...]
     query_lens: tuple[int, ...]
@@ -123,7 +123,10 @@ class Case:
         key_cache = torch.full((num_blocks, self.block_size, self.num_kv_heads, self.key_size), float("nan"))
         value_cache = torch.full((num_blocks, self.block_size, self.num_kv_heads, self.value_size), float("nan"))
         for row, context_len in enumerate(self.context_lens):
-            for first in range(0, context_len, self.block_size):
+            window = self.sliding_window or context_len
+            oldest = max(0, context_len - self.query_lens[row] - window + 1) // self.block_size * self.block_size
+            block_tables_PN[table_rows[row], : oldest // self.block_size] = free_blocks[0]
+            for first in range(oldest, context_len, self.block_size):
                 block = free_blocks.pop()
                 block_tables_PN[table_rows[row], first // self.block_size] = block
                 num_tokens = min(self.block_size, context_len - first)

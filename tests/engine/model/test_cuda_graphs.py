@@ -282,7 +282,9 @@ def graphed_core(loaded: LoadedModel, recorder: TapeRecorder) -> EngineCore:
     core = core_over(loaded, block_size=BLOCK_SIZE, max_num_seqs=4)
     core.runner.shutdown()
     forward = functools.partial(compute_logits, loaded.model, kept=None)
-    graphs = DecodeGraphs(forward, recorder, max_num_rows=4, block_tables_PN=core.runner.cache.block_tables_PN, block_size=BLOCK_SIZE)
+    cache = core.runner.cache
+    sizes = {"block_size": BLOCK_SIZE, "num_groups": len(cache.groups)}
+    graphs = DecodeGraphs(forward, recorder, max_num_rows=4, block_tables_PN=cache.block_tables_PN, **sizes)
     core.runner = ModelRunner(loaded, core.runner.cache, vocab_size=core.vocab_size, graphs=graphs, num_threads=1)
     return core
 
