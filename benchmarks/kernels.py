@@ -21,12 +21,14 @@ from penstock.engine.attention.cuda import num_multiprocessors
 from penstock.engine.kernels import references
 from penstock.engine.kernels.launch import (
     bitmask_apply,
-    choose_num_splits,
+    decode_tuning,
     kv_write,
     paged_decode,
+    plan_splits,
     rms_norm,
     rotate,
     sample,
+    split_sizes,
     varlen_prefill,
 )
 
@@ -38,7 +40,12 @@ VOCAB_SIZE = 128_256
 DTYPE = torch.bfloat16
 ITEMSIZE = 2
 
-DECODES = [(1, 1024), (1, 16_384), (1, 131_072), (8, 4096), (64, 2048), (256, 1024)]  # sequences, keys of each
+# Runs of sequences: how many, and the keys of each.
+DECODES = [
+    *([run] for run in [(1, 1024), (1, 16_384), (1, 131_072), (8, 4096), (17, 2048), (32, 2048), (64, 2048), (256, 1024)]),
+    [(31, 1024), (1, 100_000)],
+    [(255, 1024), (1, 100_000)],
+]
 PREFILLS = [(1, 512, 0), (1, 4096, 0), (8, 512, 0), (1, 512, 15_872), (64, 7, 1000)]  # sequences, new tokens and earlier keys of each
 WRITES = [1, 256, 8192]  # tokens
 BITMASKS = [1, 32, 256]  # rows
@@ -61,25 +68,33 @@ class Measurement:
 
 def make_cache(context_lens: list[int], device: torch.device, dtype: torch.dtype = DTYPE) -> tuple[Tensor, Tensor, Tensor]:
     """Random keys and values, and a table that scatters each sequence's blocks all over them."""
-    num_blocks_each = max(-(-length // BLOCK_SIZE) for length in context_lens)
-    num_blocks = num_blocks_each * len(context_lens)
-    table_BN = torch.randperm(num_blocks, device=device).view(len(context_lens), num_blocks_each)
+    lens_B = torch.tensor(context_lens, device=device)
+    num_blocks_B = -(-lens_B // BLOCK_SIZE)
+    num_blocks = int(num_blocks_B.sum())
+    places_BN = torch.arange(int(num_blocks_B.max()), device=device) + (num_blocks_B.cumsum(0) - num_blocks_B)[:, None]
+    table_BN = torch.randperm(num_blocks, device=device)[places_BN.clamp(max=num_blocks - 1)]  # past a sequence's own it is not read
     key_cache, value_cache = (torch.randn(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, device=device, dtype=DTYPE) for _ in range(2))
     return key_cache.to(dtype), value_cache.to(dtype), table_BN
 
 
-def decode_measurement(num_sequences: int, context_len: int, device: torch.device, dtype: torch.dtype = DTYPE) -> Measurement:
-    key_cache, value_cache, table_BN = make_cache([context_len] * num_sequences, device, dtype)
+def decode_measurement(runs: list[tuple[int, int]], device: torch.device, dtype: torch.dtype = DTYPE) -> Measurement:
+    context_lens = [context_len for num_sequences, context_len in runs for _ in range(num_sequences)]
+    num_sequences = len(context_lens)
+    key_cache, value_cache, table_BN = make_cache(context_lens, device, dtype)
     query_BHD = torch.randn(num_sequences, NUM_HEADS, HEAD_SIZE, device=device, dtype=DTYPE)
-    context_lens_B = torch.full((num_sequences,), context_len, device=device)
-    num_splits = choose_num_splits(num_sequences * NUM_KV_HEADS, context_len, num_multiprocessors(device))
+    context_lens_B = torch.tensor(context_lens, device=device)
+    group_size = NUM_HEADS // NUM_KV_HEADS
+    tile_keys = decode_tuning(group_size, HEAD_SIZE, HEAD_SIZE, ITEMSIZE).tile_keys
+    num_wanted, min_tiles = split_sizes(NUM_KV_HEADS, group_size, tile_keys, num_multiprocessors(device))
+    bounds = {"num_wanted": num_wanted, "min_tiles": min_tiles, "tile_keys": tile_keys, "max_context_len": max(context_lens)}
     arguments = (query_BHD, key_cache, value_cache, table_BN, torch.arange(num_sequences, device=device), context_lens_B)
 
     def kernel() -> Tensor:
-        return paged_decode(*arguments, scaling=HEAD_SIZE**-0.5, num_splits=num_splits)
+        return paged_decode(*arguments, scaling=HEAD_SIZE**-0.5, splits=plan_splits(context_lens_B, **bounds))
 
-    num_bytes = 2 * num_sequences * context_len * NUM_KV_HEADS * HEAD_SIZE * dtype.itemsize
-    name = f"paged_decode    {num_sequences:4} x {context_len:6} keys, {num_splits} splits" + ", 8 bits" * (dtype.itemsize == 1)
+    num_bytes = 2 * sum(context_lens) * NUM_KV_HEADS * HEAD_SIZE * dtype.itemsize
+    name = "paged_decode    " + " and ".join(f"{count:4} x {context_len:6} keys" for count, context_len in runs)
+    name += ", 8 bits" * (dtype.itemsize == 1)
     return Measurement(name, kernel, lambda: references.paged_decode(*arguments, scaling=HEAD_SIZE**-0.5), num_bytes / 1e9, "GB/s")
 
 
@@ -175,9 +190,9 @@ def rotation_measurement(num_tokens: int, device: torch.device) -> Measurement:
 def measurements(device: torch.device) -> Iterator[Measurement]:
     """One at a time: the caches of one go before those of the next come."""
     for shape in DECODES:
-        yield decode_measurement(*shape, device)
+        yield decode_measurement(shape, device)
     if torch.cuda.get_device_capability(device) >= (8, 9):
-        yield decode_measurement(64, 2048, device, torch.float8_e4m3fn)
+        yield decode_measurement([(64, 2048)], device, torch.float8_e4m3fn)
     for run in PREFILLS:
         yield prefill_measurement(*run, device)
     for num_tokens in WRITES:

@@ -99,7 +99,7 @@ class FakeCuda:
         self.waits: Counter[tuple[str, str]] = Counter()
         self.lines: Counter[str] = Counter()
         self.num_operations = 0
-        self.num_launches = 0
+        self.launches: Counter[str] = Counter()  # of Triton kernels, by name
         self.num_replays = 0
         self.set_devices: dict[str, int] = {}
         self.peak_memory = 0
@@ -115,6 +115,7 @@ class FakeCuda:
         """Forgets what it has seen."""
         self.waits.clear()
         self.lines.clear()
+        self.launches.clear()
         self.num_operations = 0
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class FakeCuda:
         for operand in operands:
             assert not isinstance(operand, Tensor) or isinstance(operand, CudaTensor), f"a kernel is given a tensor on {operand.device}"
         assert self._thread.device == DEVICE.index, "Triton launches on the thread's current device, and nothing has set it here"
-        self.num_launches += 1
+        self.launches[name] += 1
 
     def compute(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function over CPU tensors on those of the device, as one operation."""
@@ -331,7 +332,7 @@ def _place() -> tuple[str, str]:
 
 # Every Triton kernel, and where it is looked up.
 KERNELS = {
-    attention_triton: ("kv_write_kernel", "merge_splits_kernel", "paged_decode_kernel", "varlen_prefill_kernel"),
+    attention_triton: ("kv_write_kernel", "merge_splits_kernel", "paged_decode_kernel", "plan_splits_kernel", "varlen_prefill_kernel"),
     layers_triton: ("rms_norm_kernel", "rotate_kernel"),
     sampling_triton: ("bitmask_apply_kernel", "sample_kernel"),
 }
@@ -372,7 +373,7 @@ def _launcher(name: str, device: FakeCuda) -> Callable[..., Any]:
 
 def _by_reference(name: str, reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out, first = kwargs.pop("out", None), kwargs.pop("first_sequence", 0)
-    for tuning in ("num_splits", "max_query_len"):
+    for tuning in ("splits", "max_query_len"):
         kwargs.pop(tuning, None)
     if name == "paged_decode":  # only the first sequences are decodes
         args = tuple(argument[: len(args[0])] if argument.dim() == 1 else argument for argument in args)

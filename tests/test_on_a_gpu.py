@@ -220,6 +220,21 @@ def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_f
     assert cuda.num_replays == 0
 
 
+def test_layers_that_see_the_same_keys_share_a_plan_of_splits_which_each_pass_and_each_graph_makes_anew(cuda: FakeCuda) -> None:
+    core = core_over_blocks(load("gemma2", max_model_len=512), byte_tokenizer(), engine_config(speculation="none"), NUM_BLOCKS)
+    graphs = core.runner._graphs
+    assert graphs is not None
+    core.runner.thread.submit(graphs.capture_next).result()
+    # One pass before the capture and one in it. The two layers with a window of 12 keys split none, and the third has a plan of its own.
+    assert (cuda.launches["paged_decode_kernel"], cuda.launches["plan_splits_kernel"]) == (6, 2)
+    core = core_over_blocks(
+        load("llama", max_model_len=512), byte_tokenizer(), engine_config(compile="off", speculation="none"), NUM_BLOCKS
+    )
+    cuda.clear()
+    serve(core, [make(prompt=PROMPT * 6)])
+    assert cuda.launches["paged_decode_kernel"] == 3 * cuda.launches["plan_splits_kernel"] > 0
+
+
 def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
     loaded = load("gemma2", max_model_len=300)
     small_queue = {"max_waiting_requests": 1, "max_waiting_tokens": 1}  # which trials of steps do not wait in

@@ -1,7 +1,8 @@
 """The metadata of attention: a flat batch in one tensor, and the options that differ from layer to layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class AttentionMetadata:
 
     `block_tables_PN`, int32, stays on the model's device from step to step (`KVCache.block_tables_PN`). The blocks of sequence i are in its
     row `table_rows_B[i]`: no step copies a table, however long the contexts are.
+
+    `split_plans` is what the layers of one pass share on a GPU (`attention/cuda.py`).
     """
 
     packed: Tensor
@@ -31,6 +34,7 @@ class AttentionMetadata:
     num_decodes: int
     max_query_len: int
     max_context_len: int
+    split_plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_sequences(self) -> int:

@@ -12,8 +12,7 @@ WIDEST_TILE = 64  # keys
 PIPELINE_BYTES = (
     64 * 1024
 )  # keys and values in flight: leaves an H100 three programs per multiprocessor, and fits the 99 KiB of an Ada chip
-PROGRAMS_PER_MULTIPROCESSOR = 2
-MAX_SPLITS = 64
+SPLITS_PER_MULTIPROCESSOR = 4  # so that one more on some than on others is at most a quarter more work
 MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to merge than it saves
 
 
@@ -53,16 +52,6 @@ def prefill_tuning(group_size: int, key_size: int, value_size: int, itemsize: in
     tile_rows = max(min(most_rows, padded(max_query_len * group_size)), padded(group_size))
     num_buffers = 2 if tile_keys == WIDEST_TILE else 1
     return AttentionTuning(tile_rows, tile_keys, num_warps=8 if tile_rows >= 64 else 4, num_stages=_num_stages(num_buffers))
-
-
-def choose_num_splits(num_programs: int, max_context_len: int, num_multiprocessors: int) -> int:
-    """How many parts to cut each sequence's keys into, so that `num_programs` unsplit programs fill the device.
-
-    A power of two, so that the kernels are compiled for few values of it.
-    """
-    wanted = num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
-    useful = -(-max_context_len // MIN_KEYS_PER_SPLIT)
-    return 1 << (max(1, min(wanted, useful, MAX_SPLITS)).bit_length() - 1)
 
 
 def _tile_keys(key_size: int, value_size: int, itemsize: int) -> int:
@@ -139,6 +128,71 @@ def _attention_constants(tuning: AttentionTuning, group_size: int, key_size: int
     }
 
 
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Which keys each program of a decode attends to, decided on the device: the host knows bounds alone.
+
+    Rows of `plan_R4` (int32): the numbers of items and of merges; from row 1 on, an item for each split: its sequence, the number of splits
+    of that, the place of the first one's partial result, and the split's own number; from row `1 + max_items` on, a merge for each
+    sequence of several splits: the sequence, the number of its splits, and the place of the first one's partial result.
+    """
+
+    plan_R4: Tensor
+    max_items: int
+    max_merges: int
+    max_partials: int
+
+
+TILE_SEQUENCES = 256
+
+
+def plan_splits(
+    context_lens_B: Tensor, *, num_wanted: int, min_tiles: int, tile_keys: int, max_context_len: int, sliding_window: int | None = None
+) -> SplitPlan | None:
+    """Splits the keys of a batch evenly: into at most B + `num_wanted` parts, none of them with more than a `num_wanted`th of all keys.
+
+    A sequence has as many splits as that takes, each of at least `min_tiles` tiles of `tile_keys` keys. None where no sequence of up to
+    `max_context_len` keys would have more than one split. All layers of a step that see the same keys can share a plan. Never waits for the
+    device, and takes as many programs and as much memory whatever the lengths are, so that a CUDA graph can hold it.
+    """
+    num_sequences = context_lens_B.shape[0]
+    max_tiles = -(-max_context_len // tile_keys)
+    if sliding_window is not None:
+        max_tiles = min(max_tiles, -(-sliding_window // tile_keys) + 1)
+    if num_sequences == 0 or max_tiles <= min_tiles:
+        return None
+    from penstock.engine.kernels.attention_triton import plan_splits_kernel
+
+    # With s_i = ceil(t_i / c) splits of sequence i, where c >= sum(t) / wanted: sum(s) <= wanted + B, and fewer than `wanted` have s_i > 1.
+    max_items = min(num_sequences + num_wanted, num_sequences * -(-max_tiles // min_tiles))
+    max_merges = min(num_sequences, num_wanted)
+    plan_R4 = torch.empty(1 + max_items + max_merges, 4, dtype=torch.int32, device=context_lens_B.device)
+    plan_splits_kernel[(1,)](
+        plan_R4,
+        context_lens_B,
+        num_sequences,
+        num_wanted,
+        min_tiles,
+        max_items,
+        sliding_window,
+        TILE_KEYS=tile_keys,
+        TILE_SEQUENCES=TILE_SEQUENCES,
+        num_warps=4,
+        **COMPILER_OPTIONS,
+    )
+    return SplitPlan(plan_R4, max_items, max_merges, max_partials=min(max_items, 2 * num_wanted))
+
+
+def split_sizes(num_kv_heads: int, group_size: int, tile_keys: int, num_multiprocessors: int) -> tuple[int, int]:
+    """`num_wanted` and `min_tiles` of `plan_splits`: as many splits as fill the device evenly, and the fewest tiles of one."""
+    num_wanted = max(1, num_multiprocessors * SPLITS_PER_MULTIPROCESSOR // num_kv_heads)
+    min_keys = MIN_KEYS_PER_SPLIT // MIN_DOT_SIZE * padded(group_size)  # what a split writes grows with the group
+    return num_wanted, -(-min_keys // tile_keys)
+
+
+TILE_SPLITS = 16
+
+
 def paged_decode(
     query_BHD: Tensor,
     key_cache: Tensor,
@@ -151,16 +205,18 @@ def paged_decode(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    num_splits: int = 1,
+    splits: SplitPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each sequence's last token over all its keys, in `num_splits` parts that run side by side; returns [B, H, Dv].
+    """Attention of each sequence's last token over all its keys, in parts that run side by side where `splits` has several; [B, H, Dv].
 
     The caches are [num_blocks, block_size, KV heads, Dk or Dv] with contiguous heads, of the query's type or float8_e4m3fn. Row
     `table_rows_B[i]` of the tables names the blocks of sequence i in order; entries past its context are never read. `context_lens_B`
     counts the new token, whose key and value are in the cache already; a sequence of length 0 gets zeros. Tables, rows and lengths are
-    int32 or int64. `sinks` [H] join the softmax as keys without values. Never waits for the device.
-    Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile.
+    int32 or int64. `sinks` [H] join the softmax as keys without values. `splits` is a plan for these lengths, tiles and window. Never waits
+    for the device.
+    Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile;
+    splits by length as in FlashInfer (Ye et al. 2025).
     """
     from penstock.engine.kernels.attention_triton import merge_splits_kernel, paged_decode_kernel
 
@@ -174,15 +230,15 @@ def paged_decode(
         return out
     group_size = num_heads // num_kv_heads
     tuning = decode_tuning(group_size, key_size, value_size, query_BHD.element_size())
-    is_split = num_splits > 1
     partial_output = partial_log_sum = out
-    if is_split:
-        partial_output = out.new_empty(num_sequences, num_heads, num_splits, value_size, dtype=torch.float32)
-        partial_log_sum = out.new_empty(num_sequences, num_heads, num_splits, dtype=torch.float32)
-    paged_decode_kernel[(num_sequences, num_kv_heads, num_splits)](
+    if splits is not None:
+        partial_output = out.new_empty(splits.max_partials, num_heads, value_size, dtype=torch.float32)
+        partial_log_sum = out.new_empty(splits.max_partials, num_heads, dtype=torch.float32)
+    paged_decode_kernel[(num_kv_heads, num_sequences if splits is None else splits.max_items)](
         out,
         partial_output,
         partial_log_sum,
+        None if splits is None else splits.plan_R4,
         query_BHD,
         key_cache,
         value_cache,
@@ -194,19 +250,20 @@ def paged_decode(
         sliding_window,
         softcap,
         *_attention_strides(out, query_BHD, key_cache, value_cache, block_tables_PN),
-        IS_SPLIT=is_split,
+        IS_SPLIT=splits is not None,
         **_attention_constants(tuning, group_size, key_size, value_size, block_size),
     )
-    if is_split:
-        merge_splits_kernel[(num_sequences, num_heads)](
+    if splits is not None:
+        merge_splits_kernel[(num_heads, splits.max_merges)](
             out,
             partial_output,
             partial_log_sum,
+            splits.plan_R4,
+            splits.max_items,
             *out.stride()[:2],
-            num_splits,
             VALUE_SIZE=value_size,
             VALUE_PADDED=padded(value_size),
-            SPLITS_PADDED=next_power_of_two(num_splits),
+            TILE_SPLITS=TILE_SPLITS,
             num_warps=4,
             **COMPILER_OPTIONS,
         )

@@ -34,6 +34,23 @@ def paged_decode(
     )
 
 
+def plan_splits(
+    context_lens: list[int], *, num_wanted: int, min_tiles: int, tile_keys: int, sliding_window: int | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The items and the merges of `attention.plan_splits`, as rows of `SplitPlan.plan_R4`; a merge's last number means nothing."""
+    first_tiles = [0 if sliding_window is None else max(context_len - sliding_window, 0) // tile_keys for context_len in context_lens]
+    num_tiles = [-(-context_len // tile_keys) - first for context_len, first in zip(context_lens, first_tiles, strict=True)]
+    tiles_per_split = max(min_tiles, -(-sum(num_tiles) // num_wanted))
+    items, merges, num_partials = [], [], 0
+    for sequence, tiles in enumerate(num_tiles):
+        num_splits = max(1, -(-tiles // tiles_per_split))
+        items += [[sequence, num_splits, num_partials, split] for split in range(num_splits)]
+        if num_splits > 1:
+            merges.append([sequence, num_splits, num_partials, 0])
+            num_partials += num_splits
+    return items, merges
+
+
 def varlen_prefill(
     query_THD: Tensor,
     key_cache: Tensor,

@@ -16,11 +16,13 @@ from triton.runtime import driver
 
 from penstock.engine.kernels import attention_triton, layers_triton, sampling_triton
 from penstock.engine.kernels.launch import bitmask_apply, kv_write, paged_decode, rms_norm, rotate, sample, varlen_prefill
+from tests.engine.kernels.split_case import decode_in_splits
 
 MakeCase = Callable[..., Any]
 
 KERNELS = [
     (attention_triton, "paged_decode_kernel"),
+    (attention_triton, "plan_splits_kernel"),
     (attention_triton, "merge_splits_kernel"),
     (attention_triton, "varlen_prefill_kernel"),
     (attention_triton, "kv_write_kernel"),
@@ -110,10 +112,14 @@ def num_compiled(kernels: dict[str, Compiled]) -> dict[str, int]:
 )
 def test_attention_compiles_and_fits(kernels: dict[str, Compiled], make_case: MakeCase, num_splits: int, options: dict[str, Any]) -> None:
     make_case = partial(make_case, **{"dtype": torch.bfloat16} | options)
-    paged_decode(**make_case(context_lens=(9,), query_lens=(1,)).decode_arguments(), num_splits=num_splits)
+    decode = make_case(context_lens=(9,), query_lens=(1,)).decode_arguments()
+    if num_splits > 1:
+        decode_in_splits(num_splits, max_context_len=1000, **decode)
+    else:
+        paged_decode(**decode)
     varlen_prefill(**make_case(context_lens=(300,), query_lens=(300,)).prefill_arguments(), max_query_len=300)
     assert num_compiled(kernels) == {"paged_decode_kernel": 1, "varlen_prefill_kernel": 1} | (
-        {"merge_splits_kernel": 1} if num_splits > 1 else {}
+        {"plan_splits_kernel": 1, "merge_splits_kernel": 1} if num_splits > 1 else {}
     )
 
 
@@ -149,11 +155,12 @@ def test_batches_of_other_sizes_need_no_other_kernels(kernels: dict[str, Compile
         packed = torch.cat([torch.zeros(1, dtype=torch.int64), decode["context_lens_B"], decode["table_rows_B"]])
         decode["context_lens_B"] = packed[1 : 1 + len(context_lens)]  # views that begin anywhere, as in AttentionMetadata
         decode["table_rows_B"] = packed[1 + len(context_lens) :]
-        paged_decode(**decode)
+        decode_in_splits(num_wanted=40 * len(context_lens), max_context_len=3000 * len(context_lens), **decode)
         query_lens = tuple(max(100, length) for length in context_lens)
         prefill = make_case(context_lens=query_lens, query_lens=query_lens, dtype=torch.bfloat16).prefill_arguments()
         varlen_prefill(**prefill, max_query_len=max(query_lens), first_sequence=len(context_lens) - 1)
-    assert num_compiled(kernels) == {"paged_decode_kernel": 1, "varlen_prefill_kernel": 1}
+    names = ("plan_splits_kernel", "paged_decode_kernel", "merge_splits_kernel", "varlen_prefill_kernel")
+    assert num_compiled(kernels) == dict.fromkeys(names, 1)
 
 
 @pytest.mark.parametrize("capability", [80])
