@@ -332,10 +332,15 @@ def varlen_prefill(
 NORM_ELEMENTS_PER_WARP = 512
 
 
-def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def _norm_warps(size: int) -> int:
+    return max(1, min(16, next_power_of_two(size) // NORM_ELEMENTS_PER_WARP))
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float, adds_one: bool = False) -> Tensor:
     """Each row of [..., N] over the root of its mean square, times the weights [N]; contiguous, in the type of `states`.
 
-    Rows may lie apart, as the heads of a fused projection do. Never waits for the device.
+    With `adds_one`, times one more than the weights, and rounded once, as Gemma's. Rows may lie apart, as the heads of a fused projection
+    do. Never waits for the device.
     Source: Zhang and Sennrich 2019.
     """
     from penstock.engine.kernels.layers_triton import rms_norm_kernel
@@ -357,7 +362,81 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
             rows.stride(1),
             SIZE=size,
             PADDED=next_power_of_two(size),
-            num_warps=max(1, min(16, next_power_of_two(size) // NORM_ELEMENTS_PER_WARP)),
+            ADDS_ONE=adds_one,
+            num_warps=_norm_warps(size),
+            **COMPILER_OPTIONS,
+        )
+    return out
+
+
+def add_rms_norm(
+    residual: Tensor,
+    states: Tensor,
+    before: tuple[Tensor, float] | None,
+    after: tuple[Tensor, float] | None,
+    *,
+    scale: float = 1.0,
+    adds_one: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`residual` plus `scale` times `states`, [..., N]: normalized before it is added, the sum after that, where a norm is given.
+
+    Norms are weights [N] and epsilons, as those of `rms_norm`. Returns the sum and what is normalized of it. Never waits for the device.
+    """
+    from penstock.engine.kernels.layers_triton import add_rms_norm_kernel
+
+    size = states.shape[-1]
+    assert residual.shape == states.shape
+    assert residual.dtype == states.dtype
+    residual, states = residual.contiguous(), states.contiguous()
+    total = torch.empty_like(residual)
+    normed = None if after is None else torch.empty_like(residual)
+    num_rows = states.numel() // size
+    if num_rows:
+        add_rms_norm_kernel[(num_rows,)](
+            total,
+            normed,
+            residual,
+            states,
+            float(scale),
+            *(before or (None, 0.0)),
+            *(after or (None, 0.0)),
+            SIZE=size,
+            PADDED=next_power_of_two(size),
+            ADDS_ONE=adds_one,
+            num_warps=_norm_warps(size),
+            **COMPILER_OPTIONS,
+        )
+    return total, normed
+
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+GATED_TILE = 1024
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`up` [..., N] times one of `ACTIVATIONS` of `gate`; contiguous. Rows may lie apart, as halves of a fused projection do.
+
+    Rounds once, at the end. Never waits for the device.
+    """
+    from penstock.engine.kernels.layers_triton import gated_kernel
+
+    assert activation in ACTIVATIONS
+    size = gate.shape[-1]
+    assert gate.shape == up.shape
+    assert gate.stride(-1) == up.stride(-1) == 1
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        gate, up = gate.reshape(-1, size), up.reshape(-1, size)  # views, for all that a model has
+        gated_kernel[(len(gate), -(-size // GATED_TILE))](
+            out,
+            gate,
+            up,
+            size,
+            gate.stride(0),
+            up.stride(0),
+            ACTIVATION=activation,
+            TILE=GATED_TILE,
+            num_warps=4,
             **COMPILER_OPTIONS,
         )
     return out

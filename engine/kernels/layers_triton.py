@@ -5,6 +5,23 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def normalized(
+    states: tl.tensor,  # in the type of the model
+    weight: tl.tensor,
+    epsilon: tl.tensor,
+    dims: tl.tensor,
+    SIZE: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+) -> tl.tensor:
+    """Over the root of the mean square, times the weights, in float32. ADDS_ONE: times one more than the weights, as Gemma has them."""
+    number = states.to(tl.float32)
+    number *= tl.rsqrt(tl.sum(number * number, 0) / SIZE + epsilon)
+    factor = tl.load(weight + dims, mask=dims < SIZE, other=0.0).to(tl.float32)
+    # Gemma's own code rounds once; the other models' rounds before it weights.
+    return number * (1.0 + factor) if ADDS_ONE else number.to(states.dtype).to(tl.float32) * factor
+
+
 @triton.jit(do_not_specialize=["num_inner"])
 def rms_norm_kernel(
     output: tl.tensor,
@@ -16,18 +33,69 @@ def rms_norm_kernel(
     inner_stride: tl.tensor,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
 ) -> None:
     """One program: one row. Row r of the output is row r % num_inner of row r // num_inner. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, PADDED)
     is_dim = dims < SIZE
     source = states + row // num_inner * outer_stride + row % num_inner * inner_stride + dims
-    stored = tl.load(source, mask=is_dim, other=0.0)
-    number = stored.to(tl.float32)
-    number *= tl.rsqrt(tl.sum(number * number, 0) / SIZE + epsilon)
-    # Rounded before it is weighted, as in the models' own code.
-    number = number.to(stored.dtype).to(tl.float32) * tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+    number = normalized(tl.load(source, mask=is_dim, other=0.0), weight, epsilon, dims, SIZE, ADDS_ONE)
     tl.store(output + row * SIZE + dims, number, mask=is_dim)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    total: tl.tensor,  # [rows, SIZE], as all that follow
+    normed: tl.tensor,  # or None, with the weight after
+    residual: tl.tensor,
+    states: tl.tensor,
+    scale: tl.tensor,
+    weight_before: tl.tensor,  # or None
+    epsilon_before: tl.tensor,
+    weight_after: tl.tensor,
+    epsilon_after: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+) -> None:
+    """One program: one row. Rounds wherever the models' own operations do. Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, PADDED)
+    is_dim = dims < SIZE
+    at = row * SIZE + dims
+    added = tl.load(states + at, mask=is_dim, other=0.0)
+    dtype: tl.constexpr = added.dtype
+    if weight_before is not None:
+        added = normalized(added, weight_before, epsilon_before, dims, SIZE, ADDS_ONE).to(dtype)
+    added = (added.to(tl.float32) * scale).to(dtype).to(tl.float32)
+    sum_ = (tl.load(residual + at, mask=is_dim, other=0.0).to(tl.float32) + added).to(dtype)
+    tl.store(total + at, sum_, mask=is_dim)
+    if weight_after is not None:
+        tl.store(normed + at, normalized(sum_, weight_after, epsilon_after, dims, SIZE, ADDS_ONE), mask=is_dim)
+
+
+@triton.jit
+def gated_kernel(
+    output: tl.tensor,  # [rows, size]
+    gate: tl.tensor,
+    up: tl.tensor,
+    size: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: a tile of one row. Grid (rows, tiles)."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_dim = dims < size
+    number = tl.load(gate + row * gate_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    exponent = number
+    if ACTIVATION == "gelu_tanh":  # (1 + tanh(x)) / 2 is the sigmoid of 2 x
+        exponent = 1.5957691216057308 * (number + 0.044715 * number * number * number)
+    number *= tl.sigmoid(exponent) * tl.load(up + row * up_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    tl.store(output + row * size + dims, number, mask=is_dim)
 
 
 @triton.jit

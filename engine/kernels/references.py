@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def paged_decode(
@@ -125,7 +126,7 @@ def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None
     """The arguments and the effect of `sampling.bitmask_apply`."""
     vocab_size = logits_BV.shape[1]
     bits_RV = (bitmask_RW[:, :, None] >> torch.arange(32, device=bitmask_RW.device) & 1).flatten(1)[:, :vocab_size]
-    is_allowed_RV = torch.nn.functional.pad(bits_RV, (0, vocab_size - bits_RV.shape[1])).bool()
+    is_allowed_RV = functional.pad(bits_RV, (0, vocab_size - bits_RV.shape[1])).bool()
     rows = rows_R.long()
     logits_BV[rows] = logits_BV[rows].masked_fill(~is_allowed_RV, float("-inf"))
 
@@ -166,14 +167,37 @@ def sampling_distribution(
     is_kept_BV = torch.zeros_like(is_in_BV).scatter_(1, index_BV, is_in_BV)
     is_kept_BV &= probs_BV >= min_ps_B[:, None] * probs_BV.amax(-1, keepdim=True)
     probs_BV = probs_BV.where(is_kept_BV, 0.0)
-    greedy_BV = torch.nn.functional.one_hot(logits_BV.argmax(-1), logits_BV.shape[1]).float()
+    greedy_BV = functional.one_hot(logits_BV.argmax(-1), logits_BV.shape[1]).float()
     return (probs_BV / probs_BV.sum(-1, keepdim=True)).where(~is_greedy_B1, greedy_BV)
 
 
-def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float, adds_one: bool = False) -> Tensor:
     """The arguments and the result of `layers.rms_norm`."""
     scale = (states.float().pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
+    if adds_one:
+        return (states.float() * scale * (1.0 + weight.float())).to(states.dtype)
     return (states.float() * scale).to(states.dtype) * weight.to(states.dtype)
+
+
+def add_rms_norm(
+    residual: Tensor,
+    states: Tensor,
+    before: tuple[Tensor, float] | None,
+    after: tuple[Tensor, float] | None,
+    *,
+    scale: float = 1.0,
+    adds_one: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The arguments and the result of `layers.add_rms_norm`."""
+    total = residual + scale * (states if before is None else rms_norm(states, *before, adds_one))
+    return total, None if after is None else rms_norm(total, *after, adds_one)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The arguments and the result of `layers.gated`."""
+    gate_float = gate.float()
+    activated = functional.silu(gate_float) if activation == "silu" else functional.gelu(gate_float, approximate="tanh")
+    return (activated * up.float()).to(gate.dtype)
 
 
 def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD: Tensor) -> tuple[Tensor, Tensor]:

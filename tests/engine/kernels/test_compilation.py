@@ -15,7 +15,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from penstock.engine.kernels import attention_triton, layers_triton, sampling_triton
-from penstock.engine.kernels.launch import bitmask_apply, kv_write, paged_decode, rms_norm, rotate, sample, varlen_prefill
+from penstock.engine.kernels.launch import (
+    add_rms_norm,
+    bitmask_apply,
+    gated,
+    kv_write,
+    paged_decode,
+    rms_norm,
+    rotate,
+    sample,
+    varlen_prefill,
+)
 from tests.engine.kernels.split_case import decode_in_splits
 
 MakeCase = Callable[..., Any]
@@ -29,6 +39,8 @@ KERNELS = [
     (sampling_triton, "bitmask_apply_kernel"),
     (sampling_triton, "sample_kernel"),
     (layers_triton, "rms_norm_kernel"),
+    (layers_triton, "add_rms_norm_kernel"),
+    (layers_triton, "gated_kernel"),
     (layers_triton, "rotate_kernel"),
 ]
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that one program may have, by compute capability
@@ -128,7 +140,11 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     rows, cache = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     kv_write(rows, rows, cache, cache, torch.zeros(3, dtype=torch.int64))
     bitmask_apply(torch.zeros(3, 1000), torch.zeros(3, 32, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
-    rms_norm(torch.zeros(1, 3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
+    states, weight = torch.zeros(1, 3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    rms_norm(states, weight, 1e-6)
+    add_rms_norm(states, states, (weight, 1e-6), (weight, 1e-6), adds_one=True)
+    for num_tokens in (1, 3):
+        gated(*torch.zeros(1, num_tokens, 2 * 14_336, dtype=torch.bfloat16).chunk(2, dim=-1), "gelu_tanh")
     rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16))
     temperatures, top_ps, min_ps = torch.ones(3, 3).unbind()
     sample(torch.zeros(3, 100_000), temperatures, top_ps, min_ps, torch.zeros(3, dtype=torch.int64))
@@ -137,6 +153,8 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
         "bitmask_apply_kernel": 1,
         "sample_kernel": 1,
         "rms_norm_kernel": 1,
+        "add_rms_norm_kernel": 1,
+        "gated_kernel": 1,
         "rotate_kernel": 1,
     }
 

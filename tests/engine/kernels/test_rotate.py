@@ -6,7 +6,6 @@ import torch
 
 from penstock.engine.kernels import references
 from penstock.engine.kernels.launch import rotate
-from tests.engine.kernels.fused_models import with_fused_rotary
 
 Launch = Callable[..., Any]
 
@@ -32,12 +31,3 @@ def test_half_precision_gives_the_reference_to_rounding(launch: Launch) -> None:
     for result, expected in zip(launch(rotate, **arguments).result, references.rotate(**arguments), strict=True):
         assert result.dtype == torch.bfloat16
         torch.testing.assert_close(result, expected, atol=0, rtol=2 * torch.finfo(torch.bfloat16).eps)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_fused"), [("llama", 3), ("qwen3", 3), ("gemma2", 3), ("phi3", 3), ("cohere2", 0), ("glm4", 0), ("gpt2", 0)]
-)
-def test_models_that_mean_the_same_by_it_are_rotated_in_one_kernel(name: str, num_fused: int, interpreter: Any) -> None:
-    found, before, after = interpreter.launch(with_fused_rotary, name=name).result
-    assert found == num_fused
-    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
