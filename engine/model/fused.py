@@ -236,7 +236,7 @@ def _fused_norm(module: nn.Module | None) -> FusedNorm | None:
     return forward if isinstance(forward, FusedNorm) else None
 
 
-class _StandIn(nn.Module):
+class _Reordering(nn.Module):
     """For attention or an MLP: reorders its input, and notes what else it is given."""
 
     def __init__(self, gives_tuple: bool) -> None:
@@ -256,7 +256,7 @@ def _layers_agree(layer: nn.Module, norms: Sequence[FusedNorm | None]) -> bool:
     names = ("attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "attention_metadata")
     given = {name: object() for name in names}
     for gives_tuple in (False, True):  # some MLPs give scores of their experts as well
-        attention, mlp = _StandIn(gives_tuple=True), _StandIn(gives_tuple)
+        attention, mlp = _Reordering(gives_tuple=True), _Reordering(gives_tuple)
         trial: Any = _with_modules(layer, {"self_attn": attention, "mlp": mlp})
         try:
             expected = trial.forward(states, **given)
@@ -311,7 +311,7 @@ def fuse_gates(model: nn.Module) -> int:
     return num_fused
 
 
-class _Given(nn.Module):
+class _FixedOutput(nn.Module):
     """For a projection: gives a tensor, whatever it is called with."""
 
     def __init__(self, result: Tensor) -> None:
@@ -326,7 +326,7 @@ class _Given(nn.Module):
 def _gates_agree(mlp: nn.Module, activation: str, device: torch.device) -> bool:
     both = _random(torch.empty(0, device=device), 1, 3, 128)  # in float32, so that rounding hides nothing
     gate, up = both.chunk(2, dim=-1)
-    others = {"gate_up_proj": _Given(both), "gate_proj": _Given(gate), "up_proj": _Given(up), "down_proj": nn.Identity()}
+    others = {"gate_up_proj": _FixedOutput(both), "gate_proj": _FixedOutput(gate), "up_proj": _FixedOutput(up), "down_proj": nn.Identity()}
     trial: Any = _with_modules(mlp, {name: other for name, other in others.items() if name in mlp._modules})
     try:
         expected = trial.forward(both)
