@@ -44,12 +44,26 @@ def decode_tuning(group_size: int, key_size: int, value_size: int, itemsize: int
     return AttentionTuning(tile_rows=padded(group_size), tile_keys=tile_keys, num_warps=4, num_stages=_num_stages(num_buffers))
 
 
-def prefill_tuning(group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int) -> AttentionTuning:
-    """Prefill computes much: as many rows as their accumulators leave registers for, but no more than there are queries."""
+def prefill_tuning(
+    group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int, capability: int = 9
+) -> AttentionTuning:
+    """Prefill computes much: as many rows as their accumulators leave registers for, but no more than there are queries.
+
+    Heads of up to 128 numbers of 16 bits leave a multiprocessor registers and shared memory for two programs: while one waits for its
+    products or for keys, the other computes. Chips before `capability` 9 keep the operands of products in registers, too.
+    """
     tile_keys = _tile_keys(key_size, value_size, itemsize)
-    # Products in float32 run outside the tensor cores, where a large tile spills.
-    most_rows = min(32, tile_keys) if itemsize > 2 else 2 * tile_keys
+    size = padded(max(key_size, value_size))
+    is_small = size <= 128 and itemsize <= 2
+    if is_small:
+        most_rows = 64
+        tile_keys = WIDEST_TILE // 2 if size > 64 and capability < 9 else WIDEST_TILE
+    else:
+        # Products in float32 run outside the tensor cores, where a large tile spills.
+        most_rows = min(32, tile_keys) if itemsize > 2 else 2 * tile_keys
     tile_rows = max(min(most_rows, padded(max_query_len * group_size)), padded(group_size))
+    if is_small:
+        return AttentionTuning(tile_rows, tile_keys, num_warps=4 if tile_rows <= 64 else 8, num_stages=_num_stages(2 if size <= 64 else 1))
     num_buffers = 2 if tile_keys == WIDEST_TILE else 1
     return AttentionTuning(tile_rows, tile_keys, num_warps=8 if tile_rows >= 64 else 4, num_stages=_num_stages(num_buffers))
 
@@ -286,13 +300,15 @@ def varlen_prefill(
     sinks: Tensor | None = None,
     first_sequence: int = 0,
     out: Tensor | None = None,
+    tuning: AttentionTuning | None = None,
 ) -> Tensor:
     """Causal attention of a flat batch; returns [T, H, Dv].
 
     Rows query_start_loc[i]:query_start_loc[i + 1] (int32 or int64 [B + 1]) are the last tokens of sequence i, whose keys and values up to
     context_lens_B[i] are in the cache already: chunks of a prompt and prefix-cache hits need nothing of their own. No sequence may have
     more than `max_query_len` rows. Only the sequences from `first_sequence` on are computed; the other rows of the result are left as
-    they are in `out`, and undefined without one. The rest is as in `paged_decode`. Never waits for the device.
+    they are in `out`, and undefined without one. `tuning` is `prefill_tuning`'s if not given. The rest is as in `paged_decode`. Never
+    waits for the device.
     Source: FlashAttention-2 (Dao 2023), all query heads of a KV head in one tile.
     """
     from penstock.engine.kernels.attention_triton import varlen_prefill_kernel
@@ -307,7 +323,9 @@ def varlen_prefill(
     if num_tokens == 0 or num_sequences <= 0:
         return out
     group_size = num_heads // num_kv_heads
-    tuning = prefill_tuning(group_size, key_size, value_size, query_THD.element_size(), max_query_len)
+    if tuning is None:
+        sizes = (group_size, key_size, value_size, query_THD.element_size(), max_query_len)
+        tuning = prefill_tuning(*sizes, capability=torch.cuda.get_device_capability(query_THD.device)[0] if query_THD.is_cuda else 9)
     num_tiles = -(-max_query_len // (tuning.tile_rows // group_size))
     varlen_prefill_kernel[(num_tiles, num_kv_heads, num_sequences)](
         out,

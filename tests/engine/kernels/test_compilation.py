@@ -21,6 +21,7 @@ from penstock.engine.kernels.launch import (
     gated,
     kv_write,
     paged_decode,
+    prefill_tuning,
     rms_norm,
     rotate,
     sample,
@@ -44,6 +45,10 @@ KERNELS = [
     (layers_triton, "rotate_kernel"),
 ]
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that one program may have, by compute capability
+REGISTERS, SHARED_MEMORY_OF_ALL = (
+    65_536,
+    {80: 164, 89: 100, 90: 228, 100: 228},
+)  # of a multiprocessor; a program takes 1 KiB more than its own
 SPILLED_IN_FLOAT32 = 160  # bytes a thread
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -92,15 +97,17 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) ->
         assert result.metadata.shared <= SHARED_MEMORY[capability] * 1024
         # Products in float32 run outside the tensor cores, and take more registers than there are.
         bound = SPILLED_IN_FLOAT32 if result.src.signature.get("query") == "*fp32" else 0
-        assert stack_bytes(result, tmp_path) <= bound, f"{result.metadata.name} keeps in memory what its registers do not hold"
+        assert max(resources(result, tmp_path, "STACK|LOCAL")) <= bound, (
+            f"{result.metadata.name} keeps in memory what its registers do not hold"
+        )
 
 
-def stack_bytes(result: Any, scratch: Path) -> int:
-    """What each thread of a compiled kernel spills."""
+def resources(result: Any, scratch: Path, kinds: str) -> list[int]:
+    """What each thread of a compiled kernel takes of some kinds."""
     binary = scratch / "kernel.cubin"
     binary.write_bytes(result.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    return max(int(size) for kind, size in re.findall(r"(STACK|LOCAL):(\d+)", usage))
+    return [int(size) for size in re.findall(rf"(?:{kinds}):(\d+)", usage)]
 
 
 def num_compiled(kernels: dict[str, Compiled]) -> dict[str, int]:
@@ -119,17 +126,43 @@ def num_compiled(kernels: dict[str, Compiled]) -> dict[str, int]:
         (90, 4, {"group_size": 4, "key_size": 128, "value_size": 128, "cache_dtype": torch.float8_e4m3fn}),
         (89, 1, {"group_size": 2, "key_size": 256, "value_size": 256, "cache_dtype": torch.float8_e4m3fn}),
         (100, 4, {"group_size": 4, "key_size": 128, "value_size": 128}),
+        (80, 1, {"group_size": 4, "key_size": 128, "value_size": 128}),
+        (100, 1, {"group_size": 8, "has_sinks": True, "sliding_window": 128}),
     ],
-    ids=["llama-sm90", "llama-sm89", "gpt-oss-sm90", "gemma-sm89", "deepseek-sm90", "smollm-sm80", "8bit-sm90", "8bit-sm89", "llama-sm100"],
+    ids=[
+        "llama-sm90",
+        "llama-sm89",
+        "gpt-oss-sm90",
+        "gemma-sm89",
+        "deepseek-sm90",
+        "smollm-sm80",
+        "8bit-sm90",
+        "8bit-sm89",
+        "llama-sm100",
+        "llama-sm80",
+        "gpt-oss-sm100",
+    ],
 )
-def test_attention_compiles_and_fits(kernels: dict[str, Compiled], make_case: MakeCase, num_splits: int, options: dict[str, Any]) -> None:
+def test_attention_compiles_and_fits(
+    kernels: dict[str, Compiled], make_case: MakeCase, tmp_path: Path, capability: int, num_splits: int, options: dict[str, Any]
+) -> None:
     make_case = partial(make_case, **{"dtype": torch.bfloat16} | options)
     decode = make_case(context_lens=(9,), query_lens=(1,)).decode_arguments()
     if num_splits > 1:
         decode_in_splits(num_splits, max_context_len=1000, **decode)
     else:
         paged_decode(**decode)
-    varlen_prefill(**make_case(context_lens=(300,), query_lens=(300,)).prefill_arguments(), max_query_len=300)
+    prefill = make_case(context_lens=(300,), query_lens=(300,)).prefill_arguments()
+    _, num_heads, key_size = prefill["query_THD"].shape
+    value_cache = prefill["value_cache"]
+    group_size, itemsize = num_heads // value_cache.shape[2], prefill["query_THD"].element_size()
+    tuning = prefill_tuning(group_size, key_size, value_cache.shape[3], itemsize, 300, capability // 10)
+    varlen_prefill(**prefill, max_query_len=300, tuning=tuning)
+    if max(key_size, value_cache.shape[3]) <= 128 and itemsize == 2:
+        result = kernels["varlen_prefill_kernel"].results[0]
+        num_threads = 32 * tuning.num_warps
+        assert REGISTERS // (max(resources(result, tmp_path, "REG")) * num_threads) >= 2, "a multiprocessor has registers for one program"
+        assert SHARED_MEMORY_OF_ALL[capability] * 1024 // (result.metadata.shared + 1024) >= 2
     assert num_compiled(kernels) == {"paged_decode_kernel": 1, "varlen_prefill_kernel": 1} | (
         {"plan_splits_kernel": 1, "merge_splits_kernel": 1} if num_splits > 1 else {}
     )

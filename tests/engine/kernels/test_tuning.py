@@ -37,11 +37,18 @@ def test_a_decode_tile_holds_the_group_and_what_is_in_flight_fits_shared_memory(
     assert num_buffers * tuning.tile_keys * (padded(key_size) + padded(value_size)) * itemsize <= 64 * 1024
 
 
-@given(group_size=group_sizes, key_size=head_sizes, value_size=head_sizes, itemsize=itemsizes, max_query_len=st.integers(1, 10**5))
+@given(
+    group_size=group_sizes,
+    key_size=head_sizes,
+    value_size=head_sizes,
+    itemsize=itemsizes,
+    max_query_len=st.integers(1, 10**5),
+    capability=st.integers(8, 12),
+)
 def test_a_prefill_tile_holds_at_least_one_query_with_all_its_heads(
-    group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int
+    group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int, capability: int
 ) -> None:
-    tuning = prefill_tuning(group_size, key_size, value_size, itemsize, max_query_len)
+    tuning = prefill_tuning(group_size, key_size, value_size, itemsize, max_query_len, capability)
     assert tuning.tile_rows // group_size >= 1
     assert is_power_of_two(tuning.tile_rows)
     assert tuning.tile_rows >= 16
