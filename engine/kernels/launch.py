@@ -463,18 +463,40 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 TILE_HEADS = 8
 
 
-def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns dimension d of each head with dimension d + D / 2. The results have the shapes of query and key, one token's heads together.
+@dataclass(frozen=True, slots=True)
+class RotaryForm:
+    """Which two of R rotated dimensions turn together, d and d + R / 2 or neighbours, and where the cosines of both are.
 
-    Rounds once, at the end. Never waits for the device. Source: RoFormer (Su et al. 2021), in the halves of GPT-NeoX.
+    `cosines`: as the dimensions are in "halves", as they are in "pairs", or the same for both ("once"). `per_cosine` is how many
+    dimensions are rotated for each cosine that there is.
+    """
+
+    is_interleaved: bool = False
+    cosines: str = "halves"
+    per_cosine: int = 1
+
+
+GPT_NEOX = RotaryForm()
+
+
+def rotate(
+    query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TC: Tensor, sines_1TC: Tensor, form: RotaryForm = GPT_NEOX
+) -> tuple[Tensor, Tensor]:
+    """Turns pairs among the first C * `form.per_cosine` dimensions of each head; the others stay. Results have the shapes of query and key.
+
+    One token's heads are together. Rounds once, at the end. Never waits for the device.
+    Source: RoFormer (Su et al. 2021).
     """
     from penstock.engine.kernels.layers_triton import rotate_kernel
 
     _, num_heads, num_tokens, size = query_1HTD.shape
     num_kv_heads = key_1HTD.shape[1]
+    num_rotated = form.per_cosine * cosines_1TC.shape[-1]
     assert len(query_1HTD) == len(key_1HTD) == 1
-    assert query_1HTD.stride(-1) == key_1HTD.stride(-1) == cosines_1TD.stride(-1) == sines_1TD.stride(-1) == 1
-    assert cosines_1TD.shape == sines_1TD.shape == (1, num_tokens, size)
+    assert query_1HTD.stride(-1) == key_1HTD.stride(-1) == cosines_1TC.stride(-1) == sines_1TC.stride(-1) == 1
+    assert cosines_1TC.shape == sines_1TC.shape == (1, num_tokens, cosines_1TC.shape[-1])
+    assert num_rotated % 2 == 0
+    assert num_rotated <= size
     out_query_1THD = torch.empty(1, num_tokens, num_heads, size, dtype=query_1HTD.dtype, device=query_1HTD.device)
     out_key_1THD = torch.empty(1, num_tokens, num_kv_heads, size, dtype=key_1HTD.dtype, device=key_1HTD.device)
     if num_tokens:
@@ -483,19 +505,23 @@ def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD:
             out_key_1THD,
             query_1HTD,
             key_1HTD,
-            cosines_1TD,
-            sines_1TD,
+            cosines_1TC,
+            sines_1TC,
             query_1HTD.stride(2),
             query_1HTD.stride(1),
             key_1HTD.stride(2),
             key_1HTD.stride(1),
-            cosines_1TD.stride(1),
-            sines_1TD.stride(1),
+            cosines_1TC.stride(1),
+            sines_1TC.stride(1),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             SIZE=size,
-            HALF_PADDED=next_power_of_two(size // 2),
+            NUM_ROTATED=num_rotated,
+            HALF_PADDED=next_power_of_two(num_rotated // 2),
+            REST_PADDED=next_power_of_two(size - num_rotated),
             TILE_HEADS=TILE_HEADS,
+            IS_INTERLEAVED=form.is_interleaved,
+            COSINES=form.cosines,
             num_warps=4,
             **COMPILER_OPTIONS,
         )

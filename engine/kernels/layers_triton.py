@@ -102,29 +102,44 @@ def gated_kernel(
 def rotate_heads(
     output: tl.tensor,  # of the token, [heads, SIZE], as the states
     states: tl.tensor,
-    cosines: tl.tensor,  # of the token, [SIZE], as the sines
+    cosines: tl.tensor,  # of the token, as the sines
     sines: tl.tensor,
     first_head: tl.tensor,
     head_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    COSINES: tl.constexpr,
 ) -> None:
     heads = first_head + tl.arange(0, TILE_HEADS)
-    dims = tl.arange(0, HALF_PADDED)
-    is_dim = dims < SIZE // 2
-    is_stored = (heads < NUM_HEADS)[:, None] & is_dim[None, :]
-    source = states + heads[:, None] * head_stride + dims[None, :]
-    first = tl.load(source, mask=is_stored, other=0.0).to(tl.float32)
-    second = tl.load(source + SIZE // 2, mask=is_stored, other=0.0).to(tl.float32)
-    first_cosine = tl.load(cosines + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    second_cosine = tl.load(cosines + dims + SIZE // 2, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    first_sine = tl.load(sines + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    second_sine = tl.load(sines + dims + SIZE // 2, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    target = output + heads[:, None] * SIZE + dims[None, :]
-    tl.store(target, first * first_cosine - second * first_sine, mask=is_stored)
-    tl.store(target + SIZE // 2, second * second_cosine + first * second_sine, mask=is_stored)
+    is_head = (heads < NUM_HEADS)[:, None]
+    pairs = tl.arange(0, HALF_PADDED)
+    is_pair = pairs < NUM_ROTATED // 2
+    is_stored = is_head & is_pair[None, :]
+    first_dims = 2 * pairs if IS_INTERLEAVED else pairs
+    second_dims = first_dims + (1 if IS_INTERLEAVED else NUM_ROTATED // 2)
+    first_angles = 2 * pairs if COSINES == "pairs" else pairs
+    second_angles = first_angles
+    if COSINES != "once":
+        second_angles += 1 if COSINES == "pairs" else NUM_ROTATED // 2
+    source = states + heads[:, None] * head_stride
+    first = tl.load(source + first_dims[None, :], mask=is_stored, other=0.0).to(tl.float32)
+    second = tl.load(source + second_dims[None, :], mask=is_stored, other=0.0).to(tl.float32)
+    first_cosine = tl.load(cosines + first_angles, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    second_cosine = tl.load(cosines + second_angles, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    first_sine = tl.load(sines + first_angles, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    second_sine = tl.load(sines + second_angles, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    target = output + heads[:, None] * SIZE
+    tl.store(target + first_dims[None, :], first * first_cosine - second * first_sine, mask=is_stored)
+    tl.store(target + second_dims[None, :], second * second_cosine + first * second_sine, mask=is_stored)
+    if NUM_ROTATED < SIZE:
+        dims = NUM_ROTATED + tl.arange(0, REST_PADDED)
+        is_rest = is_head & (dims < SIZE)[None, :]
+        tl.store(target + dims[None, :], tl.load(source + dims[None, :], mask=is_rest, other=0.0), mask=is_rest)
 
 
 @triton.jit
@@ -144,8 +159,12 @@ def rotate_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    COSINES: tl.constexpr,
 ) -> None:
     """One program: some heads of one token's query or key. Grid (T, tiles of query heads and then of key heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -163,8 +182,12 @@ def rotate_kernel(
             query_head_stride,
             NUM_HEADS,
             SIZE,
+            NUM_ROTATED,
             HALF_PADDED,
+            REST_PADDED,
             TILE_HEADS,
+            IS_INTERLEAVED,
+            COSINES,
         )
     else:
         rotate_heads(
@@ -176,6 +199,10 @@ def rotate_kernel(
             key_head_stride,
             NUM_KV_HEADS,
             SIZE,
+            NUM_ROTATED,
             HALF_PADDED,
+            REST_PADDED,
             TILE_HEADS,
+            IS_INTERLEAVED,
+            COSINES,
         )

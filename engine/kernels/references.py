@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.engine.kernels.launch import GPT_NEOX, RotaryForm
+
 
 def paged_decode(
     query_BHD: Tensor,
@@ -200,13 +202,26 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (activated * up.float()).to(gate.dtype)
 
 
-def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD: Tensor) -> tuple[Tensor, Tensor]:
+def rotate(
+    query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TC: Tensor, sines_1TC: Tensor, form: RotaryForm = GPT_NEOX
+) -> tuple[Tensor, Tensor]:
     """The arguments and the result of `layers.rotate`."""
+    num_rotated = form.per_cosine * cosines_1TC.shape[-1]
+
+    def halves(of_dims: Tensor, are_neighbours: bool) -> tuple[Tensor, Tensor]:
+        first, second = (of_dims[..., 0::2], of_dims[..., 1::2]) if are_neighbours else of_dims.chunk(2, dim=-1)
+        return first, second
+
+    def angles(table_1TC: Tensor) -> tuple[Tensor, Tensor]:
+        table = table_1TC[:, None].float()
+        once = table[..., : num_rotated // 2]
+        return (once, once) if form.cosines == "once" else halves(table, form.cosines == "pairs")
 
     def turn(states_1HTD: Tensor) -> Tensor:
-        states = states_1HTD.float()
-        first, second = states.chunk(2, dim=-1)
-        turned = states * cosines_1TD[:, None].float() + torch.cat([-second, first], dim=-1) * sines_1TD[:, None].float()
-        return turned.to(states_1HTD.dtype)
+        first, second = halves(states_1HTD[..., :num_rotated].float(), form.is_interleaved)
+        (first_cosine, second_cosine), (first_sine, second_sine) = angles(cosines_1TC), angles(sines_1TC)
+        turned = first * first_cosine - second * first_sine, second * second_cosine + first * second_sine
+        joined = torch.stack(turned, dim=-1).flatten(-2) if form.is_interleaved else torch.cat(turned, dim=-1)
+        return torch.cat([joined.to(states_1HTD.dtype), states_1HTD[..., num_rotated:]], dim=-1)
 
     return turn(query_1HTD), turn(key_1HTD)

@@ -12,13 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.kernels.launch import ACTIVATIONS, add_rms_norm, gated, rms_norm, rotate
+from penstock.engine.kernels.launch import ACTIVATIONS, GPT_NEOX, RotaryForm, add_rms_norm, gated, rms_norm, rotate
 from penstock.engine.model.linear import QuantizedLinear, can_join, reads_weight
 
 # What architectures call projections of one and the same input.
 FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 MAX_ROUNDINGS = 4  # that a result may differ by: some models round once, others twice
 ROTATION_FUNCTION = "apply_rotary_pos_emb"  # what transformers calls the function, in every module of a model that has one
+ROTARY_FORMS = (
+    GPT_NEOX,  # Llama and most others
+    RotaryForm(cosines="once", per_cosine=2),  # gpt-oss
+    RotaryForm(is_interleaved=True, cosines="once"),  # GLM-4
+    RotaryForm(is_interleaved=True, cosines="pairs"),  # Cohere
+)
 FLOAT32_TOLERANCE = 1e-5
 # The norms of a decoder layer before and after its attention, and before and after its MLP.
 LAYER_NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
@@ -342,21 +348,23 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 def fuse_rotary(model: nn.Module) -> int:
     """Replaces in place what rotates queries and keys, and returns in how many modules.
 
-    A module's `forward` is given another function by that name; the model's code and other models keep theirs. Whether it means the same is
-    tested on random numbers: some models rotate other pairs, or a part of the head alone, and stay as they are.
+    A module's `forward` is given another function by that name; the model's code and other models keep theirs. Which of `ROTARY_FORMS` it
+    computes, if any, is tested on random numbers, for as many cosines as the model's embeddings have.
     """
     num_fused = 0
-    is_alike: dict[tuple[Rotation, int], bool] = {}
+    frequencies = [len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    sizes = {each for num_pairs in frequencies for each in (num_pairs, 2 * num_pairs)}  # one cosine for a pair, or for each of the two
+    known: dict[tuple[Rotation, int], dict[int, RotaryForm]] = {}
     for module in model.modules():
         forward = type(module).forward
         size = getattr(module, "head_dim", None)
         if not isinstance(forward, FunctionType) or ROTATION_FUNCTION not in forward.__code__.co_names or not isinstance(size, int):
             continue
         own = forward.__globals__[ROTATION_FUNCTION]
-        if (own, size) not in is_alike:
-            is_alike[own, size] = _rotations_agree(own, size, next(module.parameters()).device)
-        if is_alike[own, size]:
-            namespace = {**forward.__globals__, ROTATION_FUNCTION: _rotation(own)}
+        if (own, size) not in known:
+            known[own, size] = _rotary_forms(own, size, sizes, next(module.parameters()).device)
+        if known[own, size]:
+            namespace = {**forward.__globals__, ROTATION_FUNCTION: _rotation(own, known[own, size])}
             copied = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
             copied.__kwdefaults__ = forward.__kwdefaults__
             module.forward = MethodType(copied, module)
@@ -364,30 +372,42 @@ def fuse_rotary(model: nn.Module) -> int:
     return num_fused
 
 
-def _rotation(own: Rotation) -> Rotation:
-    """The kernel, or the model's own function for calls that the kernel does not take, such as rotations of a part of each head."""
+def _rotation(own: Rotation, forms: dict[int, RotaryForm]) -> Rotation:
+    """The kernel, or the model's own function for calls that the kernel does not take."""
 
     def apply(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        is_whole = cosines.shape == sines.shape == (1, *query.shape[2:]) and len(query) == 1
+        form = forms.get(cosines.shape[-1])
+        is_flat = cosines.shape[:-1] == (1, query.shape[2]) and cosines.shape == sines.shape and len(query) == 1
         is_dense = query.stride(-1) == key.stride(-1) == cosines.stride(-1) == sines.stride(-1) == 1
-        if is_whole and is_dense and not rest and not named:
-            return rotate(query, key, cosines, sines)
+        if form is not None and is_flat and is_dense and not rest and not named:
+            return rotate(query, key, cosines, sines, form)
         return own(query, key, cosines, sines, *rest, **named)
 
     return apply
 
 
 @torch.inference_mode()
-def _rotations_agree(own: Rotation, size: int, device: torch.device) -> bool:
-    # In float32, so that rounding hides nothing.
-    generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, heads, 3, size, generator=generator).to(device) for heads in (4, 2))
-    cosines, sines = (torch.randn(1, 3, size, generator=generator).to(device) for _ in range(2))
-    try:
-        expected = own(query, key, cosines, sines)
-    except (TypeError, RuntimeError):  # it wants other arguments, or shapes
-        return False
-    pairs = zip(expected, rotate(query, key, cosines, sines), strict=True)
+def _rotary_forms(own: Rotation, size: int, numbers: set[int], device: torch.device) -> dict[int, RotaryForm]:
+    """The form in which the function rotates heads of a size, for each number of cosines for which it has one."""
+    forms = {}
+    like = torch.empty(0, device=device)  # float32, so that rounding hides nothing
+    query, key = _random(like, 1, 6, 3, size).split([4, 2], dim=1)  # type: ignore[no-untyped-call]
+    for num_cosines in sorted(numbers):
+        cosines, sines = _random(like, 2, 1, 3, num_cosines).unbind()
+        try:
+            expected = own(query, key, cosines, sines)
+        except (TypeError, RuntimeError):  # it wants other arguments, or shapes
+            continue
+        for form in ROTARY_FORMS:
+            num_rotated = form.per_cosine * num_cosines
+            if num_rotated <= size and num_rotated % 2 == 0 and _turn_alike(rotate(query, key, cosines, sines, form), expected):
+                forms[num_cosines] = form
+                break
+    return forms
+
+
+def _turn_alike(results: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(
-        one.shape == other.shape and torch.allclose(one, other, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE) for one, other in pairs
+        one.shape == other.shape and torch.allclose(one, other, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
+        for one, other in zip(results, expected, strict=True)
     )

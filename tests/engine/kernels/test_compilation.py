@@ -16,6 +16,7 @@ from triton.runtime import driver
 
 from penstock.engine.kernels import attention_triton, layers_triton, sampling_triton
 from penstock.engine.kernels.launch import (
+    RotaryForm,
     add_rms_norm,
     bitmask_apply,
     gated,
@@ -179,6 +180,8 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     for num_tokens in (1, 3):
         gated(*torch.zeros(1, num_tokens, 2 * 14_336, dtype=torch.bfloat16).chunk(2, dim=-1), "gelu_tanh")
     rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16))
+    part_of_a_head = torch.zeros(2, 1, 3, 96, dtype=torch.bfloat16)
+    rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *part_of_a_head, RotaryForm(is_interleaved=True, cosines="pairs"))
     temperatures, top_ps, min_ps = torch.ones(3, 3).unbind()
     sample(torch.zeros(3, 100_000), temperatures, top_ps, min_ps, torch.zeros(3, dtype=torch.int64))
     assert num_compiled(kernels) == {
@@ -188,7 +191,7 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
         "rms_norm_kernel": 1,
         "add_rms_norm_kernel": 1,
         "gated_kernel": 1,
-        "rotate_kernel": 1,
+        "rotate_kernel": 2,
     }
 
 

@@ -19,9 +19,9 @@ NUM_LAYERS = 3
         ("granite", 2, ()),
         ("phi3", 2, ()),
         ("olmo2", 4, ()),
-        ("glm4", 4, ("rotary",)),
-        ("gpt_oss", 2, ("gates", "rotary")),
-        ("cohere2", 0, ("norms", "residuals", "rotary")),
+        ("glm4", 4, ()),
+        ("gpt_oss", 2, ("gates",)),
+        ("cohere2", 0, ("norms", "residuals")),
         ("gpt2", 0, ("norms", "residuals", "gates", "rotary")),
     ],
 )
