@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped,import-not-found"
-"""Times each CUDA kernel against its plain-torch reference, for the shapes of Llama-3.1-8B in bfloat16.
+"""Times each CUDA kernel against its plain-torch reference, for the shapes of Llama-3.1-8B in bfloat16, and prefill against alternatives.
 
     python benchmarks/kernels.py [--repeat-ms 100]
 
@@ -20,13 +20,18 @@ from torch import Tensor
 from penstock.engine.attention.cuda import num_multiprocessors
 from penstock.engine.kernels import references
 from penstock.engine.kernels.launch import (
+    AttentionTuning,
+    add_rms_norm,
     bitmask_apply,
-    choose_num_splits,
+    decode_tuning,
+    gated,
     kv_write,
     paged_decode,
+    plan_splits,
     rms_norm,
     rotate,
     sample,
+    split_sizes,
     varlen_prefill,
 )
 
@@ -38,14 +43,24 @@ VOCAB_SIZE = 128_256
 DTYPE = torch.bfloat16
 ITEMSIZE = 2
 
-DECODES = [(1, 1024), (1, 16_384), (1, 131_072), (8, 4096), (64, 2048), (256, 1024)]  # sequences, keys of each
+# Runs of sequences: how many, and the keys of each.
+DECODES = [
+    *([run] for run in [(1, 1024), (1, 16_384), (1, 131_072), (8, 4096), (17, 2048), (32, 2048), (64, 2048), (256, 1024)]),
+    [(31, 1024), (1, 100_000)],
+    [(255, 1024), (1, 100_000)],
+]
 PREFILLS = [(1, 512, 0), (1, 4096, 0), (8, 512, 0), (1, 512, 15_872), (64, 7, 1000)]  # sequences, new tokens and earlier keys of each
+# The tile that prefill had before, one program to a multiprocessor, for comparison with what `prefill_tuning` gives.
+WIDE_TILE = AttentionTuning(tile_rows=128, tile_keys=64, num_warps=8, num_stages=5)
+WIDE_PREFILLS = [(1, 4096, 0), (8, 512, 0), (1, 512, 15_872)]
+TORCH_PREFILLS = [(1, 4096), (8, 512)]  # prompts without earlier keys, which `varlen_attn` reads as they come out of the projections
 WRITES = [1, 256, 8192]  # tokens
 BITMASKS = [1, 32, 256]  # rows
 SAMPLES = [1, 32, 256]  # rows
 NORMS = [1, 256, 8192]  # rows
 ROTATIONS = [1, 256, 8192]  # tokens
 HIDDEN_SIZE = 4096
+INTERMEDIATE_SIZE = 14_336
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +76,93 @@ class Measurement:
 
 def make_cache(context_lens: list[int], device: torch.device, dtype: torch.dtype = DTYPE) -> tuple[Tensor, Tensor, Tensor]:
     """Random keys and values, and a table that scatters each sequence's blocks all over them."""
-    num_blocks_each = max(-(-length // BLOCK_SIZE) for length in context_lens)
-    num_blocks = num_blocks_each * len(context_lens)
-    table_BN = torch.randperm(num_blocks, device=device).view(len(context_lens), num_blocks_each)
+    lens_B = torch.tensor(context_lens, device=device)
+    num_blocks_B = -(-lens_B // BLOCK_SIZE)
+    num_blocks = int(num_blocks_B.sum())
+    places_BN = torch.arange(int(num_blocks_B.max()), device=device) + (num_blocks_B.cumsum(0) - num_blocks_B)[:, None]
+    table_BN = torch.randperm(num_blocks, device=device)[places_BN.clamp(max=num_blocks - 1)]  # past a sequence's own it is not read
     key_cache, value_cache = (torch.randn(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, device=device, dtype=DTYPE) for _ in range(2))
     return key_cache.to(dtype), value_cache.to(dtype), table_BN
 
 
-def decode_measurement(num_sequences: int, context_len: int, device: torch.device, dtype: torch.dtype = DTYPE) -> Measurement:
-    key_cache, value_cache, table_BN = make_cache([context_len] * num_sequences, device, dtype)
+def decode_measurement(runs: list[tuple[int, int]], device: torch.device, dtype: torch.dtype = DTYPE) -> Measurement:
+    context_lens = [context_len for num_sequences, context_len in runs for _ in range(num_sequences)]
+    num_sequences = len(context_lens)
+    key_cache, value_cache, table_BN = make_cache(context_lens, device, dtype)
     query_BHD = torch.randn(num_sequences, NUM_HEADS, HEAD_SIZE, device=device, dtype=DTYPE)
-    context_lens_B = torch.full((num_sequences,), context_len, device=device)
-    num_splits = choose_num_splits(num_sequences * NUM_KV_HEADS, context_len, num_multiprocessors(device))
+    context_lens_B = torch.tensor(context_lens, device=device)
+    group_size = NUM_HEADS // NUM_KV_HEADS
+    tile_keys = decode_tuning(group_size, HEAD_SIZE, HEAD_SIZE, ITEMSIZE).tile_keys
+    num_wanted, min_tiles = split_sizes(NUM_KV_HEADS, group_size, tile_keys, num_multiprocessors(device))
+    bounds = {"num_wanted": num_wanted, "min_tiles": min_tiles, "tile_keys": tile_keys, "max_context_len": max(context_lens)}
     arguments = (query_BHD, key_cache, value_cache, table_BN, torch.arange(num_sequences, device=device), context_lens_B)
 
     def kernel() -> Tensor:
-        return paged_decode(*arguments, scaling=HEAD_SIZE**-0.5, num_splits=num_splits)
+        return paged_decode(*arguments, scaling=HEAD_SIZE**-0.5, splits=plan_splits(context_lens_B, **bounds))
 
-    num_bytes = 2 * num_sequences * context_len * NUM_KV_HEADS * HEAD_SIZE * dtype.itemsize
-    name = f"paged_decode    {num_sequences:4} x {context_len:6} keys, {num_splits} splits" + ", 8 bits" * (dtype.itemsize == 1)
+    num_bytes = 2 * sum(context_lens) * NUM_KV_HEADS * HEAD_SIZE * dtype.itemsize
+    name = "paged_decode    " + " and ".join(f"{count:4} x {context_len:6} keys" for count, context_len in runs)
+    name += ", 8 bits" * (dtype.itemsize == 1)
     return Measurement(name, kernel, lambda: references.paged_decode(*arguments, scaling=HEAD_SIZE**-0.5), num_bytes / 1e9, "GB/s")
 
 
-def prefill_measurement(num_sequences: int, query_len: int, prefix_len: int, device: torch.device) -> Measurement:
+def prefill_inputs(num_sequences: int, query_len: int, prefix_len: int, device: torch.device) -> tuple[Tensor, ...]:
     context_len = prefix_len + query_len
     key_cache, value_cache, table_BN = make_cache([context_len] * num_sequences, device)
     query_THD = torch.randn(num_sequences * query_len, NUM_HEADS, HEAD_SIZE, device=device, dtype=DTYPE)
     query_start_loc = torch.arange(num_sequences + 1, device=device) * query_len
     context_lens_B = torch.full((num_sequences,), context_len, device=device)
     rows_B = torch.arange(num_sequences, device=device)
-    arguments = (query_THD, key_cache, value_cache, table_BN, rows_B, query_start_loc, context_lens_B)
+    return query_THD, key_cache, value_cache, table_BN, rows_B, query_start_loc, context_lens_B
 
-    def kernel() -> Tensor:
-        return varlen_prefill(*arguments, max_query_len=query_len, scaling=HEAD_SIZE**-0.5)
 
+def prefill_kernel(inputs: tuple[Tensor, ...], query_len: int, tuning: AttentionTuning | None = None) -> Callable[[], Tensor]:
+    return lambda: varlen_prefill(*inputs, max_query_len=query_len, scaling=HEAD_SIZE**-0.5, tuning=tuning)  # type: ignore[misc]
+
+
+def tera_operations(num_sequences: int, query_len: int, prefix_len: int) -> float:
     num_pairs = num_sequences * (query_len * prefix_len + query_len * (query_len + 1) // 2)
-    num_operations = 4 * num_pairs * NUM_HEADS * HEAD_SIZE
-    name = f"varlen_prefill  {num_sequences:4} x {query_len:6} tokens after {prefix_len}"
+    return 4 * num_pairs * NUM_HEADS * HEAD_SIZE / 1e12
+
+
+def prefill_measurement(num_sequences: int, query_len: int, prefix_len: int, device: torch.device) -> Measurement:
+    inputs = prefill_inputs(num_sequences, query_len, prefix_len, device)
     return Measurement(
-        name, kernel, lambda: references.varlen_prefill(*arguments, scaling=HEAD_SIZE**-0.5), num_operations / 1e12, "TFLOP/s"
+        f"varlen_prefill  {num_sequences:4} x {query_len:6} tokens after {prefix_len}",
+        prefill_kernel(inputs, query_len),
+        lambda: references.varlen_prefill(*inputs, scaling=HEAD_SIZE**-0.5),
+        tera_operations(num_sequences, query_len, prefix_len),
+        "TFLOP/s",
+    )
+
+
+def wide_prefill_measurement(num_sequences: int, query_len: int, prefix_len: int, device: torch.device) -> Measurement:
+    """The kernel in `WIDE_TILE`; its reference is the same kernel in the tile of `prefill_tuning`."""
+    inputs = prefill_inputs(num_sequences, query_len, prefix_len, device)
+    return Measurement(
+        f"wide tile       {num_sequences:4} x {query_len:6} tokens after {prefix_len}, against ours",
+        prefill_kernel(inputs, query_len, WIDE_TILE),
+        prefill_kernel(inputs, query_len),
+        tera_operations(num_sequences, query_len, prefix_len),
+        "TFLOP/s",
+    )
+
+
+def torch_prefill_measurement(num_sequences: int, query_len: int, device: torch.device) -> Measurement:
+    """torch's flash attention over keys and values that are not in a cache; its reference is the kernel, which reads them from blocks."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    inputs = prefill_inputs(num_sequences, query_len, 0, device)
+    query_THD, key_cache, value_cache, table_BN, _, query_start_loc, _ = inputs
+    key_THD, value_THD = (torch.cat([cache[row].flatten(0, 1)[:query_len] for row in table_BN]) for cache in (key_cache, value_cache))
+    starts = query_start_loc.int()
+    causal: dict[str, Any] = {"scale": HEAD_SIZE**-0.5, "window_size": (-1, 0), "enable_gqa": True}
+    return Measurement(
+        f"varlen_attn     {num_sequences:4} x {query_len:6} tokens, against ours",
+        lambda: varlen_attn(query_THD, key_THD, value_THD, starts, starts, query_len, query_len, **causal),
+        prefill_kernel(inputs, query_len),
+        tera_operations(num_sequences, query_len, 0),
+        "TFLOP/s",
     )
 
 
@@ -159,6 +222,29 @@ def norm_measurement(num_rows: int, device: torch.device) -> Measurement:
     )
 
 
+def residual_measurement(num_rows: int, device: torch.device) -> Measurement:
+    residual, states = torch.randn(2, 1, num_rows, HIDDEN_SIZE, device=device, dtype=DTYPE).unbind()
+    norm = (torch.rand(HIDDEN_SIZE, device=device, dtype=DTYPE), 1e-6)
+    return Measurement(
+        f"add_rms_norm    {num_rows:4} x {HIDDEN_SIZE}",
+        lambda: add_rms_norm(residual, states, None, norm)[1],
+        lambda: references.add_rms_norm(residual, states, None, norm)[1],
+        4 * states.numel() * ITEMSIZE / 1e9,
+        "GB/s",
+    )
+
+
+def gate_measurement(num_rows: int, device: torch.device) -> Measurement:
+    gate, up = torch.randn(1, num_rows, 2 * INTERMEDIATE_SIZE, device=device, dtype=DTYPE).chunk(2, dim=-1)
+    return Measurement(
+        f"gated           {num_rows:4} x {INTERMEDIATE_SIZE}",
+        lambda: gated(gate, up, "silu"),
+        lambda: references.gated(gate, up, "silu"),
+        3 * gate.numel() * ITEMSIZE / 1e9,
+        "GB/s",
+    )
+
+
 def rotation_measurement(num_tokens: int, device: torch.device) -> Measurement:
     heads = torch.randn(1, num_tokens, NUM_HEADS + NUM_KV_HEADS, HEAD_SIZE, device=device, dtype=DTYPE).transpose(1, 2)
     cosines, sines = torch.randn(2, 1, num_tokens, HEAD_SIZE, device=device, dtype=DTYPE).unbind()
@@ -175,17 +261,23 @@ def rotation_measurement(num_tokens: int, device: torch.device) -> Measurement:
 def measurements(device: torch.device) -> Iterator[Measurement]:
     """One at a time: the caches of one go before those of the next come."""
     for shape in DECODES:
-        yield decode_measurement(*shape, device)
+        yield decode_measurement(shape, device)
     if torch.cuda.get_device_capability(device) >= (8, 9):
-        yield decode_measurement(64, 2048, device, torch.float8_e4m3fn)
+        yield decode_measurement([(64, 2048)], device, torch.float8_e4m3fn)
     for run in PREFILLS:
         yield prefill_measurement(*run, device)
+    for run in WIDE_PREFILLS:
+        yield wide_prefill_measurement(*run, device)
+    for prompts in TORCH_PREFILLS:
+        yield torch_prefill_measurement(*prompts, device)
     for num_tokens in WRITES:
         yield write_measurement(num_tokens, device)
     for num_rows in BITMASKS:
         yield bitmask_measurement(num_rows, device)
     for num_rows in NORMS:
         yield norm_measurement(num_rows, device)
+        yield residual_measurement(num_rows, device)
+        yield gate_measurement(num_rows, device)
     for num_tokens in ROTATIONS:
         yield rotation_measurement(num_tokens, device)
     for num_rows in SAMPLES:

@@ -23,7 +23,7 @@ from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens
 from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs
-from penstock.engine.model.fused import fuse_linears, fuse_norms, fuse_rotary
+from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
@@ -75,6 +75,8 @@ def fuse(loaded: LoadedModel) -> None:
     if loaded.device.type == "cuda":
         with torch.cuda.device(loaded.device):  # Triton launches on the current one
             fuse_norms(loaded.model)
+            fuse_residuals(loaded.model)
+            fuse_gates(loaded.model)
             fuse_rotary(loaded.model)
 
 

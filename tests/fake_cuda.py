@@ -41,6 +41,7 @@ CAPTURE_ERROR = "CUDA error: operation not permitted when stream is capturing"
 READS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.equal, aten.unique_dim, aten._unique2}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 COPIES = {aten._to_copy, aten.copy_}
+WITHOUT_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten._unsafe_view}
 WHOLE = {aten.scaled_dot_product_attention}  # its parts are other ones on each device
 # What only a GPU takes in some of its types.
 WIDENED = {aten.histc}
@@ -90,7 +91,8 @@ class FakeCuda:
     """The device and what has been seen of it. One at a time: `fake_cuda` makes it and takes it away.
 
     `waits` counts the places that waited for the device, "module function", by thread: "model", "results" or another's name.
-    `num_operations` counts what was launched. With `failure`, all of it fails, and with `capture_error` each capture.
+    `launches` counts kernels by name, torch's own (such as "aten.mm") and Triton's. With `failure`, all that is launched fails, and with
+    `capture_error` each capture.
     """
 
     current: "FakeCuda | None" = None
@@ -98,8 +100,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.waits: Counter[tuple[str, str]] = Counter()
         self.lines: Counter[str] = Counter()
-        self.num_operations = 0
-        self.num_launches = 0
+        self.launches: Counter[str] = Counter()
         self.num_replays = 0
         self.set_devices: dict[str, int] = {}
         self.peak_memory = 0
@@ -115,7 +116,7 @@ class FakeCuda:
         """Forgets what it has seen."""
         self.waits.clear()
         self.lines.clear()
-        self.num_operations = 0
+        self.launches.clear()
 
     def pin(self, tensor: Tensor) -> Tensor:
         self._pinned[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other tensor gets its address
@@ -143,7 +144,7 @@ class FakeCuda:
         for operand in operands:
             assert not isinstance(operand, Tensor) or isinstance(operand, CudaTensor), f"a kernel is given a tensor on {operand.device}"
         assert self._thread.device == DEVICE.index, "Triton launches on the thread's current device, and nothing has set it here"
-        self.num_launches += 1
+        self.launches[name] += 1
 
     def compute(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function over CPU tensors on those of the device, as one operation."""
@@ -197,11 +198,13 @@ class FakeCuda:
         self._copies_under_way.append((args[0], source.held.clone()))
         return args[0]
 
-    def _compute(self, work: Callable[..., Any], args: Any, kwargs: Any, from_host: bool = False) -> Any:
+    def _compute(self, work: Any, args: Any, kwargs: Any, from_host: bool = False) -> Any:
         if self.failure is not None:
             raise self.failure
-        self.num_operations += 1
-        if getattr(work, "_overloadpacket", None) in WIDENED:
+        packet = getattr(work, "_overloadpacket", None)
+        if packet is not None and not work.is_view and packet not in WITHOUT_KERNEL:
+            self.launches[str(packet)] += 1
+        if packet in WIDENED:
             work = functools.partial(_in_floats, work)
         held_args, held_kwargs = _held(args), _held(kwargs)
         result = work(*held_args, **held_kwargs)
@@ -331,8 +334,8 @@ def _place() -> tuple[str, str]:
 
 # Every Triton kernel, and where it is looked up.
 KERNELS = {
-    attention_triton: ("kv_write_kernel", "merge_splits_kernel", "paged_decode_kernel", "varlen_prefill_kernel"),
-    layers_triton: ("rms_norm_kernel", "rotate_kernel"),
+    attention_triton: ("kv_write_kernel", "merge_splits_kernel", "paged_decode_kernel", "plan_splits_kernel", "varlen_prefill_kernel"),
+    layers_triton: ("add_rms_norm_kernel", "gated_kernel", "rms_norm_kernel", "rotate_kernel"),
     sampling_triton: ("bitmask_apply_kernel", "sample_kernel"),
 }
 # Each function that launches kernels, and the modules that have imported it.
@@ -341,6 +344,8 @@ LAUNCHERS: dict[str, tuple[Any, ...]] = {
     "paged_decode": (attention_cuda,),
     "varlen_prefill": (attention_cuda,),
     "bitmask_apply": (launch,),
+    "add_rms_norm": (fused,),
+    "gated": (fused,),
     "rms_norm": (fused,),
     "rotate": (fused,),
     "sample": (choice,),
@@ -372,7 +377,7 @@ def _launcher(name: str, device: FakeCuda) -> Callable[..., Any]:
 
 def _by_reference(name: str, reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out, first = kwargs.pop("out", None), kwargs.pop("first_sequence", 0)
-    for tuning in ("num_splits", "max_query_len"):
+    for tuning in ("splits", "max_query_len"):
         kwargs.pop(tuning, None)
     if name == "paged_decode":  # only the first sequences are decodes
         args = tuple(argument[: len(args[0])] if argument.dim() == 1 else argument for argument in args)

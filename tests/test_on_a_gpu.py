@@ -7,6 +7,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -218,6 +219,41 @@ def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_f
     (deltas,) = serve(core, [make()])
     assert len(tokens(deltas)) == NUM_TOKENS
     assert cuda.num_replays == 0
+
+
+def test_layers_that_see_the_same_keys_share_a_plan_of_splits_which_each_pass_and_each_graph_makes_anew(cuda: FakeCuda) -> None:
+    core = core_over_blocks(load("gemma2", max_model_len=512), byte_tokenizer(), engine_config(speculation="none"), NUM_BLOCKS)
+    graphs = core.runner._graphs
+    assert graphs is not None
+    core.runner.thread.submit(graphs.capture_next).result()
+    # One pass before the capture and one in it. The two layers with a window of 12 keys split none, and the third has a plan of its own.
+    assert (cuda.launches["paged_decode_kernel"], cuda.launches["plan_splits_kernel"]) == (6, 2)
+    core = core_over_blocks(
+        load("llama", max_model_len=512), byte_tokenizer(), engine_config(compile="off", speculation="none"), NUM_BLOCKS
+    )
+    cuda.clear()
+    serve(core, [make(prompt=PROMPT * 6)])
+    assert cuda.launches["paged_decode_kernel"] == 3 * cuda.launches["plan_splits_kernel"] > 0
+
+
+def launches_of_a_captured_pass(cuda: FakeCuda, name: str, num_layers: int) -> Counter[str]:
+    model = tiny_model(name, num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers)
+    loaded = loaded_model(torch.nn.Module.to(model, DEVICE))
+    graphs = core_over_blocks(loaded, byte_tokenizer(), engine_config(speculation="none"), NUM_BLOCKS).runner._graphs
+    assert graphs is not None
+    torch.cuda.set_device(DEVICE)
+    graphs.capture_next()
+    cuda.clear()
+    graphs.capture_next()
+    return Counter({kernel: number // 2 for kernel, number in cuda.launches.items()})  # one pass before the capture, and one in it
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "glm4"])
+def test_a_decode_layer_is_ten_kernels(cuda: FakeCuda, name: str) -> None:
+    of_a_layer = launches_of_a_captured_pass(cuda, name, 3) - launches_of_a_captured_pass(cuda, name, 2)
+    assert of_a_layer.pop("aten.mm") + of_a_layer.pop("aten.addmm", 0) == 4
+    one_each = ("rotate_kernel", "kv_write_kernel", "paged_decode_kernel", "gated_kernel")
+    assert of_a_layer == {"add_rms_norm_kernel": 2} | dict.fromkeys(one_each, 1)
 
 
 def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
-from penstock.engine.kernels.launch import choose_num_splits, kv_write, paged_decode, varlen_prefill
+from penstock.engine.kernels.launch import SplitPlan, decode_tuning, kv_write, paged_decode, plan_splits, split_sizes, varlen_prefill
 
 
 def paged_attention_cuda(
@@ -59,7 +59,7 @@ def paged_attention_cuda(
         sliding_window=options.sliding_window,
         softcap=options.softcap,
         sinks=options.sinks_H,
-        num_splits=_num_splits(metadata, options, key_cache),
+        splits=_splits(metadata, options, query_THD, key_cache, value_cache),
         out=out[:num_decodes],
     )
     return out
@@ -69,11 +69,28 @@ def _with_dense_heads(states_THD: Tensor) -> Tensor:
     return states_THD if states_THD.stride(-1) == 1 else states_THD.contiguous()
 
 
-def _num_splits(metadata: AttentionMetadata, options: AttentionOptions, key_cache: Tensor) -> int:
-    max_num_keys = metadata.max_context_len
-    if options.sliding_window is not None:
-        max_num_keys = min(max_num_keys, options.sliding_window)
-    return choose_num_splits(metadata.num_decodes * key_cache.shape[2], max_num_keys, num_multiprocessors(key_cache.device))
+def _splits(
+    metadata: AttentionMetadata, options: AttentionOptions, query_THD: Tensor, key_cache: Tensor, value_cache: Tensor
+) -> SplitPlan | None:
+    """The plan of this pass, which layers of one shape and window share."""
+    num_kv_heads, key_size = key_cache.shape[2:]
+    group_size = query_THD.shape[1] // num_kv_heads
+    tile_keys = decode_tuning(group_size, key_size, value_cache.shape[3], query_THD.element_size()).tile_keys
+    kind = (num_kv_heads, group_size, tile_keys, options.sliding_window)
+    planned = metadata.split_plans.get(kind)
+    # The layer that made it is called again: a new pass, which may be over other lengths, or the one that a CUDA graph records.
+    if planned is None or planned[0] is key_cache:
+        num_wanted, min_tiles = split_sizes(num_kv_heads, group_size, tile_keys, num_multiprocessors(key_cache.device))
+        splits = plan_splits(
+            metadata.context_lens_B[: metadata.num_decodes],
+            num_wanted=num_wanted,
+            min_tiles=min_tiles,
+            tile_keys=tile_keys,
+            max_context_len=metadata.max_context_len,
+            sliding_window=options.sliding_window,
+        )
+        metadata.split_plans[kind] = planned = (key_cache, splits)
+    return planned[1]
 
 
 @cache

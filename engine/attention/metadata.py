@@ -1,7 +1,8 @@
 """The metadata of attention: a flat batch in one tensor, and the options that differ from layer to layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class AttentionMetadata:
     row `table_rows_B[i]`: no step copies a table, however long the contexts are.
 
     Slots and rows are those of the first group; `others` are the same step for the layers of the other groups.
+    `split_plans` is what the layers of one pass share on a GPU (`attention/cuda.py`).
     """
 
     packed: Tensor
@@ -34,6 +36,7 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     others: tuple["AttentionMetadata", ...] = ()
+    split_plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def groups(self) -> tuple["AttentionMetadata", ...]:

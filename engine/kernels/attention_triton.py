@@ -154,12 +154,78 @@ def kv_write_kernel(
     tl.store(target, bounded(tl.load(source, mask=is_element), LARGEST), mask=is_element)
 
 
+@triton.jit
+def visible_tiles(context_len: tl.tensor, sliding_window: tl.tensor, TILE_KEYS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The first tile of keys that the last token of a context sees, and the end of the last."""
+    first_tile = context_len * 0
+    if sliding_window is not None:
+        first_tile = tl.maximum(context_len - sliding_window, 0) // TILE_KEYS
+    return first_tile, tl.cdiv(context_len, TILE_KEYS)
+
+
+PLAN_FIELDS: tl.constexpr = tl.constexpr(4)
+
+
 # Rows and lengths are views of one packed tensor and begin anywhere in it: compiling for their alignment would only compile more often.
+@triton.jit(do_not_specialize=["num_sequences", "num_wanted", "min_tiles", "max_items"], do_not_specialize_on_alignment=["context_lens"])
+def plan_splits_kernel(
+    plan: tl.tensor,  # int32, rows of PLAN_FIELDS as in `launch.SplitPlan`
+    context_lens: tl.tensor,
+    num_sequences: tl.tensor,
+    num_wanted: tl.tensor,
+    min_tiles: tl.tensor,
+    max_items: tl.tensor,
+    sliding_window: tl.tensor,
+    TILE_KEYS: tl.constexpr,
+    TILE_SEQUENCES: tl.constexpr,
+) -> None:
+    """One program: the whole batch. Grid (1,)."""
+    total = 0
+    for start in range(0, num_sequences, TILE_SEQUENCES):
+        sequences = start + tl.arange(0, TILE_SEQUENCES)
+        context_len = tl.load(context_lens + sequences, mask=sequences < num_sequences, other=0).to(tl.int32)
+        first_tile, end_tile = visible_tiles(context_len, sliding_window, TILE_KEYS)
+        total += tl.sum(end_tile - first_tile, 0)
+    tiles_per_split = tl.maximum(min_tiles, tl.cdiv(total, num_wanted))
+    num_items = 0
+    num_merges = 0
+    num_partials = 0
+    for start in range(0, num_sequences, TILE_SEQUENCES):
+        sequences = start + tl.arange(0, TILE_SEQUENCES)
+        is_sequence = sequences < num_sequences
+        context_len = tl.load(context_lens + sequences, mask=is_sequence, other=0).to(tl.int32)
+        first_tile, end_tile = visible_tiles(context_len, sliding_window, TILE_KEYS)
+        # A sequence without keys has one split as well, which writes its zeros.
+        num_splits = tl.where(is_sequence, tl.maximum(tl.cdiv(end_tile - first_tile, tiles_per_split), 1), 0)
+        is_merged = num_splits > 1
+        num_merged = tl.where(is_merged, num_splits, 0)
+        first_item = num_items + tl.cumsum(num_splits, 0) - num_splits
+        first_partial = num_partials + tl.cumsum(num_merged, 0) - num_merged
+        for split in range(tl.max(num_splits, 0)):
+            row = plan + (1 + first_item + split) * PLAN_FIELDS
+            is_split = split < num_splits
+            tl.store(row, sequences, mask=is_split)
+            tl.store(row + 1, num_splits, mask=is_split)
+            tl.store(row + 2, first_partial, mask=is_split)
+            tl.store(row + 3, tl.zeros_like(sequences) + split, mask=is_split)
+        merge = num_merges + tl.cumsum(is_merged.to(tl.int32), 0) - 1
+        row = plan + (1 + max_items + merge) * PLAN_FIELDS
+        tl.store(row, sequences, mask=is_merged)
+        tl.store(row + 1, num_splits, mask=is_merged)
+        tl.store(row + 2, first_partial, mask=is_merged)
+        num_items += tl.sum(num_splits, 0)
+        num_merges += tl.sum(is_merged.to(tl.int32), 0)
+        num_partials += tl.sum(num_merged, 0)
+    tl.store(plan, num_items)
+    tl.store(plan + 1, num_merges)
+
+
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["table_rows", "context_lens"])
 def paged_decode_kernel(
-    output: tl.tensor,  # [B, H, VALUE_SIZE]; written where there is one split
-    partial_output: tl.tensor,  # [B, H, num_splits, VALUE_SIZE] float32 and [B, H, num_splits] float32; written where there are several
+    output: tl.tensor,  # [B, H, VALUE_SIZE]; written for sequences of one split
+    partial_output: tl.tensor,  # [partials, H, VALUE_SIZE] float32 and [partials, H] float32; written for sequences of several
     partial_log_sum: tl.tensor,
+    plan: tl.tensor,  # of `plan_splits_kernel`, where IS_SPLIT
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
@@ -191,18 +257,28 @@ def paged_decode_kernel(
     TILE_KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
-    """One program: the query heads of a KV head of one sequence, over one of num_splits ranges of its keys. Grid (B, KV heads, splits)."""
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
+    """One program: the query heads of a KV head of one sequence, over one of its splits. Grid (KV heads, splits of all sequences).
+
+    Without a plan each sequence has one. The heads of a split run at the same time: their keys are neighbours in memory.
+    """
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    split = 0
+    num_splits = 1
+    first_partial = 0
+    sequence = item.to(tl.int64)
+    if IS_SPLIT:
+        if item >= tl.load(plan):
+            return
+        row = plan + (1 + item) * PLAN_FIELDS
+        sequence = tl.load(row).to(tl.int64)
+        num_splits = tl.load(row + 1)
+        first_partial = tl.load(row + 2)
+        split = tl.load(row + 3)
     context_len = tl.load(context_lens + sequence).to(tl.int32)
 
-    # The visible keys are dealt out in whole tiles, so that the splits of a short sequence stay few and those of a long one stay even.
-    first_tile = 0
-    if sliding_window is not None:
-        first_tile = tl.maximum(context_len - sliding_window, 0) // TILE_KEYS
-    tiles_per_split = tl.cdiv(tl.cdiv(context_len, TILE_KEYS) - first_tile, num_splits)
+    first_tile, end_tile = visible_tiles(context_len, sliding_window, TILE_KEYS)
+    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
     first_key = (first_tile + split * tiles_per_split) * TILE_KEYS
     end_key = tl.minimum(first_key + tiles_per_split * TILE_KEYS, context_len)
 
@@ -248,9 +324,8 @@ def paged_decode_kernel(
     divisor = tl.where(is_seen, row_sum, 1.0)
     result = accumulator / divisor[:, None]
     is_stored = is_row[:, None] & (value_dims[None, :] < VALUE_SIZE)
-    if IS_SPLIT:
-        num_heads = tl.num_programs(1) * GROUP_SIZE
-        partial = (sequence * num_heads + heads) * num_splits + split
+    if num_splits > 1:
+        partial = (first_partial + split).to(tl.int64) * (tl.num_programs(0) * GROUP_SIZE) + heads
         tl.store(partial_output + partial[:, None] * VALUE_SIZE + value_dims[None, :], result, mask=is_stored & is_seen[:, None])
         tl.store(partial_log_sum + partial, tl.where(is_seen, row_max + tl.log2(divisor), float("-inf")), mask=is_row)
     else:
@@ -258,38 +333,49 @@ def paged_decode_kernel(
         tl.store(pointers, result, mask=is_stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_items"])
 def merge_splits_kernel(
     output: tl.tensor,
     partial_output: tl.tensor,
     partial_log_sum: tl.tensor,
+    plan: tl.tensor,
+    max_items: tl.tensor,
     output_sequence_stride: tl.tensor,
     output_head_stride: tl.tensor,
-    num_splits: tl.tensor,
     VALUE_SIZE: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
 ) -> None:
-    """One program: the splits of one query head of one sequence, weighted by their softmax sums. Grid (B, H)."""
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    splits = tl.arange(0, SPLITS_PADDED)
+    """One program: the splits of one query head of one sequence that has several, weighted by their softmax sums. Grid (H, sequences)."""
+    head = tl.program_id(0)
+    merge = tl.program_id(1)
+    if merge >= tl.load(plan + 1):
+        return
+    row = plan + (1 + max_items + merge) * PLAN_FIELDS
+    sequence = tl.load(row).to(tl.int64)
+    num_splits = tl.load(row + 1)
+    first_partial = tl.load(row + 2)
     value_dims = tl.arange(0, VALUE_PADDED)
-    partial = (sequence * tl.num_programs(1) + head) * num_splits + splits
-    log_sum = tl.load(partial_log_sum + partial, mask=splits < num_splits, other=float("-inf"))
-    is_seen = log_sum > float("-inf")
-    largest = tl.max(log_sum, 0)
-    weights = tl.exp2(log_sum - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weights, 0)
-    # A split that saw no key has written no output.
-    parts = tl.load(
-        partial_output + partial[:, None] * VALUE_SIZE + value_dims[None, :],
-        mask=is_seen[:, None] & (value_dims[None, :] < VALUE_SIZE),
-        other=0.0,
-    )
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    pointers = output + sequence * output_sequence_stride + head * output_head_stride + value_dims
-    tl.store(pointers, result, mask=value_dims < VALUE_SIZE)
+    is_dim = value_dims < VALUE_SIZE
+    accumulator = tl.zeros([VALUE_PADDED], tl.float32)
+    largest = float("-inf")
+    total = 0.0
+    for first in range(0, num_splits, TILE_SPLITS):
+        splits = first + tl.arange(0, TILE_SPLITS)
+        partial = (first_partial + splits).to(tl.int64) * tl.num_programs(0) + head
+        log_sum = tl.load(partial_log_sum + partial, mask=splits < num_splits, other=float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(log_sum, 0))
+        finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(log_sum - finite)
+        rescale = tl.exp2(largest - finite)
+        # A split that saw no key has written no output.
+        is_stored = (log_sum > float("-inf"))[:, None] & is_dim[None, :]
+        parts = tl.load(partial_output + partial[:, None] * VALUE_SIZE + value_dims[None, :], mask=is_stored, other=0.0)
+        accumulator = accumulator * rescale + tl.sum(parts * weights[:, None], 0)
+        total = total * rescale + tl.sum(weights, 0)
+        largest = new_largest
+    result = accumulator / tl.where(total > 0.0, total, 1.0)
+    tl.store(output + sequence * output_sequence_stride + head * output_head_stride + value_dims, result, mask=is_dim)
 
 
 @triton.jit(

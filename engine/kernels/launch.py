@@ -12,8 +12,7 @@ WIDEST_TILE = 64  # keys
 PIPELINE_BYTES = (
     64 * 1024
 )  # keys and values in flight: leaves an H100 three programs per multiprocessor, and fits the 99 KiB of an Ada chip
-PROGRAMS_PER_MULTIPROCESSOR = 2
-MAX_SPLITS = 64
+SPLITS_PER_MULTIPROCESSOR = 4  # so that one more on some than on others is at most a quarter more work
 MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to merge than it saves
 
 
@@ -45,24 +44,28 @@ def decode_tuning(group_size: int, key_size: int, value_size: int, itemsize: int
     return AttentionTuning(tile_rows=padded(group_size), tile_keys=tile_keys, num_warps=4, num_stages=_num_stages(num_buffers))
 
 
-def prefill_tuning(group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int) -> AttentionTuning:
-    """Prefill computes much: as many rows as their accumulators leave registers for, but no more than there are queries."""
+def prefill_tuning(
+    group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int, capability: int = 9
+) -> AttentionTuning:
+    """Prefill computes much: as many rows as their accumulators leave registers for, but no more than there are queries.
+
+    Heads of up to 128 numbers of 16 bits leave a multiprocessor registers and shared memory for two programs: while one waits for its
+    products or for keys, the other computes. Chips before `capability` 9 keep the operands of products in registers, too.
+    """
     tile_keys = _tile_keys(key_size, value_size, itemsize)
-    # Products in float32 run outside the tensor cores, where a large tile spills.
-    most_rows = min(32, tile_keys) if itemsize > 2 else 2 * tile_keys
+    size = padded(max(key_size, value_size))
+    is_small = size <= 128 and itemsize <= 2
+    if is_small:
+        most_rows = 64
+        tile_keys = WIDEST_TILE // 2 if size > 64 and capability < 9 else WIDEST_TILE
+    else:
+        # Products in float32 run outside the tensor cores, where a large tile spills.
+        most_rows = min(32, tile_keys) if itemsize > 2 else 2 * tile_keys
     tile_rows = max(min(most_rows, padded(max_query_len * group_size)), padded(group_size))
+    if is_small:
+        return AttentionTuning(tile_rows, tile_keys, num_warps=4 if tile_rows <= 64 else 8, num_stages=_num_stages(2 if size <= 64 else 1))
     num_buffers = 2 if tile_keys == WIDEST_TILE else 1
     return AttentionTuning(tile_rows, tile_keys, num_warps=8 if tile_rows >= 64 else 4, num_stages=_num_stages(num_buffers))
-
-
-def choose_num_splits(num_programs: int, max_context_len: int, num_multiprocessors: int) -> int:
-    """How many parts to cut each sequence's keys into, so that `num_programs` unsplit programs fill the device.
-
-    A power of two, so that the kernels are compiled for few values of it.
-    """
-    wanted = num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
-    useful = -(-max_context_len // MIN_KEYS_PER_SPLIT)
-    return 1 << (max(1, min(wanted, useful, MAX_SPLITS)).bit_length() - 1)
 
 
 def _tile_keys(key_size: int, value_size: int, itemsize: int) -> int:
@@ -139,6 +142,71 @@ def _attention_constants(tuning: AttentionTuning, group_size: int, key_size: int
     }
 
 
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Which keys each program of a decode attends to, decided on the device: the host knows bounds alone.
+
+    Rows of `plan_R4` (int32): the numbers of items and of merges; from row 1 on, an item for each split: its sequence, the number of splits
+    of that, the place of the first one's partial result, and the split's own number; from row `1 + max_items` on, a merge for each
+    sequence of several splits: the sequence, the number of its splits, and the place of the first one's partial result.
+    """
+
+    plan_R4: Tensor
+    max_items: int
+    max_merges: int
+    max_partials: int
+
+
+TILE_SEQUENCES = 256
+
+
+def plan_splits(
+    context_lens_B: Tensor, *, num_wanted: int, min_tiles: int, tile_keys: int, max_context_len: int, sliding_window: int | None = None
+) -> SplitPlan | None:
+    """Splits the keys of a batch evenly: into at most B + `num_wanted` parts, none of them with more than a `num_wanted`th of all keys.
+
+    A sequence has as many splits as that takes, each of at least `min_tiles` tiles of `tile_keys` keys. None where no sequence of up to
+    `max_context_len` keys would have more than one split. All layers of a step that see the same keys can share a plan. Never waits for the
+    device, and takes as many programs and as much memory whatever the lengths are, so that a CUDA graph can hold it.
+    """
+    num_sequences = context_lens_B.shape[0]
+    max_tiles = -(-max_context_len // tile_keys)
+    if sliding_window is not None:
+        max_tiles = min(max_tiles, -(-sliding_window // tile_keys) + 1)
+    if num_sequences == 0 or max_tiles <= min_tiles:
+        return None
+    from penstock.engine.kernels.attention_triton import plan_splits_kernel
+
+    # With s_i = ceil(t_i / c) splits of sequence i, where c >= sum(t) / wanted: sum(s) <= wanted + B, and fewer than `wanted` have s_i > 1.
+    max_items = min(num_sequences + num_wanted, num_sequences * -(-max_tiles // min_tiles))
+    max_merges = min(num_sequences, num_wanted)
+    plan_R4 = torch.empty(1 + max_items + max_merges, 4, dtype=torch.int32, device=context_lens_B.device)
+    plan_splits_kernel[(1,)](
+        plan_R4,
+        context_lens_B,
+        num_sequences,
+        num_wanted,
+        min_tiles,
+        max_items,
+        sliding_window,
+        TILE_KEYS=tile_keys,
+        TILE_SEQUENCES=TILE_SEQUENCES,
+        num_warps=4,
+        **COMPILER_OPTIONS,
+    )
+    return SplitPlan(plan_R4, max_items, max_merges, max_partials=min(max_items, 2 * num_wanted))
+
+
+def split_sizes(num_kv_heads: int, group_size: int, tile_keys: int, num_multiprocessors: int) -> tuple[int, int]:
+    """`num_wanted` and `min_tiles` of `plan_splits`: as many splits as fill the device evenly, and the fewest tiles of one."""
+    num_wanted = max(1, num_multiprocessors * SPLITS_PER_MULTIPROCESSOR // num_kv_heads)
+    min_keys = MIN_KEYS_PER_SPLIT // MIN_DOT_SIZE * padded(group_size)  # what a split writes grows with the group
+    return num_wanted, -(-min_keys // tile_keys)
+
+
+TILE_SPLITS = 16
+
+
 def paged_decode(
     query_BHD: Tensor,
     key_cache: Tensor,
@@ -151,16 +219,18 @@ def paged_decode(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    num_splits: int = 1,
+    splits: SplitPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each sequence's last token over all its keys, in `num_splits` parts that run side by side; returns [B, H, Dv].
+    """Attention of each sequence's last token over all its keys, in parts that run side by side where `splits` has several; [B, H, Dv].
 
     The caches are [num_blocks, block_size, KV heads, Dk or Dv] with contiguous heads, of the query's type or float8_e4m3fn. Row
     `table_rows_B[i]` of the tables names the blocks of sequence i in order; entries past its context are never read. `context_lens_B`
     counts the new token, whose key and value are in the cache already; a sequence of length 0 gets zeros. Tables, rows and lengths are
-    int32 or int64. `sinks` [H] join the softmax as keys without values. Never waits for the device.
-    Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile.
+    int32 or int64. `sinks` [H] join the softmax as keys without values. `splits` is a plan for these lengths, tiles and window. Never waits
+    for the device.
+    Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile;
+    splits by length as in FlashInfer (Ye et al. 2025).
     """
     from penstock.engine.kernels.attention_triton import merge_splits_kernel, paged_decode_kernel
 
@@ -174,15 +244,15 @@ def paged_decode(
         return out
     group_size = num_heads // num_kv_heads
     tuning = decode_tuning(group_size, key_size, value_size, query_BHD.element_size())
-    is_split = num_splits > 1
     partial_output = partial_log_sum = out
-    if is_split:
-        partial_output = out.new_empty(num_sequences, num_heads, num_splits, value_size, dtype=torch.float32)
-        partial_log_sum = out.new_empty(num_sequences, num_heads, num_splits, dtype=torch.float32)
-    paged_decode_kernel[(num_sequences, num_kv_heads, num_splits)](
+    if splits is not None:
+        partial_output = out.new_empty(splits.max_partials, num_heads, value_size, dtype=torch.float32)
+        partial_log_sum = out.new_empty(splits.max_partials, num_heads, dtype=torch.float32)
+    paged_decode_kernel[(num_kv_heads, num_sequences if splits is None else splits.max_items)](
         out,
         partial_output,
         partial_log_sum,
+        None if splits is None else splits.plan_R4,
         query_BHD,
         key_cache,
         value_cache,
@@ -194,19 +264,20 @@ def paged_decode(
         sliding_window,
         softcap,
         *_attention_strides(out, query_BHD, key_cache, value_cache, block_tables_PN),
-        IS_SPLIT=is_split,
+        IS_SPLIT=splits is not None,
         **_attention_constants(tuning, group_size, key_size, value_size, block_size),
     )
-    if is_split:
-        merge_splits_kernel[(num_sequences, num_heads)](
+    if splits is not None:
+        merge_splits_kernel[(num_heads, splits.max_merges)](
             out,
             partial_output,
             partial_log_sum,
+            splits.plan_R4,
+            splits.max_items,
             *out.stride()[:2],
-            num_splits,
             VALUE_SIZE=value_size,
             VALUE_PADDED=padded(value_size),
-            SPLITS_PADDED=next_power_of_two(num_splits),
+            TILE_SPLITS=TILE_SPLITS,
             num_warps=4,
             **COMPILER_OPTIONS,
         )
@@ -229,13 +300,15 @@ def varlen_prefill(
     sinks: Tensor | None = None,
     first_sequence: int = 0,
     out: Tensor | None = None,
+    tuning: AttentionTuning | None = None,
 ) -> Tensor:
     """Causal attention of a flat batch; returns [T, H, Dv].
 
     Rows query_start_loc[i]:query_start_loc[i + 1] (int32 or int64 [B + 1]) are the last tokens of sequence i, whose keys and values up to
     context_lens_B[i] are in the cache already: chunks of a prompt and prefix-cache hits need nothing of their own. No sequence may have
     more than `max_query_len` rows. Only the sequences from `first_sequence` on are computed; the other rows of the result are left as
-    they are in `out`, and undefined without one. The rest is as in `paged_decode`. Never waits for the device.
+    they are in `out`, and undefined without one. `tuning` is `prefill_tuning`'s if not given. The rest is as in `paged_decode`. Never
+    waits for the device.
     Source: FlashAttention-2 (Dao 2023), all query heads of a KV head in one tile.
     """
     from penstock.engine.kernels.attention_triton import varlen_prefill_kernel
@@ -250,7 +323,9 @@ def varlen_prefill(
     if num_tokens == 0 or num_sequences <= 0:
         return out
     group_size = num_heads // num_kv_heads
-    tuning = prefill_tuning(group_size, key_size, value_size, query_THD.element_size(), max_query_len)
+    if tuning is None:
+        sizes = (group_size, key_size, value_size, query_THD.element_size(), max_query_len)
+        tuning = prefill_tuning(*sizes, capability=torch.cuda.get_device_capability(query_THD.device)[0] if query_THD.is_cuda else 9)
     num_tiles = -(-max_query_len // (tuning.tile_rows // group_size))
     varlen_prefill_kernel[(num_tiles, num_kv_heads, num_sequences)](
         out,
@@ -275,10 +350,15 @@ def varlen_prefill(
 NORM_ELEMENTS_PER_WARP = 512
 
 
-def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def _norm_warps(size: int) -> int:
+    return max(1, min(16, next_power_of_two(size) // NORM_ELEMENTS_PER_WARP))
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float, adds_one: bool = False) -> Tensor:
     """Each row of [..., N] over the root of its mean square, times the weights [N]; contiguous, in the type of `states`.
 
-    Rows may lie apart, as the heads of a fused projection do. Never waits for the device.
+    With `adds_one`, times one more than the weights, and rounded once, as Gemma's. Rows may lie apart, as the heads of a fused projection
+    do. Never waits for the device.
     Source: Zhang and Sennrich 2019.
     """
     from penstock.engine.kernels.layers_triton import rms_norm_kernel
@@ -300,7 +380,81 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
             rows.stride(1),
             SIZE=size,
             PADDED=next_power_of_two(size),
-            num_warps=max(1, min(16, next_power_of_two(size) // NORM_ELEMENTS_PER_WARP)),
+            ADDS_ONE=adds_one,
+            num_warps=_norm_warps(size),
+            **COMPILER_OPTIONS,
+        )
+    return out
+
+
+def add_rms_norm(
+    residual: Tensor,
+    states: Tensor,
+    before: tuple[Tensor, float] | None,
+    after: tuple[Tensor, float] | None,
+    *,
+    scale: float = 1.0,
+    adds_one: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`residual` plus `scale` times `states`, [..., N]: normalized before it is added, the sum after that, where a norm is given.
+
+    Norms are weights [N] and epsilons, as those of `rms_norm`. Returns the sum and what is normalized of it. Never waits for the device.
+    """
+    from penstock.engine.kernels.layers_triton import add_rms_norm_kernel
+
+    size = states.shape[-1]
+    assert residual.shape == states.shape
+    assert residual.dtype == states.dtype
+    residual, states = residual.contiguous(), states.contiguous()
+    total = torch.empty_like(residual)
+    normed = None if after is None else torch.empty_like(residual)
+    num_rows = states.numel() // size
+    if num_rows:
+        add_rms_norm_kernel[(num_rows,)](
+            total,
+            normed,
+            residual,
+            states,
+            float(scale),
+            *(before or (None, 0.0)),
+            *(after or (None, 0.0)),
+            SIZE=size,
+            PADDED=next_power_of_two(size),
+            ADDS_ONE=adds_one,
+            num_warps=_norm_warps(size),
+            **COMPILER_OPTIONS,
+        )
+    return total, normed
+
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+GATED_TILE = 1024
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`up` [..., N] times one of `ACTIVATIONS` of `gate`; contiguous. Rows may lie apart, as halves of a fused projection do.
+
+    Rounds once, at the end. Never waits for the device.
+    """
+    from penstock.engine.kernels.layers_triton import gated_kernel
+
+    assert activation in ACTIVATIONS
+    size = gate.shape[-1]
+    assert gate.shape == up.shape
+    assert gate.stride(-1) == up.stride(-1) == 1
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        gate, up = gate.reshape(-1, size), up.reshape(-1, size)  # views, for all that a model has
+        gated_kernel[(len(gate), -(-size // GATED_TILE))](
+            out,
+            gate,
+            up,
+            size,
+            gate.stride(0),
+            up.stride(0),
+            ACTIVATION=activation,
+            TILE=GATED_TILE,
+            num_warps=4,
             **COMPILER_OPTIONS,
         )
     return out
@@ -309,18 +463,40 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 TILE_HEADS = 8
 
 
-def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns dimension d of each head with dimension d + D / 2. The results have the shapes of query and key, one token's heads together.
+@dataclass(frozen=True, slots=True)
+class RotaryForm:
+    """Which two of R rotated dimensions turn together, d and d + R / 2 or neighbours, and where the cosines of both are.
 
-    Rounds once, at the end. Never waits for the device. Source: RoFormer (Su et al. 2021), in the halves of GPT-NeoX.
+    `cosines`: as the dimensions are in "halves", as they are in "pairs", or the same for both ("once"). `per_cosine` is how many
+    dimensions are rotated for each cosine that there is.
+    """
+
+    is_interleaved: bool = False
+    cosines: str = "halves"
+    per_cosine: int = 1
+
+
+GPT_NEOX = RotaryForm()
+
+
+def rotate(
+    query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TC: Tensor, sines_1TC: Tensor, form: RotaryForm = GPT_NEOX
+) -> tuple[Tensor, Tensor]:
+    """Turns pairs among the first C * `form.per_cosine` dimensions of each head; the others stay. Results have the shapes of query and key.
+
+    One token's heads are together. Rounds once, at the end. Never waits for the device.
+    Source: RoFormer (Su et al. 2021).
     """
     from penstock.engine.kernels.layers_triton import rotate_kernel
 
     _, num_heads, num_tokens, size = query_1HTD.shape
     num_kv_heads = key_1HTD.shape[1]
+    num_rotated = form.per_cosine * cosines_1TC.shape[-1]
     assert len(query_1HTD) == len(key_1HTD) == 1
-    assert query_1HTD.stride(-1) == key_1HTD.stride(-1) == cosines_1TD.stride(-1) == sines_1TD.stride(-1) == 1
-    assert cosines_1TD.shape == sines_1TD.shape == (1, num_tokens, size)
+    assert query_1HTD.stride(-1) == key_1HTD.stride(-1) == cosines_1TC.stride(-1) == sines_1TC.stride(-1) == 1
+    assert cosines_1TC.shape == sines_1TC.shape == (1, num_tokens, cosines_1TC.shape[-1])
+    assert num_rotated % 2 == 0
+    assert num_rotated <= size
     out_query_1THD = torch.empty(1, num_tokens, num_heads, size, dtype=query_1HTD.dtype, device=query_1HTD.device)
     out_key_1THD = torch.empty(1, num_tokens, num_kv_heads, size, dtype=key_1HTD.dtype, device=key_1HTD.device)
     if num_tokens:
@@ -329,19 +505,23 @@ def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD:
             out_key_1THD,
             query_1HTD,
             key_1HTD,
-            cosines_1TD,
-            sines_1TD,
+            cosines_1TC,
+            sines_1TC,
             query_1HTD.stride(2),
             query_1HTD.stride(1),
             key_1HTD.stride(2),
             key_1HTD.stride(1),
-            cosines_1TD.stride(1),
-            sines_1TD.stride(1),
+            cosines_1TC.stride(1),
+            sines_1TC.stride(1),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             SIZE=size,
-            HALF_PADDED=next_power_of_two(size // 2),
+            NUM_ROTATED=num_rotated,
+            HALF_PADDED=next_power_of_two(num_rotated // 2),
+            REST_PADDED=next_power_of_two(size - num_rotated),
             TILE_HEADS=TILE_HEADS,
+            IS_INTERLEAVED=form.is_interleaved,
+            COSINES=form.cosines,
             num_warps=4,
             **COMPILER_OPTIONS,
         )

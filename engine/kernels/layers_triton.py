@@ -5,6 +5,23 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def normalized(
+    states: tl.tensor,  # in the type of the model
+    weight: tl.tensor,
+    epsilon: tl.tensor,
+    dims: tl.tensor,
+    SIZE: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+) -> tl.tensor:
+    """Over the root of the mean square, times the weights, in float32. ADDS_ONE: times one more than the weights, as Gemma has them."""
+    number = states.to(tl.float32)
+    number *= tl.rsqrt(tl.sum(number * number, 0) / SIZE + epsilon)
+    factor = tl.load(weight + dims, mask=dims < SIZE, other=0.0).to(tl.float32)
+    # Gemma's own code rounds once; the other models' rounds before it weights.
+    return number * (1.0 + factor) if ADDS_ONE else number.to(states.dtype).to(tl.float32) * factor
+
+
 @triton.jit(do_not_specialize=["num_inner"])
 def rms_norm_kernel(
     output: tl.tensor,
@@ -16,47 +33,113 @@ def rms_norm_kernel(
     inner_stride: tl.tensor,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
 ) -> None:
     """One program: one row. Row r of the output is row r % num_inner of row r // num_inner. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, PADDED)
     is_dim = dims < SIZE
     source = states + row // num_inner * outer_stride + row % num_inner * inner_stride + dims
-    stored = tl.load(source, mask=is_dim, other=0.0)
-    number = stored.to(tl.float32)
-    number *= tl.rsqrt(tl.sum(number * number, 0) / SIZE + epsilon)
-    # Rounded before it is weighted, as in the models' own code.
-    number = number.to(stored.dtype).to(tl.float32) * tl.load(weight + dims, mask=is_dim, other=0.0).to(tl.float32)
+    number = normalized(tl.load(source, mask=is_dim, other=0.0), weight, epsilon, dims, SIZE, ADDS_ONE)
     tl.store(output + row * SIZE + dims, number, mask=is_dim)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    total: tl.tensor,  # [rows, SIZE], as all that follow
+    normed: tl.tensor,  # or None, with the weight after
+    residual: tl.tensor,
+    states: tl.tensor,
+    scale: tl.tensor,
+    weight_before: tl.tensor,  # or None
+    epsilon_before: tl.tensor,
+    weight_after: tl.tensor,
+    epsilon_after: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+) -> None:
+    """One program: one row. Rounds wherever the models' own operations do. Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, PADDED)
+    is_dim = dims < SIZE
+    at = row * SIZE + dims
+    added = tl.load(states + at, mask=is_dim, other=0.0)
+    dtype: tl.constexpr = added.dtype
+    if weight_before is not None:
+        added = normalized(added, weight_before, epsilon_before, dims, SIZE, ADDS_ONE).to(dtype)
+    added = (added.to(tl.float32) * scale).to(dtype).to(tl.float32)
+    sum_ = (tl.load(residual + at, mask=is_dim, other=0.0).to(tl.float32) + added).to(dtype)
+    tl.store(total + at, sum_, mask=is_dim)
+    if weight_after is not None:
+        tl.store(normed + at, normalized(sum_, weight_after, epsilon_after, dims, SIZE, ADDS_ONE), mask=is_dim)
+
+
+@triton.jit
+def gated_kernel(
+    output: tl.tensor,  # [rows, size]
+    gate: tl.tensor,
+    up: tl.tensor,
+    size: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program: a tile of one row. Grid (rows, tiles)."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_dim = dims < size
+    number = tl.load(gate + row * gate_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    exponent = number
+    if ACTIVATION == "gelu_tanh":  # (1 + tanh(x)) / 2 is the sigmoid of 2 x
+        exponent = 1.5957691216057308 * (number + 0.044715 * number * number * number)
+    number *= tl.sigmoid(exponent) * tl.load(up + row * up_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    tl.store(output + row * size + dims, number, mask=is_dim)
 
 
 @triton.jit
 def rotate_heads(
     output: tl.tensor,  # of the token, [heads, SIZE], as the states
     states: tl.tensor,
-    cosines: tl.tensor,  # of the token, [SIZE], as the sines
+    cosines: tl.tensor,  # of the token, as the sines
     sines: tl.tensor,
     first_head: tl.tensor,
     head_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    COSINES: tl.constexpr,
 ) -> None:
     heads = first_head + tl.arange(0, TILE_HEADS)
-    dims = tl.arange(0, HALF_PADDED)
-    is_dim = dims < SIZE // 2
-    is_stored = (heads < NUM_HEADS)[:, None] & is_dim[None, :]
-    source = states + heads[:, None] * head_stride + dims[None, :]
-    first = tl.load(source, mask=is_stored, other=0.0).to(tl.float32)
-    second = tl.load(source + SIZE // 2, mask=is_stored, other=0.0).to(tl.float32)
-    first_cosine = tl.load(cosines + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    second_cosine = tl.load(cosines + dims + SIZE // 2, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    first_sine = tl.load(sines + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    second_sine = tl.load(sines + dims + SIZE // 2, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    target = output + heads[:, None] * SIZE + dims[None, :]
-    tl.store(target, first * first_cosine - second * first_sine, mask=is_stored)
-    tl.store(target + SIZE // 2, second * second_cosine + first * second_sine, mask=is_stored)
+    is_head = (heads < NUM_HEADS)[:, None]
+    pairs = tl.arange(0, HALF_PADDED)
+    is_pair = pairs < NUM_ROTATED // 2
+    is_stored = is_head & is_pair[None, :]
+    first_dims = 2 * pairs if IS_INTERLEAVED else pairs
+    second_dims = first_dims + (1 if IS_INTERLEAVED else NUM_ROTATED // 2)
+    first_angles = 2 * pairs if COSINES == "pairs" else pairs
+    second_angles = first_angles
+    if COSINES != "once":
+        second_angles += 1 if COSINES == "pairs" else NUM_ROTATED // 2
+    source = states + heads[:, None] * head_stride
+    first = tl.load(source + first_dims[None, :], mask=is_stored, other=0.0).to(tl.float32)
+    second = tl.load(source + second_dims[None, :], mask=is_stored, other=0.0).to(tl.float32)
+    first_cosine = tl.load(cosines + first_angles, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    second_cosine = tl.load(cosines + second_angles, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    first_sine = tl.load(sines + first_angles, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    second_sine = tl.load(sines + second_angles, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    target = output + heads[:, None] * SIZE
+    tl.store(target + first_dims[None, :], first * first_cosine - second * first_sine, mask=is_stored)
+    tl.store(target + second_dims[None, :], second * second_cosine + first * second_sine, mask=is_stored)
+    if NUM_ROTATED < SIZE:
+        dims = NUM_ROTATED + tl.arange(0, REST_PADDED)
+        is_rest = is_head & (dims < SIZE)[None, :]
+        tl.store(target + dims[None, :], tl.load(source + dims[None, :], mask=is_rest, other=0.0), mask=is_rest)
 
 
 @triton.jit
@@ -76,8 +159,12 @@ def rotate_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    COSINES: tl.constexpr,
 ) -> None:
     """One program: some heads of one token's query or key. Grid (T, tiles of query heads and then of key heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -95,8 +182,12 @@ def rotate_kernel(
             query_head_stride,
             NUM_HEADS,
             SIZE,
+            NUM_ROTATED,
             HALF_PADDED,
+            REST_PADDED,
             TILE_HEADS,
+            IS_INTERLEAVED,
+            COSINES,
         )
     else:
         rotate_heads(
@@ -108,6 +199,10 @@ def rotate_kernel(
             key_head_stride,
             NUM_KV_HEADS,
             SIZE,
+            NUM_ROTATED,
             HALF_PADDED,
+            REST_PADDED,
             TILE_HEADS,
+            IS_INTERLEAVED,
+            COSINES,
         )

@@ -2,6 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from penstock.engine.kernels.launch import GPT_NEOX, RotaryForm
 
 
 def paged_decode(
@@ -32,6 +35,23 @@ def paged_decode(
         softcap=softcap,
         sinks=sinks,
     )
+
+
+def plan_splits(
+    context_lens: list[int], *, num_wanted: int, min_tiles: int, tile_keys: int, sliding_window: int | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The items and the merges of `attention.plan_splits`, as rows of `SplitPlan.plan_R4`; a merge's last number means nothing."""
+    first_tiles = [0 if sliding_window is None else max(context_len - sliding_window, 0) // tile_keys for context_len in context_lens]
+    num_tiles = [-(-context_len // tile_keys) - first for context_len, first in zip(context_lens, first_tiles, strict=True)]
+    tiles_per_split = max(min_tiles, -(-sum(num_tiles) // num_wanted))
+    items, merges, num_partials = [], [], 0
+    for sequence, tiles in enumerate(num_tiles):
+        num_splits = max(1, -(-tiles // tiles_per_split))
+        items += [[sequence, num_splits, num_partials, split] for split in range(num_splits)]
+        if num_splits > 1:
+            merges.append([sequence, num_splits, num_partials, 0])
+            num_partials += num_splits
+    return items, merges
 
 
 def varlen_prefill(
@@ -109,7 +129,7 @@ def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None
     """The arguments and the effect of `sampling.bitmask_apply`."""
     vocab_size = logits_BV.shape[1]
     bits_RV = (bitmask_RW[:, :, None] >> torch.arange(32, device=bitmask_RW.device) & 1).flatten(1)[:, :vocab_size]
-    is_allowed_RV = torch.nn.functional.pad(bits_RV, (0, vocab_size - bits_RV.shape[1])).bool()
+    is_allowed_RV = functional.pad(bits_RV, (0, vocab_size - bits_RV.shape[1])).bool()
     rows = rows_R.long()
     logits_BV[rows] = logits_BV[rows].masked_fill(~is_allowed_RV, float("-inf"))
 
@@ -150,23 +170,59 @@ def sampling_distribution(
     is_kept_BV = torch.zeros_like(is_in_BV).scatter_(1, index_BV, is_in_BV)
     is_kept_BV &= probs_BV >= min_ps_B[:, None] * probs_BV.amax(-1, keepdim=True)
     probs_BV = probs_BV.where(is_kept_BV, 0.0)
-    greedy_BV = torch.nn.functional.one_hot(logits_BV.argmax(-1), logits_BV.shape[1]).float()
+    greedy_BV = functional.one_hot(logits_BV.argmax(-1), logits_BV.shape[1]).float()
     return (probs_BV / probs_BV.sum(-1, keepdim=True)).where(~is_greedy_B1, greedy_BV)
 
 
-def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float, adds_one: bool = False) -> Tensor:
     """The arguments and the result of `layers.rms_norm`."""
     scale = (states.float().pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
+    if adds_one:
+        return (states.float() * scale * (1.0 + weight.float())).to(states.dtype)
     return (states.float() * scale).to(states.dtype) * weight.to(states.dtype)
 
 
-def rotate(query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TD: Tensor, sines_1TD: Tensor) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    residual: Tensor,
+    states: Tensor,
+    before: tuple[Tensor, float] | None,
+    after: tuple[Tensor, float] | None,
+    *,
+    scale: float = 1.0,
+    adds_one: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The arguments and the result of `layers.add_rms_norm`."""
+    total = residual + scale * (states if before is None else rms_norm(states, *before, adds_one))
+    return total, None if after is None else rms_norm(total, *after, adds_one)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The arguments and the result of `layers.gated`."""
+    gate_float = gate.float()
+    activated = functional.silu(gate_float) if activation == "silu" else functional.gelu(gate_float, approximate="tanh")
+    return (activated * up.float()).to(gate.dtype)
+
+
+def rotate(
+    query_1HTD: Tensor, key_1HTD: Tensor, cosines_1TC: Tensor, sines_1TC: Tensor, form: RotaryForm = GPT_NEOX
+) -> tuple[Tensor, Tensor]:
     """The arguments and the result of `layers.rotate`."""
+    num_rotated = form.per_cosine * cosines_1TC.shape[-1]
+
+    def halves(of_dims: Tensor, are_neighbours: bool) -> tuple[Tensor, Tensor]:
+        first, second = (of_dims[..., 0::2], of_dims[..., 1::2]) if are_neighbours else of_dims.chunk(2, dim=-1)
+        return first, second
+
+    def angles(table_1TC: Tensor) -> tuple[Tensor, Tensor]:
+        table = table_1TC[:, None].float()
+        once = table[..., : num_rotated // 2]
+        return (once, once) if form.cosines == "once" else halves(table, form.cosines == "pairs")
 
     def turn(states_1HTD: Tensor) -> Tensor:
-        states = states_1HTD.float()
-        first, second = states.chunk(2, dim=-1)
-        turned = states * cosines_1TD[:, None].float() + torch.cat([-second, first], dim=-1) * sines_1TD[:, None].float()
-        return turned.to(states_1HTD.dtype)
+        first, second = halves(states_1HTD[..., :num_rotated].float(), form.is_interleaved)
+        (first_cosine, second_cosine), (first_sine, second_sine) = angles(cosines_1TC), angles(sines_1TC)
+        turned = first * first_cosine - second * first_sine, second * second_cosine + first * second_sine
+        joined = torch.stack(turned, dim=-1).flatten(-2) if form.is_interleaved else torch.cat(turned, dim=-1)
+        return torch.cat([joined.to(states_1HTD.dtype), states_1HTD[..., num_rotated:]], dim=-1)
 
     return turn(query_1HTD), turn(key_1HTD)

@@ -20,6 +20,7 @@ from transformers.utils.generic import ModelOutput
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.model.compiled_layers import CompiledLayer
+from penstock.engine.model.fused import FusedLayer, FusedMlp
 from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.sequence import LOGITS
@@ -62,8 +63,7 @@ class ModelOutputs:
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         self._model = model
-        self._layers = decoder_layers(model, num_layers)
-        self._places = _places(model, self._layers)
+        self._places = _places(model, decoder_layers(model, num_layers))
         self._paths = {path: Place(module, is_input=False) for path, module in _paths(model)}
         self._without_rows: dict[str, str] = {}  # paths that turned out to have none, each with the reason
 
@@ -83,10 +83,10 @@ class ModelOutputs:
 
     @contextmanager
     def capturing(self, names: set[str], rows_R: Tensor, num_tokens: int) -> Iterator[Capture]:
-        """Within the context, the model's own modules run rather than compiled or native code, with hooks that capture the outputs."""
+        """Within the context the model's own modules run, rather than compiled, native or fused code, with hooks that capture outputs."""
         capture = Capture(rows_R, num_tokens)
         with ExitStack() as undo:
-            for module in (self._model, *self._layers):
+            for module in self._model.modules():
                 undo.callback(vars(module).update, _without_replacement(module))
             for name in names - {LOGITS}:
                 place = self._places.get(name) or self._paths[name]
@@ -131,7 +131,7 @@ def _paths(model: Any) -> Iterator[tuple[str, nn.Module]]:
 def _without_replacement(module: nn.Module) -> dict[str, Any]:
     """Restores the module's own `forward`, and returns what undoes that."""
     forward = vars(module).get("forward")
-    if not isinstance(forward, NativeDecoder | CompiledLayer):
+    if not isinstance(forward, NativeDecoder | CompiledLayer | FusedLayer | FusedMlp):
         return {}
     del module.forward
     return {"forward": forward}

@@ -15,21 +15,41 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from penstock.engine.kernels import attention_triton, layers_triton, sampling_triton
-from penstock.engine.kernels.launch import bitmask_apply, kv_write, paged_decode, rms_norm, rotate, sample, varlen_prefill
+from penstock.engine.kernels.launch import (
+    RotaryForm,
+    add_rms_norm,
+    bitmask_apply,
+    gated,
+    kv_write,
+    paged_decode,
+    prefill_tuning,
+    rms_norm,
+    rotate,
+    sample,
+    varlen_prefill,
+)
+from tests.engine.kernels.split_case import decode_in_splits
 
 MakeCase = Callable[..., Any]
 
 KERNELS = [
     (attention_triton, "paged_decode_kernel"),
+    (attention_triton, "plan_splits_kernel"),
     (attention_triton, "merge_splits_kernel"),
     (attention_triton, "varlen_prefill_kernel"),
     (attention_triton, "kv_write_kernel"),
     (sampling_triton, "bitmask_apply_kernel"),
     (sampling_triton, "sample_kernel"),
     (layers_triton, "rms_norm_kernel"),
+    (layers_triton, "add_rms_norm_kernel"),
+    (layers_triton, "gated_kernel"),
     (layers_triton, "rotate_kernel"),
 ]
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that one program may have, by compute capability
+REGISTERS, SHARED_MEMORY_OF_ALL = (
+    65_536,
+    {80: 164, 89: 100, 90: 228, 100: 228},
+)  # of a multiprocessor; a program takes 1 KiB more than its own
 SPILLED_IN_FLOAT32 = 160  # bytes a thread
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -78,15 +98,17 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) ->
         assert result.metadata.shared <= SHARED_MEMORY[capability] * 1024
         # Products in float32 run outside the tensor cores, and take more registers than there are.
         bound = SPILLED_IN_FLOAT32 if result.src.signature.get("query") == "*fp32" else 0
-        assert stack_bytes(result, tmp_path) <= bound, f"{result.metadata.name} keeps in memory what its registers do not hold"
+        assert max(resources(result, tmp_path, "STACK|LOCAL")) <= bound, (
+            f"{result.metadata.name} keeps in memory what its registers do not hold"
+        )
 
 
-def stack_bytes(result: Any, scratch: Path) -> int:
-    """What each thread of a compiled kernel spills."""
+def resources(result: Any, scratch: Path, kinds: str) -> list[int]:
+    """What each thread of a compiled kernel takes of some kinds."""
     binary = scratch / "kernel.cubin"
     binary.write_bytes(result.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    return max(int(size) for kind, size in re.findall(r"(STACK|LOCAL):(\d+)", usage))
+    return [int(size) for size in re.findall(rf"(?:{kinds}):(\d+)", usage)]
 
 
 def num_compiled(kernels: dict[str, Compiled]) -> dict[str, int]:
@@ -105,15 +127,45 @@ def num_compiled(kernels: dict[str, Compiled]) -> dict[str, int]:
         (90, 4, {"group_size": 4, "key_size": 128, "value_size": 128, "cache_dtype": torch.float8_e4m3fn}),
         (89, 1, {"group_size": 2, "key_size": 256, "value_size": 256, "cache_dtype": torch.float8_e4m3fn}),
         (100, 4, {"group_size": 4, "key_size": 128, "value_size": 128}),
+        (80, 1, {"group_size": 4, "key_size": 128, "value_size": 128}),
+        (100, 1, {"group_size": 8, "has_sinks": True, "sliding_window": 128}),
     ],
-    ids=["llama-sm90", "llama-sm89", "gpt-oss-sm90", "gemma-sm89", "deepseek-sm90", "smollm-sm80", "8bit-sm90", "8bit-sm89", "llama-sm100"],
+    ids=[
+        "llama-sm90",
+        "llama-sm89",
+        "gpt-oss-sm90",
+        "gemma-sm89",
+        "deepseek-sm90",
+        "smollm-sm80",
+        "8bit-sm90",
+        "8bit-sm89",
+        "llama-sm100",
+        "llama-sm80",
+        "gpt-oss-sm100",
+    ],
 )
-def test_attention_compiles_and_fits(kernels: dict[str, Compiled], make_case: MakeCase, num_splits: int, options: dict[str, Any]) -> None:
+def test_attention_compiles_and_fits(
+    kernels: dict[str, Compiled], make_case: MakeCase, tmp_path: Path, capability: int, num_splits: int, options: dict[str, Any]
+) -> None:
     make_case = partial(make_case, **{"dtype": torch.bfloat16} | options)
-    paged_decode(**make_case(context_lens=(9,), query_lens=(1,)).decode_arguments(), num_splits=num_splits)
-    varlen_prefill(**make_case(context_lens=(300,), query_lens=(300,)).prefill_arguments(), max_query_len=300)
+    decode = make_case(context_lens=(9,), query_lens=(1,)).decode_arguments()
+    if num_splits > 1:
+        decode_in_splits(num_splits, max_context_len=1000, **decode)
+    else:
+        paged_decode(**decode)
+    prefill = make_case(context_lens=(300,), query_lens=(300,)).prefill_arguments()
+    _, num_heads, key_size = prefill["query_THD"].shape
+    value_cache = prefill["value_cache"]
+    group_size, itemsize = num_heads // value_cache.shape[2], prefill["query_THD"].element_size()
+    tuning = prefill_tuning(group_size, key_size, value_cache.shape[3], itemsize, 300, capability // 10)
+    varlen_prefill(**prefill, max_query_len=300, tuning=tuning)
+    if max(key_size, value_cache.shape[3]) <= 128 and itemsize == 2:
+        result = kernels["varlen_prefill_kernel"].results[0]
+        num_threads = 32 * tuning.num_warps
+        assert REGISTERS // (max(resources(result, tmp_path, "REG")) * num_threads) >= 2, "a multiprocessor has registers for one program"
+        assert SHARED_MEMORY_OF_ALL[capability] * 1024 // (result.metadata.shared + 1024) >= 2
     assert num_compiled(kernels) == {"paged_decode_kernel": 1, "varlen_prefill_kernel": 1} | (
-        {"merge_splits_kernel": 1} if num_splits > 1 else {}
+        {"plan_splits_kernel": 1, "merge_splits_kernel": 1} if num_splits > 1 else {}
     )
 
 
@@ -122,8 +174,14 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     rows, cache = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     kv_write(rows, rows, cache, cache, torch.zeros(3, dtype=torch.int64))
     bitmask_apply(torch.zeros(3, 1000), torch.zeros(3, 32, dtype=torch.int32), torch.zeros(3, dtype=torch.int64))
-    rms_norm(torch.zeros(1, 3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16), 1e-6)
+    states, weight = torch.zeros(1, 3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    rms_norm(states, weight, 1e-6)
+    add_rms_norm(states, states, (weight, 1e-6), (weight, 1e-6), adds_one=True)
+    for num_tokens in (1, 3):
+        gated(*torch.zeros(1, num_tokens, 2 * 14_336, dtype=torch.bfloat16).chunk(2, dim=-1), "gelu_tanh")
     rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16))
+    part_of_a_head = torch.zeros(2, 1, 3, 96, dtype=torch.bfloat16)
+    rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *part_of_a_head, RotaryForm(is_interleaved=True, cosines="pairs"))
     temperatures, top_ps, min_ps = torch.ones(3, 3).unbind()
     sample(torch.zeros(3, 100_000), temperatures, top_ps, min_ps, torch.zeros(3, dtype=torch.int64))
     assert num_compiled(kernels) == {
@@ -131,7 +189,9 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
         "bitmask_apply_kernel": 1,
         "sample_kernel": 1,
         "rms_norm_kernel": 1,
-        "rotate_kernel": 1,
+        "add_rms_norm_kernel": 1,
+        "gated_kernel": 1,
+        "rotate_kernel": 2,
     }
 
 
@@ -149,11 +209,12 @@ def test_batches_of_other_sizes_need_no_other_kernels(kernels: dict[str, Compile
         packed = torch.cat([torch.zeros(1, dtype=torch.int64), decode["context_lens_B"], decode["table_rows_B"]])
         decode["context_lens_B"] = packed[1 : 1 + len(context_lens)]  # views that begin anywhere, as in AttentionMetadata
         decode["table_rows_B"] = packed[1 + len(context_lens) :]
-        paged_decode(**decode)
+        decode_in_splits(num_wanted=40 * len(context_lens), max_context_len=3000 * len(context_lens), **decode)
         query_lens = tuple(max(100, length) for length in context_lens)
         prefill = make_case(context_lens=query_lens, query_lens=query_lens, dtype=torch.bfloat16).prefill_arguments()
         varlen_prefill(**prefill, max_query_len=max(query_lens), first_sequence=len(context_lens) - 1)
-    assert num_compiled(kernels) == {"paged_decode_kernel": 1, "varlen_prefill_kernel": 1}
+    names = ("plan_splits_kernel", "paged_decode_kernel", "merge_splits_kernel", "varlen_prefill_kernel")
+    assert num_compiled(kernels) == dict.fromkeys(names, 1)
 
 
 @pytest.mark.parametrize("capability", [80])

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.launch import rms_norm
-from tests.engine.kernels.fused_models import with_fused_norms
+from penstock.engine.kernels.launch import add_rms_norm, rms_norm
 
 Launch = Callable[..., Any]
 
@@ -42,8 +41,31 @@ def test_heads_may_lie_apart(launch: Launch) -> None:
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "per_layer"), [("llama", 2), ("qwen3", 4), ("olmo2", 4), ("gpt_oss", 2), ("gemma2", 0), ("gpt2", 0)])
-def test_norms_are_fused_in_models_that_mean_the_same_by_it(name: str, per_layer: int, interpreter: Any) -> None:
-    num_fused, before, after = interpreter.launch(with_fused_norms, name=name).result
-    assert num_fused == (3 * per_layer + 1 if per_layer else 0)
-    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+def test_weights_may_lack_a_one(launch: Launch) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = make_arguments(1, 5, 96, dtype=dtype) | {"adds_one": True}
+        result = launch(rms_norm, **arguments).result
+        torch.testing.assert_close(result, references.rms_norm(**arguments), atol=0, rtol=max(1e-5, torch.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("is_before", "is_after", "options"),
+    [(False, True, {}), (True, True, {"adds_one": True}), (True, False, {}), (False, True, {"scale": 0.3})],
+    ids=["llama", "gemma", "olmo", "granite"],
+)
+def test_a_residual_connection_gives_the_reference(
+    launch: Launch, is_before: bool, is_after: bool, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    residual, before, after = (make_arguments(1, 3, size, dtype=dtype) for size in (80, 80, 80))
+    arguments = options | {
+        "residual": residual["states"],
+        "states": before["states"].flip(-1),
+        "before": (before["weight"], 1e-5) if is_before else None,
+        "after": (after["weight"].flip(-1), 1e-6) if is_after else None,
+    }
+    results = launch(add_rms_norm, **arguments).result
+    bound = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps  # the interpreter truncates
+    for result, expected in zip(results, references.add_rms_norm(**arguments), strict=True):
+        torch.testing.assert_close(result, expected, atol=bound, rtol=bound)
+    assert (results[1] is not None) == is_after

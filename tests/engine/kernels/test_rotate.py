@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from penstock.engine.kernels import references
-from penstock.engine.kernels.launch import rotate
-from tests.engine.kernels.fused_models import with_fused_rotary
+from penstock.engine.kernels.launch import RotaryForm, rotate
+from penstock.engine.model.fused import ROTARY_FORMS
 
 Launch = Callable[..., Any]
 
@@ -17,7 +17,7 @@ def make_arguments(num_heads: int, num_kv_heads: int, num_tokens: int, size: int
     fused = torch.randn(1, num_tokens, num_heads + num_kv_heads, size, generator=generator).to(dtype)
     cosines, sines = torch.randn(2, 1, num_tokens, size, generator=generator).to(dtype).unbind()
     query, key = fused.split([num_heads, num_kv_heads], dim=2)  # type: ignore[no-untyped-call]
-    return {"query_1HTD": query.transpose(1, 2), "key_1HTD": key.transpose(1, 2), "cosines_1TD": cosines, "sines_1TD": sines}
+    return {"query_1HTD": query.transpose(1, 2), "key_1HTD": key.transpose(1, 2), "cosines_1TC": cosines, "sines_1TC": sines}
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_tokens", "size"), [(4, 2, 3, 64), (9, 3, 1, 64), (20, 1, 2, 96), (2, 2, 0, 16)])
@@ -34,10 +34,11 @@ def test_half_precision_gives_the_reference_to_rounding(launch: Launch) -> None:
         torch.testing.assert_close(result, expected, atol=0, rtol=2 * torch.finfo(torch.bfloat16).eps)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_fused"), [("llama", 3), ("qwen3", 3), ("gemma2", 3), ("phi3", 3), ("cohere2", 0), ("glm4", 0), ("gpt2", 0)]
-)
-def test_models_that_mean_the_same_by_it_are_rotated_in_one_kernel(name: str, num_fused: int, interpreter: Any) -> None:
-    found, before, after = interpreter.launch(with_fused_rotary, name=name).result
-    assert found == num_fused
-    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("form", ROTARY_FORMS)
+@pytest.mark.parametrize("num_cosines", [16, 24])
+def test_any_form_and_part_of_a_head_gives_the_reference(launch: Launch, form: RotaryForm, num_cosines: int) -> None:
+    arguments = make_arguments(4, 2, 3, 48) | {"form": form}
+    for name in ("cosines_1TC", "sines_1TC"):
+        arguments[name] = arguments[name][..., :num_cosines]
+    for result, expected in zip(launch(rotate, **arguments).result, references.rotate(**arguments), strict=True):
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)

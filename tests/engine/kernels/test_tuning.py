@@ -1,7 +1,11 @@
+import heapq
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.kernels.launch import MAX_SPLITS, choose_num_splits, decode_tuning, next_power_of_two, padded, prefill_tuning
+from penstock.engine.kernels.launch import decode_tuning, next_power_of_two, padded, prefill_tuning, split_sizes
+from penstock.engine.kernels.references import plan_splits
 
 group_sizes = st.integers(1, 128)
 head_sizes = st.integers(8, 256)
@@ -33,11 +37,18 @@ def test_a_decode_tile_holds_the_group_and_what_is_in_flight_fits_shared_memory(
     assert num_buffers * tuning.tile_keys * (padded(key_size) + padded(value_size)) * itemsize <= 64 * 1024
 
 
-@given(group_size=group_sizes, key_size=head_sizes, value_size=head_sizes, itemsize=itemsizes, max_query_len=st.integers(1, 10**5))
+@given(
+    group_size=group_sizes,
+    key_size=head_sizes,
+    value_size=head_sizes,
+    itemsize=itemsizes,
+    max_query_len=st.integers(1, 10**5),
+    capability=st.integers(8, 12),
+)
 def test_a_prefill_tile_holds_at_least_one_query_with_all_its_heads(
-    group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int
+    group_size: int, key_size: int, value_size: int, itemsize: int, max_query_len: int, capability: int
 ) -> None:
-    tuning = prefill_tuning(group_size, key_size, value_size, itemsize, max_query_len)
+    tuning = prefill_tuning(group_size, key_size, value_size, itemsize, max_query_len, capability)
     assert tuning.tile_rows // group_size >= 1
     assert is_power_of_two(tuning.tile_rows)
     assert tuning.tile_rows >= 16
@@ -45,17 +56,70 @@ def test_a_prefill_tile_holds_at_least_one_query_with_all_its_heads(
     assert tuning.tile_rows < 2 * max(16, max_query_len * group_size)
 
 
-@given(num_programs=st.integers(0, 10**4), max_context_len=st.integers(0, 10**6), num_multiprocessors=st.integers(1, 200))
-def test_splits_are_few_powers_of_two_and_never_shorter_than_worth_it(
-    num_programs: int, max_context_len: int, num_multiprocessors: int
+NUM_MULTIPROCESSORS = 132
+NUM_KV_HEADS = 8
+TILE_KEYS = 64
+
+
+def tiles_of_items(context_lens: list[int]) -> list[int]:
+    """How many tiles of keys each program of a KV head reads, where an H200 decodes Llama-3.1-8B."""
+    num_wanted, min_tiles = split_sizes(NUM_KV_HEADS, 4, TILE_KEYS, NUM_MULTIPROCESSORS)
+    items, _ = plan_splits(context_lens, num_wanted=num_wanted, min_tiles=min_tiles, tile_keys=TILE_KEYS)
+    sizes = []
+    for sequence, num_splits, _, split in items:
+        num_tiles = -(-context_lens[sequence] // TILE_KEYS)
+        per_split = -(-num_tiles // num_splits)
+        sizes.append(min(per_split, num_tiles - split * per_split))
+    return sizes
+
+
+def unevenness(context_lens: list[int]) -> float:
+    """The tiles of the multiprocessor that reads most, over those of the average one; each program goes to whichever has least to do."""
+    loads = [0] * NUM_MULTIPROCESSORS
+    for size in tiles_of_items(context_lens):
+        for _ in range(NUM_KV_HEADS):
+            heapq.heapreplace(loads, loads[0] + size)
+    return max(loads) * NUM_MULTIPROCESSORS / sum(loads)
+
+
+@given(
+    context_lens=st.lists(st.integers(0, 10**5), max_size=300),
+    num_wanted=st.integers(1, 600),
+    min_tiles=st.integers(1, 16),
+    sliding_window=st.none() | st.integers(1, 5000),
+)
+def test_splits_cover_all_keys_within_their_bounds(
+    context_lens: list[int], num_wanted: int, min_tiles: int, sliding_window: int | None
 ) -> None:
-    num_splits = choose_num_splits(num_programs, max_context_len, num_multiprocessors)
-    assert is_power_of_two(num_splits)
-    assert num_splits <= MAX_SPLITS
-    assert num_splits == 1 or max_context_len > 256 * (num_splits - 1)
-    assert num_splits == 1 or num_splits * num_programs <= 2 * num_multiprocessors
+    items, merges = plan_splits(
+        context_lens, num_wanted=num_wanted, min_tiles=min_tiles, tile_keys=TILE_KEYS, sliding_window=sliding_window
+    )
+    assert len(items) <= len(context_lens) + num_wanted
+    assert len(merges) < max(2, num_wanted)
+    assert sum(num_splits for _, num_splits, *_ in merges) <= 2 * num_wanted
+    assert [(sequence, split) for sequence, num_splits, _, split in items if split == 0] == [(n, 0) for n in range(len(context_lens))]
+    partials = [first_partial + split for _, num_splits, first_partial, split in items if num_splits > 1]
+    assert partials == list(range(len(partials)))
 
 
-def test_one_long_sequence_is_split_and_a_full_batch_is_not() -> None:
-    assert choose_num_splits(8, 100_000, 132) == 32
-    assert choose_num_splits(256 * 8, 100_000, 132) == 1
+def test_a_long_sequence_among_short_ones_is_read_by_programs_that_read_about_as_much_as_theirs() -> None:
+    sizes = tiles_of_items([1000] * 31 + [100_000])
+    assert max(sizes) <= 2 * min(sizes)
+    assert len(sizes) * NUM_KV_HEADS < 5 * NUM_MULTIPROCESSORS
+
+
+@pytest.mark.parametrize("context_len", [1000, 4000, 16_000])
+@pytest.mark.parametrize("num_sequences", [4, 12, *range(17, 33), 48, 64, 256])
+def test_no_multiprocessor_reads_much_more_than_another(num_sequences: int, context_len: int) -> None:
+    assert unevenness([context_len] * num_sequences) < 1.25
+    assert unevenness([context_len] * num_sequences + [100_000]) < 1.25
+
+
+def test_short_sequences_and_full_batches_are_not_split() -> None:
+    assert len(tiles_of_items([256] * 4)) == 4
+    assert len(tiles_of_items([1000] * 256)) == 256
+
+
+def test_groups_of_many_heads_have_longer_splits() -> None:
+    assert split_sizes(1, 16, TILE_KEYS, NUM_MULTIPROCESSORS) == (528, 4)
+    assert split_sizes(1, 128, TILE_KEYS, NUM_MULTIPROCESSORS) == (528, 32)

@@ -14,7 +14,9 @@ from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.kernels import references
 from penstock.engine.loop import Engine
+from penstock.engine.model import fused
 from penstock.engine.model.compiled_layers import CompiledLayer
 from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.native import NativeDecoder
@@ -302,6 +304,20 @@ def test_native_code_steps_aside_where_somebody_looks_and_goes_on_with_what_was_
     add(core, "logits alone", PROMPT, ("logits",), max_tokens=2)
     logits = generated(drive(core)["logits alone"])["logits"]
     assert (logits[:1] - generated(said["looks"])["logits"][:1]).norm() / logits[:1].norm() < 3e-2
+
+
+def test_fused_layers_and_gates_step_aside_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rms_norm", "add_rms_norm", "gated"):
+        monkeypatch.setattr(fused, name, getattr(references, name))
+    core, _ = core_and_reference("gemma2", native_kernels="none")
+    model: Any = core.runner.loaded.model
+    assert fused.fuse_norms(model) > fused.fuse_residuals(model) == fused.fuse_gates(model) == NUM_LAYERS
+    replaced = model.model.layers[1].forward
+    names = ("model.layers.1.post_attention_layernorm", "model.layers.1.mlp.act_fn")
+    add(core, "r", PROMPT, names, max_tokens=2)
+    num_rows = {name: len(rows) for name, rows in generated(drive(core)["r"]).items()}
+    assert num_rows == dict.fromkeys(names, 2)
+    assert model.model.layers[1].forward is replaced
 
 
 def test_compiled_layers_and_graphs_step_aside_too() -> None:
