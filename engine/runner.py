@@ -1,6 +1,7 @@
 """The forward pass and the sampling of one step, in the one thread that touches the model."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +14,7 @@ from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.compiled_layers import LayerCompilation
-from penstock.engine.model.cuda_graphs import DecodeGraphs
+from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
@@ -123,7 +124,7 @@ class ModelRunner:
         *,
         vocab_size: int,
         compilation: LayerCompilation | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         copies: HostCopies | None = None,
         seed: int | None = None,
         num_threads: int,
@@ -159,11 +160,13 @@ class ModelRunner:
         """Captures the CUDA graphs that are still to be captured, one at a time: steps go on in between."""
         if self._graphs is None:
             return
+        started = time.monotonic()
         with suppress(RuntimeError):  # the runner was shut down meanwhile
             while self.thread.submit(self._graphs.capture_next).result():
-                logger.info("CUDA graphs: captured those of %s sequences", ", ".join(map(str, reversed(self._graphs.sizes))))
-        if self._graphs.sizes:
-            logger.info("Decode steps of up to %d sequences run as CUDA graphs.", self._graphs.sizes[-1])
+                captured, wanted = self._graphs.shapes, self._graphs.num_wanted
+                logger.info("CUDA graphs: %d captured, %d to go, after %.0f s", len(captured), wanted, time.monotonic() - started)
+        for largest in {shape.kind: shape for shape in reversed(self._graphs.shapes)}.values():
+            logger.info("Steps %s of up to %s run as CUDA graphs.", "with prompts" if largest.num_prompts else "of decodes alone", largest)
 
     def _compile_layers(self) -> None:
         if self._compilation is None or not self._compilation.compile():
