@@ -168,7 +168,7 @@ def test_every_architecture_says_the_same_as_on_the_cpu_and_waits_for_results_al
     assert [tokens(each) for each in deltas] == said_on_cpu
     num_steps = core.stats().num_steps
     assert cuda.waits == {RESULTS: num_steps}, cuda.lines
-    assert cuda.num_replays >= NUM_TOKENS - 1, "decodes run as graphs"
+    assert cuda.num_replays == num_steps, "every step runs as a graph"
 
 
 AHEAD = {RESULTS: NUM_STEPS}  # the next step is launched before the tokens of this one are known
@@ -232,12 +232,13 @@ def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
     assert cuda.variants == before
 
 
-@pytest.mark.parametrize("peak_memory", [0, 2**26])
+@pytest.mark.parametrize("peak_memory", [0, 2**25])
 def test_the_cache_leaves_room_for_what_the_largest_step_takes(cuda: FakeCuda, peak_memory: int) -> None:
     cuda.peak_memory = peak_memory
     core = build_core(load("llama"), byte_tokenizer(), engine_config())
     per_block = block_bytes(core.runner.loaded.kv_layout, 16, torch.float32)
-    assert core.runner.cache.num_blocks == int((FREE_MEMORY - peak_memory) * CUDA_SHARE) // per_block
+    # The graphs keep as much for their largest step as one without a graph takes.
+    assert core.runner.cache.num_blocks == int((FREE_MEMORY - 2 * peak_memory) * CUDA_SHARE) // per_block
 
 
 def test_steps_that_do_not_fit_are_refused_before_the_first_request(cuda: FakeCuda) -> None:
