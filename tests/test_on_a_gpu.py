@@ -1,6 +1,7 @@
 """The engine and the server on a GPU, shown on a fake one: devices of all operands, graphs, waits for the device, and what is said."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -36,12 +37,13 @@ from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
 from tests import encoders
 from tests.api.pooling_server import Reference
+from tests.engine.kernels.device_choice_case import choose
 from tests.engine.model.test_quantization import STORED, save_stored
 from tests.engines import Recorder, loaded_model
 from tests.fake_cuda import DEVICE, FREE_MEMORY, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens
 from tests.matchers import Grammar, Walk
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own")
 
@@ -220,16 +222,55 @@ def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_f
     assert cuda.num_replays == 0
 
 
-def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
-    loaded = load("gemma2", max_model_len=300)
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [("gemma2", "auto"), ("gpt_oss", "fp8")])
+def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda, name: str, kv_cache_dtype: str) -> None:
+    loaded = loaded_model(torch.nn.Module.to(tiny_model(name), DEVICE, torch.bfloat16), max_model_len=300)
     small_queue = {"max_waiting_requests": 1, "max_waiting_tokens": 1}  # which trials of steps do not wait in
-    core = build_core(loaded, byte_tokenizer(), engine_config(speculation="none", max_num_batched_tokens=300, **small_queue))
+    config = engine_config(speculation="none", max_num_batched_tokens=300, kv_cache_dtype=kv_cache_dtype, **small_queue)
+    core = build_core(loaded, byte_tokenizer(), config)
     core.scheduler.waiting = WaitingQueue(max_sequences=100)
     before = set(cuda.variants)
     lengths = [make(str(length), [7] * length, temperature=float(length % 2)) for length in (1, 2, 5, 9, 17, 33, 40, 70, 120)]
     serve(core, [*lengths, *(make(kind, **params) for kind, (params, _) in KINDS.items())])
-    assert {name for name, *_ in before} >= {"varlen_prefill_kernel", "paged_decode_kernel", "sample_kernel", "bitmask_apply_kernel"}
+    assert {kernel for kernel, _ in before} >= {"varlen_prefill_kernel", "paged_decode_kernel", "sample_kernel", "bitmask_apply_kernel"}
     assert cuda.variants == before
+
+
+def test_one_sampling_kernel_does_for_every_number_of_rows(cuda: FakeCuda) -> None:
+    torch.cuda.set_device(DEVICE)
+    for num_rows in range(1, 9):
+        choose(
+            torch.zeros(num_rows, VOCAB_SIZE, device=DEVICE), [{"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01}] * num_rows
+        )
+    assert [kernel for kernel, _ in cuda.variants] == ["sample_kernel"]
+
+
+def test_a_steps_launches_do_not_grow_with_the_layers(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of a step of decodes nor those of one with a prompt."""
+    compute = FakeCuda._compute
+    calls: list[object] = []
+
+    def counted(device: FakeCuda, work: object, *args: Any, **kwargs: Any) -> object:
+        calls.append(work)
+        return compute(device, work, *args, **kwargs)
+
+    monkeypatch.setattr(FakeCuda, "_compute", counted)
+    steps: dict[tuple[str, int], list[int]] = {}
+    for compile, num_layers in itertools.product(("off", "auto"), (1, 4)):
+        loaded = loaded_model(torch.nn.Module.to(tiny_model("llama", num_hidden_layers=num_layers), DEVICE))
+        config = engine_config(speculation="none", async_scheduling=False, compile=compile)
+        core = core_over_blocks(loaded, byte_tokenizer(), config, NUM_BLOCKS)
+        core.runner.capture_graphs()
+        core.add(make("decodes", [5, 6, 7]))
+        core.step()
+        core.add(make("prompt"))
+        counts = steps[compile, num_layers] = []
+        for _ in range(3):  # a chunk of the prompt, the rest of it, two decodes
+            before = len(calls)
+            core.step()
+            counts.append(len(calls) - before)
+    assert steps["auto", 1] == steps["auto", 4]
+    assert all(more > fewer + 50 for fewer, more in zip(steps["off", 1], steps["off", 4], strict=True))
 
 
 @pytest.mark.parametrize("peak_memory", [0, 2**25])
