@@ -8,7 +8,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -29,7 +29,8 @@ from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.loop import Engine
 from penstock.engine.model.loader import CUDA_SHARE, LoadedModel
 from penstock.engine.model.loader import load_model as load_generation_model
-from penstock.engine.pooling.loader import load_pooling_model
+from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_model, try_largest_batch
+from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingTask
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request
@@ -389,6 +390,25 @@ def test_a_server_of_embeddings_gives_those_of_the_cpu(embedder_dir: Path, cuda:
     expected = Reference.of(embedder_dir)
     for text, item in zip(EMBEDDING[1]["input"], json.loads(lines[0])["data"], strict=True):
         torch.testing.assert_close(torch.tensor(item["embedding"]), expected.embedding(text), atol=1e-5, rtol=0)
+
+
+def test_the_largest_batch_of_embeddings_has_run_for_each_task_before_the_first_request(
+    embedder_dir: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[tuple[PoolingTask | None, int]] = []
+    compute = PoolingModel.compute
+
+    def spy(model: PoolingModel, inputs: Sequence[PoolingInput]) -> list[torch.Tensor]:
+        computed.append((inputs[0].params.task, sum(len(text.tokens.token_ids) for text in inputs)))
+        return compute(model, inputs)
+
+    monkeypatch.setattr(PoolingModel, "compute", spy)
+    build_pooling_engine(embedder_dir, byte_tokenizer(), EngineConfig(max_num_batched_tokens=256))
+    assert computed == [("embed", 256), ("token_embed", 256)]
+    model = load_pooling_model(embedder_dir, EngineConfig())
+    cuda.failure = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(ConfigurationError, match="lower --max-num-batched-tokens"):
+        try_largest_batch(model, 256)
 
 
 @pytest.mark.parametrize("kind", ["text", "embeddings"])
