@@ -132,7 +132,7 @@ class ModelRunner:
         self.loaded = loaded
         self.num_threads = num_threads
         self._compilation = compilation
-        self._graphs = graphs
+        self.graphs = graphs
         self._copies = copies
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
@@ -158,14 +158,14 @@ class ModelRunner:
 
     def capture_graphs(self) -> None:
         """Captures the CUDA graphs that are still to be captured, one at a time: steps go on in between."""
-        if self._graphs is None:
+        if self.graphs is None:
             return
         started = time.monotonic()
         with suppress(RuntimeError):  # the runner was shut down meanwhile
-            while self.thread.submit(self._graphs.capture_next).result():
-                captured, wanted = self._graphs.shapes, self._graphs.num_wanted
+            while self.thread.submit(self.graphs.capture_next).result():
+                captured, wanted = self.graphs.shapes, self.graphs.num_wanted
                 logger.info("CUDA graphs: %d captured, %d to go, after %.0f s", len(captured), wanted, time.monotonic() - started)
-        for largest in {shape.kind: shape for shape in reversed(self._graphs.shapes)}.values():
+        for largest in {shape.kind: shape for shape in reversed(self.graphs.shapes)}.values():
             logger.info("Steps %s of up to %s run as CUDA graphs.", "with prompts" if largest.num_prompts else "of decodes alone", largest)
 
     def _compile_layers(self) -> None:
@@ -223,7 +223,7 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         batch = batch.on(self.loaded.device)
-        logits_KV = None if self._graphs is None else self._graphs.run(batch)
+        logits_KV = None if self.graphs is None else self.graphs.run(batch)
         if logits_KV is None:
             logits_KV = self._forward_plainly(batch)
         return logits_KV

@@ -1,8 +1,8 @@
 """Steps as CUDA graphs: one launch in place of the hundreds that a model's Python code makes.
 
 A graph repeats what the device did while it was captured, on the same memory and with the same grids. So there is one for each of a few
-shapes, with tensors of its own to read from, and a batch is padded to the next shape. Which of its rows are decodes, prompts or padding
-stands in these tensors alone. A batch that no shape has room for runs without a graph.
+shapes, with tensors of its own to read from, and a batch is padded to the next shape. Only the numbers in these tensors say which rows are
+decodes, prompts or padding. A batch that no shape has room for runs without a graph.
 """
 
 import logging
@@ -194,7 +194,7 @@ class StepGraphs:
         self._wanted = list(self._shapes)
         self._graphs: dict[GraphShape, _Graph] = {}
         self._logits_KV: Tensor | None = None  # one for all graphs: it is read before the next replay
-        self._has_told = False
+        self._has_logged_size = False
         self.num_steps: Counter[tuple[Kind, bool]] = Counter()
 
     @property
@@ -232,8 +232,8 @@ class StepGraphs:
         shape = next((shape for shape in self._shapes if shape.has_room_for(wanted)), None)
         graph = None if shape is None else self._graphs.get(shape)
         self.num_steps[wanted.kind, graph is not None] += 1
-        if shape is None and not self._has_told:
-            self._has_told = True
+        if shape is None and not self._has_logged_size:
+            self._has_logged_size = True
             logger.info("A step runs without a CUDA graph, as others like it will, because none is as large: %r", wanted)
         if graph is None:
             return None
