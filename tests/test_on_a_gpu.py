@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.cli.flags import parse_arguments
-from penstock.engine.build import build_core, core_over_blocks
+from penstock.engine.build import build_core, core_over_blocks, release
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
@@ -212,6 +212,20 @@ def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_
     (deltas,) = serve(core, [make(**params)])
     assert deltas[-1].error is None
     assert cuda.waits == allowed, cuda.lines
+
+
+def test_an_engine_that_is_built_anew_over_its_model_captures_its_graphs_again(cuda: FakeCuda) -> None:
+    """As after sleep and wake-up."""
+    loaded = load("llama")
+    said = []
+    for _ in range(2):
+        core = core_over_blocks(loaded, byte_tokenizer(), engine_config(speculation="none"), NUM_BLOCKS)
+        core.runner.capture_graphs()
+        before = cuda.num_replays
+        said.append(tokens(serve(core, [make()])[0]))
+        assert cuda.num_replays - before == core.stats().num_steps
+        release(core)
+    assert said[0] == said[1]
 
 
 def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_frees(cuda: FakeCuda) -> None:

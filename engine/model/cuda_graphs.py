@@ -118,8 +118,7 @@ class GraphShape:
 
     def has_room_for(self, wanted: "GraphShape") -> bool:
         return (
-            self.kind == wanted.kind
-            and self.num_tokens >= wanted.num_tokens
+            self.num_tokens >= wanted.num_tokens
             and self.num_decodes >= wanted.num_decodes
             and self.num_prompts >= wanted.num_prompts
             and self.num_kept >= wanted.num_kept
@@ -189,9 +188,11 @@ class StepGraphs:
         self._recorder = recorder
         self._block_tables_PN = block_tables_PN
         self._max_context_len = block_tables_PN.shape[1] * block_size
-        decodes = [GraphShape.of_decodes(size) for size in graph_sizes(max_num_rows)]
-        self._shapes = [*(GraphShape.of_mixed(size, max_num_rows) for size in mixed_sizes(max_num_tokens)), *decodes]
-        self._wanted = list(self._shapes)
+        self._shapes: dict[Kind, list[GraphShape]] = {
+            "mixed": [GraphShape.of_mixed(size, max_num_rows) for size in mixed_sizes(max_num_tokens)],
+            "decode": [GraphShape.of_decodes(size) for size in graph_sizes(max_num_rows)],
+        }
+        self._wanted = [shape for shapes in self._shapes.values() for shape in shapes]
         self._graphs: dict[GraphShape, _Graph] = {}
         self._logits_KV: Tensor | None = None  # one for all graphs: it is read before the next replay
         self._has_logged_size = False
@@ -229,7 +230,7 @@ class StepGraphs:
     def run(self, batch: Batch) -> Tensor | None:
         """The logits of the batch's kept rows, valid until the next run; None where the batch is to be run without a graph."""
         wanted = GraphShape.wanted_by(batch.inputs)
-        shape = next((shape for shape in self._shapes if shape.has_room_for(wanted)), None)
+        shape = next((shape for shape in self._shapes[wanted.kind] if shape.has_room_for(wanted)), None)
         graph = None if shape is None else self._graphs.get(shape)
         self.num_steps[wanted.kind, graph is not None] += 1
         if shape is None and not self._has_logged_size:
