@@ -139,7 +139,7 @@ def test_a_graphs_tensors_give_what_the_batch_gives_whatever_was_in_them_before(
     launch: Launch, shape: GraphShape, batches: list[tuple[tuple[int, ...], tuple[int, ...]]], options: AttentionOptions
 ) -> None:
     tables_PN = torch.zeros(8, 9, dtype=torch.int32)
-    own = padding(shape, tables_PN, max_context_len=9 * BLOCK_SIZE)
+    own = padding(shape, tables_PN, max_context_len=NUM_BLOCKS * BLOCK_SIZE)
     for context_lens, query_lens in batches:  # the second leaves rows and entries of the first behind
         arguments = make_arguments(context_lens, query_lens, options)
         num_rows, width = arguments["metadata"].block_tables_PN.shape
