@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -59,7 +59,10 @@ class Outcome:
     seconds: float
 
 
-def parts(models: Sequence[str], device: str, kernels: bool) -> list[Part]:
+KINDS = ("ceilings", "server", "penstock", "mixed", "generate_batch", "kernels")
+
+
+def parts(models: Sequence[str], device: str, kinds: Collection[str] = KINDS) -> list[Part]:
     """The most telling ones first: what comes last may find no time left."""
 
     def part(name: str, limit_s: float, *arguments: str) -> Part:
@@ -73,10 +76,12 @@ def parts(models: Sequence[str], device: str, kernels: bool) -> list[Part]:
         if number == 0:
             chosen.append(part(f"server {served}", 220, "server", "--model", served))
         chosen.append(part(f"penstock {model}", 120, "penstock", "--model", model))
+        if number == 0:
+            chosen.append(part(f"mixed {model}", 70, "mixed", "--model", model))
         chosen.append(part(f"generate_batch {model}", 100, "generate_batch", "--model", model))
-        if number == 0 and kernels:
+        if number == 0:
             chosen.append(part("kernels", 90, "kernels"))
-    return chosen
+    return [each for each in chosen if each.name.split()[0] in kinds]
 
 
 def run_part(part: Part, limit_s: float, take: Callable[[Record], None]) -> Outcome:
@@ -149,7 +154,8 @@ def main(argv: list[str] | None = None) -> None:
     records: list[Record] = []
     outcomes: list[Outcome] = []
     start = time.monotonic()
-    chosen = parts(options.model or MODELS, options.device, options.kernels)
+    kinds = [kind for kind in options.only or KINDS if kind != "kernels" or options.kernels]
+    chosen = parts(options.model or MODELS, options.device, kinds)
     for part in chosen:
         left = options.limit_s - (time.monotonic() - start)
         outcome = run_part(part, min(part.limit_s, left), records.append) if left > 0 else Outcome(part.name, "no time left", 0.0)
@@ -167,6 +173,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help=f"a shape of gpu_shapes.py; repeatable (default: {', '.join(MODELS)})")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for all of it (default: %(default).0f)")
+    parser.add_argument("--only", nargs="+", choices=KINDS, metavar="PART", help=f"these parts alone: {', '.join(KINDS)}")
     parser.add_argument("--no-kernels", dest="kernels", action="store_false", help="leave out the kernels one by one")
     parser.add_argument("--device", default="cuda", help="anything but cuda is for trying the script out, with --model tiny")
     parser.add_argument("--json", type=Path, help="where to write everything, after each part")

@@ -1,8 +1,9 @@
 """The engine over a model of random weights, driven in this process without HTTP."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import DeltasByRequest, EngineCore
+from penstock.engine.model.cuda_graphs import Kind
 from penstock.engine.model.loader import in_memory
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import SamplingParams
@@ -32,6 +34,7 @@ NUM_BYTES = 256
 WARMUP_STEPS = 8
 PROFILED_RUNS = 4
 NUM_KERNELS = 12
+SPARE_PROMPTS = 4  # that wait, so that no place is free for a step
 
 
 def random_model(shape: Shape, device: torch.device) -> PreTrainedModel:
@@ -112,6 +115,17 @@ class Flight:
 
 
 @dataclass(slots=True)
+class MixedTimes:
+    """Steps of a full server, in which answers end and prompts come in their places. `mixed_s` are the seconds of those with a prompt."""
+
+    mixed_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    num_tokens: int = 0
+    steps: Counter[tuple[Kind, bool]] = field(default_factory=Counter)
+    """Those that were launched, by kind and by whether they ran as a CUDA graph."""
+
+
+@dataclass(slots=True)
 class Driver:
     """Sends requests to a core and steps it as the server does. Every request has a name and a prompt of its own."""
 
@@ -119,6 +133,7 @@ class Driver:
     vocab_size: int
     _num_requests: int = 0
     _ahead: Flight | None = None
+    _landed: Flight | None = None
 
     def add(self, count: int, prompt_len: int, output_len: int) -> list[str]:
         """Greedy requests, which never end before their length."""
@@ -140,7 +155,7 @@ class Driver:
 
     def step(self) -> DeltasByRequest:
         """What a step brings. The next one is under way by then, where the engine schedules ahead."""
-        flight = self._ahead or self._launch(self.core.schedule())
+        flight = self._landed = self._ahead or self._launch(self.core.schedule())
         assert flight is not None, "there is nothing to do"
         self._ahead = self._launch(self.core.schedule_ahead(flight.step, flight.batch))
         return self.core.update(flight.step, flight.batch, flight.handle.collect())
@@ -172,6 +187,40 @@ class Driver:
         elapsed = time.perf_counter() - start
         assert num_tokens == count * output_len, "a request ended early"
         return elapsed
+
+    def mix(self, count: int, prompt_len: int, mean_output_len: int, num_steps: int) -> MixedTimes:
+        """Steps with `count` places taken, by answers of exponentially distributed lengths."""
+        chance = Random(0)
+        names: list[str] = []
+
+        def step() -> DeltasByRequest:
+            while len(self.core.scheduler.waiting) < SPARE_PROMPTS:
+                names.extend(self.add(1, prompt_len, 1 + int(chance.expovariate(1 / mean_output_len))))
+            return self.step()
+
+        self.core.scheduler.max_num_seqs = count
+        for _ in range(mean_output_len):
+            step()
+        times, graphs = MixedTimes(), self.core.runner.graphs
+        before = Counter() if graphs is None else graphs.num_steps.copy()
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            deltas = step()
+            elapsed = time.perf_counter() - start
+            times.seconds += elapsed
+            times.num_tokens += sum(len(delta.token_ids) for own in deltas.values() for delta in own)
+            assert self._landed is not None
+            is_mixed = self._landed.batch.inputs.attention.max_query_len > 1
+            if is_mixed:
+                times.mixed_s.append(elapsed)
+            if graphs is None:
+                times.steps["mixed" if is_mixed else "decode", False] += 1
+        self.land()
+        if graphs is not None:
+            times.steps = graphs.num_steps - before
+        for name in names:
+            self.core.abort(name)
+        return times
 
     def decode(self, count: int, prompt_len: int, num_steps: int, clock: Clock) -> DecodeTimes:
         """Steps in which `count` sequences get one token each."""

@@ -7,6 +7,7 @@ Prints a line of JSON after the word RESULT for each measurement, as soon as it 
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ DECODE_STEPS = 32
 GENERATE_LENS = (128, 128)  # of prompt and output
 PREFILLS = ((8, 2048),)  # prompts at a time, tokens of each
 BUDGETS = (2048, 8192)  # tokens of a step; the first is what a server has by default
+MIXED = (256, 512, 256, 200)  # places, tokens of prompts and, on average, of answers, and steps
 SERVED_STREAMS = (1, 32, 256)
 SERVED_LENS = (256, 128, 3500)  # of prompts, of answers, and of the longest prompt
 REPEATS = 3
@@ -95,6 +97,34 @@ def penstock(options: argparse.Namespace) -> Iterator[Record]:
                 seconds = driver.generate_s(num_prompts, prompt_len, 1)
                 if number:
                     yield {"kind": "prefill", "prompts": num_prompts, "prompt_len": prompt_len, "budget": budget, "seconds": seconds}
+    core.runner.shutdown()
+    core.masks.close()
+
+
+def mixed(options: argparse.Namespace) -> Iterator[Record]:
+    """Steps of a full server, most of which compute prompts beside decodes, with CUDA graphs and without."""
+    shape = SHAPES[options.model]
+    places, prompt_len, output_len, num_steps = options.mixed
+    model = random_model(shape, options.device)
+    core = make_core(model, shape, options.device, max_num_seqs=places, max_waiting_tokens=None, **options.settings)
+    driver = Driver(core, shape.vocab_size)
+    graphs = core.runner.graphs
+    for core.runner.graphs in [graphs] if graphs is None else [graphs, None]:
+        times = driver.mix(places, prompt_len, output_len, num_steps)
+        launched, num_mixed = times.steps.total(), times.steps["mixed", True] + times.steps["mixed", False]
+        yield {
+            "kind": "mixed",
+            "batch": places,
+            "prompt_len": prompt_len,
+            "output_len": output_len,
+            "has_graphs": core.runner.graphs is not None,
+            "share_with_prompts": num_mixed / launched,
+            "share_in_graphs": (times.steps["mixed", True] + times.steps["decode", True]) / launched,
+            "share_with_prompts_in_graphs": times.steps["mixed", True] / max(1, num_mixed),
+            "step_s": times.seconds / num_steps,
+            "mixed_step_s": statistics.median(times.mixed_s),
+            "tokens_per_s": times.num_tokens / times.seconds,
+        }
     core.runner.shutdown()
     core.masks.close()
 
@@ -174,7 +204,7 @@ def _generate_batch_s(model: Any, shape: Shape, count: int, lens: tuple[int, int
     return float(max(answer.lifespan[1] for answer in answers) - min(answer.lifespan[0] for answer in answers))
 
 
-PARTS = {part.__name__: part for part in (ceilings, kernels, penstock, server, generate_batch)}
+PARTS = {part.__name__: part for part in (ceilings, kernels, penstock, mixed, server, generate_batch)}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -190,7 +220,10 @@ def main(argv: list[str] | None = None) -> None:
     options.generate_lens = (20, 4) if is_tiny else GENERATE_LENS
     options.prefills = ((2, 40),) if is_tiny else PREFILLS
     options.budgets = (32,) if is_tiny else BUDGETS
-    options.settings = {"kv_cache_memory": 2**22, "compile": "off"} if is_tiny else {}
+    options.mixed = (3, 20, 4, 12) if is_tiny else MIXED
+    options.settings = {"kv_cache_memory": 2**22} if is_tiny else {}
+    if options.device.type == "cpu":
+        options.settings["compile"] = "off"
     # Streams, tokens of prompt and answer, and of the longest prompt.
     options.served = ((1, 2, 3), 8, 4, 40) if is_tiny else (SERVED_STREAMS, *SERVED_LENS)
     options.served_len = 64 if is_tiny else MAX_LEN

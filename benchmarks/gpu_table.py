@@ -18,6 +18,7 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         yield f"{record['model']}, a forward pass over {record['batch']}, by kernel: launches, ms"
         for name, launches, seconds in record["kernels"]:
             yield f"  {launches:7.0f} {seconds * 1e3:8.3f}  {name[:100]}"
+    yield from _mixed(_of(records, "mixed"))
     yield from _prefill(_of(records, "prefill"))
     yield from _generate(_of(records, "generate"))
     yield from _kernels(_of(records, "kernel"))
@@ -57,6 +58,22 @@ def _decode(records: list[Record]) -> Iterator[str]:
             f"{record['model']:16} {record['batch']:5} {record['context_len']:7.0f}"
             f" {record['step_s'] * 1e3:8.3f} {record['tokens_per_s']:9,.0f}"
             f" {_percent(record, 'share_of_bandwidth')} {record['forward_s'] * 1e3:10.3f} {_percent(record, 'forward_share_of_bandwidth')}"
+        )
+
+
+def _mixed(records: list[Record]) -> Iterator[str]:
+    if records:
+        yield ""
+        yield (
+            f"{'prompts come':16} {'places':>6} {'lengths':>8} {'graphs':>6} {'with prompts':>12} {'in graphs':>9} {'of those':>8}"
+            f" {'step ms':>8} {'with prompts':>12} {'tokens/s':>9}"
+        )
+    for record in records:
+        lengths = f"{record['prompt_len']}+{record['output_len']}"
+        yield (
+            f"{record['model']:16} {record['batch']:6} {lengths:>8} {'yes' if record['has_graphs'] else 'no':>6}"
+            f" {record['share_with_prompts']:12.1%} {record['share_in_graphs']:9.1%} {record['share_with_prompts_in_graphs']:8.1%}"
+            f" {record['step_s'] * 1e3:8.3f} {record['mixed_step_s'] * 1e3:12.3f} {record['tokens_per_s']:9,.0f}"
         )
 
 

@@ -7,6 +7,7 @@ of the processor time of the thread that runs the engine's loop.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -202,6 +203,39 @@ def recomputed(num: int, num_prompt: int, num_output: int, num_blocks: int, *, c
     return {"computed_ratio": round(ratio, 3), "preemptions": core.scheduler.num_preemptions, "steps": num_steps}
 
 
+def graph_share(places: int, num_prompt: int, mean_output: int, num_steps: int = 300) -> dict[str, float]:
+    """Which steps of a full server a GPU would run as CUDA graphs, and what padding adds to the tokens of those with prompts."""
+    from penstock.engine.model.cuda_graphs import GraphShape, graph_sizes, mixed_sizes
+
+    chance, names = random.Random(0), itertools.count()
+    core = make_core(60_000, max_num_seqs=places, budget=2048)
+    decodes = [GraphShape.of_decodes(size) for size in graph_sizes(places)]
+    mixed = [GraphShape.of_mixed(size, places) for size in mixed_sizes(2048)]
+    in_graphs: list[tuple[str, bool]] = []
+    num_tokens = num_padding = 0
+    for number in range(mean_output + num_steps):
+        while len(core.scheduler.waiting) < 4:  # no place is ever free for a step
+            length = 1 + int(chance.expovariate(1 / mean_output))
+            core.add(make_request(next(names), words(num_prompt), max_tokens=length))
+        step = core.schedule()
+        assert step is not None
+        batch = core.build(step)
+        if number >= mean_output:  # by then answers end and prompts come at the same rate
+            wanted = GraphShape.wanted_by(batch.inputs)
+            shapes = mixed if wanted.num_prompts else decodes
+            found = next((shape for shape in shapes if shape.has_room_for(wanted)), None)
+            in_graphs.append((wanted.kind, found is not None))
+            if found is not None and wanted.num_prompts:
+                num_tokens += wanted.num_tokens
+                num_padding += found.num_tokens - wanted.num_tokens
+        core.update(step, batch, core.runner.launch(batch).collect())
+    return {
+        "decodes_alone": round(statistics.mean(kind == "decode" for kind, _ in in_graphs), 3),
+        "in_graphs": round(statistics.mean(is_found for _, is_found in in_graphs), 3),
+        "padding": round(num_padding / max(1, num_tokens), 3),
+    }
+
+
 def ahead_share(num_rows: int, num_steps: int = 200) -> dict[str, float]:
     """The share of steps that are scheduled ahead where sequences say technical English, and speculation is on."""
     text = "\n".join(path.read_text() for path in sorted((report.ROOT / "docs").glob("*.md"))) + (report.ROOT / "LICENSE").read_text()
@@ -241,6 +275,9 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "thrash-256": lambda: recomputed(256, 500, 1000, 6000, caches=True),
     "thrash-4-long": lambda: recomputed(4, 16_000, 200, 2000, caches=True),
     "thrash-4-long-uncached": lambda: recomputed(4, 16_000, 200, 2000, caches=False),
+    "graphs-256": lambda: graph_share(256, 512, 256),
+    "graphs-64": lambda: graph_share(64, 512, 256),
+    "graphs-short-256": lambda: graph_share(256, 40, 64),
     "ahead-1": lambda: ahead_share(1),
     "ahead-8": lambda: ahead_share(8),
     "ahead-32": lambda: ahead_share(32),

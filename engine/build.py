@@ -22,7 +22,7 @@ from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, blo
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens
-from penstock.engine.model.cuda_graphs import CudaRecorder, DecodeGraphs
+from penstock.engine.model.cuda_graphs import CudaRecorder, StepGraphs, mixed_sizes
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
@@ -102,14 +102,25 @@ def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilati
     return None
 
 
-def decode_graphs(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> DecodeGraphs | None:
+def max_step_tokens(config: EngineConfig, device_type: str) -> int:
+    return max(config.num_batched_tokens(device_type), config.num_seqs(device_type))  # each sequence gets its next token
+
+
+def graph_share(config: EngineConfig) -> float:
+    """How much memory the graphs, which share a pool of their own, keep for activations, as a share of the largest step's."""
+    largest = max_step_tokens(config, "cuda")
+    return max(mixed_sizes(largest), default=0) / largest if config.compile != "off" else 0.0
+
+
+def step_graphs(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> StepGraphs | None:
     """Graphs that are still to be captured, where the model is on a GPU."""
     if loaded.device.type != "cuda" or config.compile == "off":
         return None
-    return DecodeGraphs(
-        functools.partial(compute_logits, loaded.model, kept=None),
+    return StepGraphs(
+        functools.partial(compute_logits, loaded.model),
         CudaRecorder(loaded.device),
         max_num_rows=max(config.num_seqs(loaded.device.type), MIN_MAX_ROWS),
+        max_num_tokens=max_step_tokens(config, loaded.device.type),
         block_tables_PN=cache.block_tables_PN,
         block_size=config.block_size,
         num_groups=len(cache.groups),
@@ -137,12 +148,16 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     is_gpu = loaded.device.type == "cuda"
     groups = groups_of(loaded, config)
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    activation_bytes = 0
+    if is_gpu:
+        activation_bytes = try_steps(loaded, tokenizer, config)
+        activation_bytes += int(activation_bytes * graph_share(config))
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
         block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype),
         blocks_per_sequence=blocks_per_sequence(loaded, config, groups),
         device=loaded.device,
-        activation_bytes=try_steps(loaded, tokenizer, config) if is_gpu else 0,
+        activation_bytes=activation_bytes,
     )
     core = core_over_blocks(loaded, tokenizer, config, num_blocks)
     if is_gpu:
@@ -189,7 +204,7 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
             cache,
             vocab_size=tokens.vocab_size,
             compilation=compilation,
-            graphs=decode_graphs(loaded, config, cache),
+            graphs=step_graphs(loaded, config, cache),
             copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
             seed=config.seed,
             num_threads=config.num_threads or NUM_THREADS,

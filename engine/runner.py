@@ -1,6 +1,7 @@
 """The forward pass and the sampling of one step, in the one thread that touches the model."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +14,7 @@ from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.compiled_layers import LayerCompilation
-from penstock.engine.model.cuda_graphs import DecodeGraphs
+from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
@@ -123,7 +124,7 @@ class ModelRunner:
         *,
         vocab_size: int,
         compilation: LayerCompilation | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         copies: HostCopies | None = None,
         seed: int | None = None,
         num_threads: int,
@@ -131,7 +132,7 @@ class ModelRunner:
         self.loaded = loaded
         self.num_threads = num_threads
         self._compilation = compilation
-        self._graphs = graphs
+        self.graphs = graphs
         self._copies = copies
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
@@ -157,13 +158,15 @@ class ModelRunner:
 
     def capture_graphs(self) -> None:
         """Captures the CUDA graphs that are still to be captured, one at a time: steps go on in between."""
-        if self._graphs is None:
+        if self.graphs is None:
             return
+        started = time.monotonic()
         with suppress(RuntimeError):  # the runner was shut down meanwhile
-            while self.thread.submit(self._graphs.capture_next).result():
-                logger.info("CUDA graphs: captured those of %s sequences", ", ".join(map(str, reversed(self._graphs.sizes))))
-        if self._graphs.sizes:
-            logger.info("Decode steps of up to %d sequences run as CUDA graphs.", self._graphs.sizes[-1])
+            while self.thread.submit(self.graphs.capture_next).result():
+                captured, wanted = self.graphs.shapes, self.graphs.num_wanted
+                logger.info("CUDA graphs: %d captured, %d to go, after %.0f s", len(captured), wanted, time.monotonic() - started)
+        for largest in {shape.kind: shape for shape in reversed(self.graphs.shapes)}.values():
+            logger.info("Steps %s of up to %s run as CUDA graphs.", "with prompts" if largest.num_prompts else "of decodes alone", largest)
 
     def _compile_layers(self) -> None:
         if self._compilation is None or not self._compilation.compile():
@@ -220,7 +223,7 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         batch = batch.on(self.loaded.device)
-        logits_KV = None if self._graphs is None else self._graphs.run(batch)
+        logits_KV = None if self.graphs is None else self.graphs.run(batch)
         if logits_KV is None:
             logits_KV = self._forward_plainly(batch)
         return logits_KV

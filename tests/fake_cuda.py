@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map_only
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from penstock.engine.attention import cuda as attention_cuda
 from penstock.engine.kernels import attention_triton, launch, layers_triton, references, sampling_triton
@@ -32,6 +35,7 @@ aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 CAPABILITY = (9, 0)
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 NUM_MULTIPROCESSORS = 132
 NUM_DEVICE_TYPES, CUDA_TYPE, META_TYPE = 22, 1, 14  # of c10::DeviceType
 FREE_MEMORY, MEMORY = 2**27, 2**34  # bytes
@@ -104,7 +108,7 @@ class FakeCuda:
         self.num_replays = 0
         self.set_devices: dict[str, int] = {}
         self.peak_memory = 0
-        self.variants: set[tuple[Any, ...]] = set()
+        self.variants: set[tuple[str, str]] = set()
         self.failure: Exception | None = None
         self.capture_error: Exception | None = None
         self._pools_captured_to: set[object] = set()
@@ -138,9 +142,9 @@ class FakeCuda:
             for target, source in copies:
                 target.copy_(source)
 
-    def launch(self, name: str, *operands: Any, **constants: Any) -> None:
+    def launch(self, name: str, variant: str, *operands: Any) -> None:
         """What a launch of a Triton kernel has to hold to. A kernel is compiled for each of its `variants`."""
-        self.variants.add((name, *sorted(constants.items())))
+        self.variants.add((name, variant))
         for operand in operands:
             assert not isinstance(operand, Tensor) or isinstance(operand, CudaTensor), f"a kernel is given a tensor on {operand.device}"
         assert self._thread.device == DEVICE.index, "Triton launches on the thread's current device, and nothing has set it here"
@@ -353,14 +357,19 @@ LAUNCHERS: dict[str, tuple[Any, ...]] = {
 
 
 class _Kernel:
-    """Stands in for a Triton kernel: looks at the operands of a launch."""
+    """Stands in for a Triton kernel: looks at the operands of a launch, and at what Triton would compile the kernel for."""
 
-    def __init__(self, name: str, device: FakeCuda) -> None:
+    def __init__(self, kernel: Any, name: str, device: FakeCuda) -> None:
         self.name = name
         self.device = device
+        self._bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return functools.partial(self.device.launch, self.name)
+        def launch(*operands: Any, **constants: Any) -> None:
+            _, specialization, options = self._bind(*_held(operands), **constants)
+            self.device.launch(self.name, str((specialization, options)), *operands)
+
+        return launch
 
 
 def _launcher(name: str, device: FakeCuda) -> Callable[..., Any]:
@@ -434,7 +443,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
             patch.setattr(torch, name, _with_pinned(getattr(torch, name), device))
         for module, names in KERNELS.items():
             for name in names:
-                patch.setattr(module, name, _Kernel(name, device))
+                patch.setattr(module, name, _Kernel(getattr(module, name), name, device))
         launchers = {name: _launcher(name, device) for name in LAUNCHERS}
         for name, modules in LAUNCHERS.items():
             for module in modules:

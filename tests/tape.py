@@ -29,17 +29,19 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class TapeRecorder:
     """Like a graph, what it replays is blind to Python: branches, numbers and the choice of tensors are as they were when it was captured.
 
-    `captured` are the numbers of calls on each tape; with `fail_at`, that capture fails.
+    `captured` are the numbers of calls on each tape; with `fail_at`, the capture fails before which so many were begun.
     """
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.captured: list[int] = []
         self.num_replays: list[int] = []
         self.fail_at = fail_at
+        self._num_begun = 0
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         number = len(self.captured)
-        if number == self.fail_at:
+        self._num_begun += 1
+        if self._num_begun - 1 == self.fail_at:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         work()  # what is initialised at the first call is no part of a graph
         with _Recording() as recording:

@@ -1,6 +1,7 @@
 """The engine and the server on a GPU, shown on a fake one: devices of all operands, graphs, waits for the device, and what is said."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.cli.flags import parse_arguments
-from penstock.engine.build import build_core, core_over_blocks
+from penstock.engine.build import build_core, core_over_blocks, release
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
@@ -29,7 +30,8 @@ from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.loop import Engine
 from penstock.engine.model.loader import CUDA_SHARE, LoadedModel
 from penstock.engine.model.loader import load_model as load_generation_model
-from penstock.engine.pooling.loader import load_pooling_model
+from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_model, try_largest_batch
+from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingTask
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request
@@ -37,12 +39,13 @@ from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
 from tests import encoders
 from tests.api.pooling_server import Reference
+from tests.engine.kernels.device_choice_case import choose
 from tests.engine.model.test_quantization import STORED, save_stored
 from tests.engines import Recorder, loaded_model
 from tests.fake_cuda import DEVICE, FREE_MEMORY, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens
 from tests.matchers import Grammar, Walk
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own")
 
@@ -169,7 +172,7 @@ def test_every_architecture_says_the_same_as_on_the_cpu_and_waits_for_results_al
     assert [tokens(each) for each in deltas] == said_on_cpu
     num_steps = core.stats().num_steps
     assert cuda.waits == {RESULTS: num_steps}, cuda.lines
-    assert cuda.num_replays >= NUM_TOKENS - 1, "decodes run as graphs"
+    assert cuda.num_replays == num_steps, "every step runs as a graph"
 
 
 AHEAD = {RESULTS: NUM_STEPS}  # the next step is launched before the tokens of this one are known
@@ -210,6 +213,20 @@ def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_
     (deltas,) = serve(core, [make(**params)])
     assert deltas[-1].error is None
     assert cuda.waits == allowed, cuda.lines
+
+
+def test_an_engine_that_is_built_anew_over_its_model_captures_its_graphs_again(cuda: FakeCuda) -> None:
+    """As after sleep and wake-up."""
+    loaded = load("llama")
+    said = []
+    for _ in range(2):
+        core = core_over_blocks(loaded, byte_tokenizer(), engine_config(speculation="none"), NUM_BLOCKS)
+        core.runner.capture_graphs()
+        before = cuda.num_replays
+        said.append(tokens(serve(core, [make()])[0]))
+        assert cuda.num_replays - before == core.stats().num_steps
+        release(core)
+    assert said[0] == said[1]
 
 
 def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_frees(cuda: FakeCuda) -> None:
@@ -256,24 +273,64 @@ def test_a_decode_layer_is_ten_kernels(cuda: FakeCuda, name: str) -> None:
     assert of_a_layer == {"add_rms_norm_kernel": 2} | dict.fromkeys(one_each, 1)
 
 
-def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda) -> None:
-    loaded = load("gemma2", max_model_len=300)
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [("gemma2", "auto"), ("gpt_oss", "fp8")])
+def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda, name: str, kv_cache_dtype: str) -> None:
+    loaded = loaded_model(torch.nn.Module.to(tiny_model(name), DEVICE, torch.bfloat16), max_model_len=300)
     small_queue = {"max_waiting_requests": 1, "max_waiting_tokens": 1}  # which trials of steps do not wait in
-    core = build_core(loaded, byte_tokenizer(), engine_config(speculation="none", max_num_batched_tokens=300, **small_queue))
+    config = engine_config(speculation="none", max_num_batched_tokens=300, kv_cache_dtype=kv_cache_dtype, **small_queue)
+    core = build_core(loaded, byte_tokenizer(), config)
     core.scheduler.waiting = WaitingQueue(max_sequences=100)
     before = set(cuda.variants)
     lengths = [make(str(length), [7] * length, temperature=float(length % 2)) for length in (1, 2, 5, 9, 17, 33, 40, 70, 120)]
     serve(core, [*lengths, *(make(kind, **params) for kind, (params, _) in KINDS.items())])
-    assert {name for name, *_ in before} >= {"varlen_prefill_kernel", "paged_decode_kernel", "sample_kernel", "bitmask_apply_kernel"}
+    assert {kernel for kernel, _ in before} >= {"varlen_prefill_kernel", "paged_decode_kernel", "sample_kernel", "bitmask_apply_kernel"}
     assert cuda.variants == before
 
 
-@pytest.mark.parametrize("peak_memory", [0, 2**26])
+def test_one_sampling_kernel_does_for_every_number_of_rows(cuda: FakeCuda) -> None:
+    torch.cuda.set_device(DEVICE)
+    for num_rows in range(1, 9):
+        choose(
+            torch.zeros(num_rows, VOCAB_SIZE, device=DEVICE), [{"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01}] * num_rows
+        )
+    assert [kernel for kernel, _ in cuda.variants] == ["sample_kernel"]
+
+
+def test_a_steps_launches_do_not_grow_with_the_layers(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of a step of decodes nor those of one with a prompt."""
+    compute = FakeCuda._compute
+    calls: list[object] = []
+
+    def counted(device: FakeCuda, work: object, *args: Any, **kwargs: Any) -> object:
+        calls.append(work)
+        return compute(device, work, *args, **kwargs)
+
+    monkeypatch.setattr(FakeCuda, "_compute", counted)
+    steps: dict[tuple[str, int], list[int]] = {}
+    for compile, num_layers in itertools.product(("off", "auto"), (1, 4)):
+        loaded = loaded_model(torch.nn.Module.to(tiny_model("llama", num_hidden_layers=num_layers), DEVICE))
+        config = engine_config(speculation="none", async_scheduling=False, compile=compile)
+        core = core_over_blocks(loaded, byte_tokenizer(), config, NUM_BLOCKS)
+        core.runner.capture_graphs()
+        core.add(make("decodes", [5, 6, 7]))
+        core.step()
+        core.add(make("prompt"))
+        counts = steps[compile, num_layers] = []
+        for _ in range(3):  # a chunk of the prompt, the rest of it, two decodes
+            before = len(calls)
+            core.step()
+            counts.append(len(calls) - before)
+    assert steps["auto", 1] == steps["auto", 4]
+    assert all(more > fewer + 50 for fewer, more in zip(steps["off", 1], steps["off", 4], strict=True))
+
+
+@pytest.mark.parametrize("peak_memory", [0, 2**25])
 def test_the_cache_leaves_room_for_what_the_largest_step_takes(cuda: FakeCuda, peak_memory: int) -> None:
     cuda.peak_memory = peak_memory
     core = build_core(load("llama"), byte_tokenizer(), engine_config())
     per_block = block_bytes(core.runner.loaded.kv_layout, 16, torch.float32)
-    assert core.runner.cache.num_blocks == int((FREE_MEMORY - peak_memory) * CUDA_SHARE) // per_block
+    # The graphs keep as much for their largest step as one without a graph takes.
+    assert core.runner.cache.num_blocks == int((FREE_MEMORY - 2 * peak_memory) * CUDA_SHARE) // per_block
 
 
 def test_steps_that_do_not_fit_are_refused_before_the_first_request(cuda: FakeCuda) -> None:
@@ -383,6 +440,25 @@ def test_a_server_of_embeddings_gives_those_of_the_cpu(embedder_dir: Path, cuda:
     expected = Reference.of(embedder_dir)
     for text, item in zip(EMBEDDING[1]["input"], json.loads(lines[0])["data"], strict=True):
         torch.testing.assert_close(torch.tensor(item["embedding"]), expected.embedding(text), atol=1e-5, rtol=0)
+
+
+def test_the_largest_batch_of_embeddings_has_run_for_each_task_before_the_first_request(
+    embedder_dir: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[tuple[PoolingTask | None, int]] = []
+    compute = PoolingModel.compute
+
+    def spy(model: PoolingModel, inputs: Sequence[PoolingInput]) -> list[torch.Tensor]:
+        computed.append((inputs[0].params.task, sum(len(text.tokens.token_ids) for text in inputs)))
+        return compute(model, inputs)
+
+    monkeypatch.setattr(PoolingModel, "compute", spy)
+    build_pooling_engine(embedder_dir, byte_tokenizer(), EngineConfig(max_num_batched_tokens=256))
+    assert computed == [("embed", 256), ("token_embed", 256)]
+    model = load_pooling_model(embedder_dir, EngineConfig())
+    cuda.failure = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(ConfigurationError, match="lower --max-num-batched-tokens"):
+        try_largest_batch(model, 256)
 
 
 @pytest.mark.parametrize("kind", ["text", "embeddings"])

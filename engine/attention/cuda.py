@@ -22,16 +22,30 @@ def paged_attention_cuda(
 
     The caches are [num_blocks, block_size, KV heads, Dk or Dv]. The first `num_decodes` rows go to the decode kernel, the sequences after
     them to the prefill kernel. Padding gets zeros: decodes whose context length is 0, and rows past the last sequence. Never waits for
-    the device, so that a step of decodes alone can be captured in a CUDA graph.
+    the device, so that a step can be captured in a CUDA graph.
     """
     query_THD, key_THD, value_THD = (_with_dense_heads(states) for states in (query_THD, key_THD, value_THD))
     kv_write(key_THD, value_THD, key_cache, value_cache, metadata.slot_mapping_T)
     num_tokens, num_heads, _ = query_THD.shape
     num_decodes = metadata.num_decodes
-    if num_tokens == num_decodes:
-        out = query_THD.new_empty(num_tokens, num_heads, value_cache.shape[3])
-    else:
-        out = query_THD.new_zeros(num_tokens, num_heads, value_cache.shape[3])
+    empty = query_THD.new_empty if num_tokens == num_decodes else query_THD.new_zeros
+    out = empty(num_tokens, num_heads, value_cache.shape[3])
+    # First, since a graph has room for more decodes than a batch may have: their zeros lie where the prompts' results belong.
+    paged_decode(
+        query_THD[:num_decodes],
+        key_cache,
+        value_cache,
+        metadata.block_tables_PN,
+        metadata.table_rows_B,
+        metadata.context_lens_B,
+        scaling=options.scaling,
+        sliding_window=options.sliding_window,
+        softcap=options.softcap,
+        sinks=options.sinks_H,
+        splits=_splits(metadata, options, query_THD, key_cache, value_cache),
+        out=out[:num_decodes],
+    )
+    if num_decodes < metadata.num_sequences:
         varlen_prefill(
             query_THD,
             key_cache,
@@ -48,20 +62,6 @@ def paged_attention_cuda(
             first_sequence=num_decodes,
             out=out,
         )
-    paged_decode(
-        query_THD[:num_decodes],
-        key_cache,
-        value_cache,
-        metadata.block_tables_PN,
-        metadata.table_rows_B,
-        metadata.context_lens_B,
-        scaling=options.scaling,
-        sliding_window=options.sliding_window,
-        softcap=options.softcap,
-        sinks=options.sinks_H,
-        splits=_splits(metadata, options, query_THD, key_cache, value_cache),
-        out=out[:num_decodes],
-    )
     return out
 
 

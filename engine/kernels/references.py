@@ -74,6 +74,8 @@ def varlen_prefill(
     starts = query_start_loc.tolist()
     for sequence, context_len in enumerate(context_lens_B.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
+        if context_len == 0 or rows.start == rows.stop:
+            continue
         blocks_N = block_tables_PN[table_rows_B[sequence], : -(-context_len // key_cache.shape[1])].long()
         key_CHD = key_cache[blocks_N].flatten(0, 1)[:context_len]
         value_CHD = value_cache[blocks_N].flatten(0, 1)[:context_len]

@@ -71,14 +71,14 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
 
 
 def compute_logits(
-    model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept: Tensor | None
+    model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept_K: Tensor
 ) -> Tensor:
-    """The logits [K, V] of the flat rows `kept`, or of all rows where that is None."""
+    """The logits [K, V] of the flat rows `kept_K`."""
     output = model(
         input_ids=input_ids_1T,
         position_ids=positions_1T,
         use_cache=False,
-        logits_to_keep=0 if kept is None else kept,
+        logits_to_keep=kept_K,
         attention_metadata=attention,
     )
     logits_KV: Tensor = output.logits[0]

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,30 @@ from penstock.engine.model.config import listed_architectures, max_model_len, re
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import DTYPES, load_pretrained, resolve_device, settle_memory
 from penstock.engine.native.library import choose_kernels
-from penstock.engine.pooling.encoder import FlatForward, Forward, PaddedForward, build_encoder_batch, choose_forward, is_close, probe_inputs
+from penstock.engine.pooling.encoder import (
+    EncoderInput,
+    FlatForward,
+    Forward,
+    PaddedForward,
+    build_encoder_batch,
+    choose_forward,
+    is_close,
+    probe_inputs,
+)
 from penstock.engine.pooling.engine import PoolingEngine, PoolingQueue
 from penstock.engine.pooling.files import PoolingMode, SentenceFiles, is_sequence_classifier, is_token_classifier, read_sentence_files
-from penstock.engine.pooling.model import Classifier, Head, PoolingModel, PoolingTask, Stage, load_stage, make_activation, normalize, pooled
+from penstock.engine.pooling.model import (
+    Classifier,
+    Head,
+    PoolingModel,
+    PoolingParams,
+    PoolingTask,
+    Stage,
+    load_stage,
+    make_activation,
+    normalize,
+    pooled,
+)
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -196,6 +217,24 @@ MAX_NUM_BATCHED_TOKENS_CPU = 1024  # larger matrices are no faster, and a batch 
 MAX_NUM_BATCHED_TOKENS_CUDA = 16384
 
 
+def try_largest_batch(model: PoolingModel, num_tokens: int) -> None:
+    """Runs a batch of so many tokens for each task, so that no request waits for libraries to be set up, or is the first not to fit.
+
+    Raises `ConfigurationError` where a batch does not fit in the GPU's memory.
+    """
+    started = time.monotonic()
+    longest = min(num_tokens, model.max_model_len)
+    text = EncoderInput([0] * longest)
+    try:
+        for task in sorted(model.tasks):
+            model.compute([model.check(text, PoolingParams(task=task))] * (num_tokens // longest))
+            logger.info("A batch of %d tokens has run (%s), after %.0f s", num_tokens, task, time.monotonic() - started)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"batches of {num_tokens} tokens do not fit in the GPU's memory beside the weights: lower --max-num-batched-tokens"
+        ) from error
+
+
 def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineConfig) -> PoolingEngine:
     """Loads the model and puts an engine around it. Raises `ConfigurationError` for what cannot be served."""
     torch.set_num_threads(1)  # as for models that generate: only the model's own thread has more
@@ -206,8 +245,11 @@ def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineCo
         for module in model.modules:
             settle_memory(module)
     default = MAX_NUM_BATCHED_TOKENS_CUDA if model.device.type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
+    num_tokens = config.max_num_batched_tokens or default
+    if model.device.type == "cuda":
+        try_largest_batch(model, num_tokens)
     queue = PoolingQueue(
-        config.max_num_batched_tokens or default,
+        num_tokens,
         config.max_waiting_requests,
         max_waiting_tokens=config.max_waiting_tokens,
         aging_seconds=config.priority_aging,

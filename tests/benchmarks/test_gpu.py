@@ -18,6 +18,7 @@ from benchmarks.gpu_clock import Clock, measure_ceilings
 from benchmarks.gpu_shapes import SHAPES, Shape, share
 from benchmarks.gpu_table import table
 from benchmarks.gpu_verdict import judged
+from tests.fake_cuda import fake_cuda
 
 LLAMA = SHAPES["llama-3.1-8b"]
 MOE = SHAPES["qwen3-30b-a3b"]
@@ -114,8 +115,8 @@ def test_ceilings_are_measured() -> None:
     assert found.matmul > 0
 
 
-def results(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    gpu_parts.main([*arguments, "--device", "cpu"])
+def results(capsys: pytest.CaptureFixture[str], *arguments: str, device: str = "cpu") -> list[dict[str, Any]]:
+    gpu_parts.main([*arguments, "--device", device])
     return [json.loads(line.removeprefix(gpu.MARK)) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -135,6 +136,32 @@ def test_the_engine_is_measured_over_a_model_of_random_weights(capsys: pytest.Ca
     assert all(record["tokens_per_s"] > 0 for record in found if record["kind"] in ("decode", "generate", "prefill"))
     assert all(launches > 0 and seconds >= 0 for _, launches, seconds in found[2]["kernels"])
     assert found[1]["context_len"] > 20
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own")
+def test_steps_with_prompts_are_measured_in_graphs_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_cuda():
+        in_graphs, without = found = judged(results(capsys, "mixed", "--model", "tiny", device="cuda"))
+    assert (in_graphs["share_in_graphs"], in_graphs["share_with_prompts_in_graphs"]) == (1, 1)
+    assert (without["share_in_graphs"], without["share_with_prompts_in_graphs"]) == (0, 0)
+    assert all(0 < record["share_with_prompts"] < 1 and record["tokens_per_s"] > 0 for record in found)
+    assert [line.split()[3] for line in table(found) if line.startswith("tiny ")] == ["yes", "no"]
+
+
+def test_parts_can_be_chosen() -> None:
+    assert [part.name for part in gpu.parts(["tiny"], "cpu")] == [
+        "ceilings",
+        "server tiny",
+        "penstock tiny",
+        "mixed tiny",
+        "generate_batch tiny",
+        "kernels",
+    ]
+    assert [part.name for part in gpu.parts(["tiny", "tiny-moe"], "cpu", ("mixed", "penstock"))] == [
+        "penstock tiny",
+        "mixed tiny",
+        "penstock tiny-moe",
+    ]
 
 
 def test_the_server_is_measured_over_http_and_a_load_that_fails_takes_no_other_with_it(

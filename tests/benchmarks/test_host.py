@@ -19,6 +19,12 @@ def test_each_part_of_a_step_is_timed() -> None:
     assert cost["total"] > max(cost["schedule"], cost["build"], cost["update"]) > 0
 
 
+def test_steps_are_counted_that_would_run_as_cuda_graphs() -> None:
+    shares = host.graph_share(8, 30, 10, 40)
+    assert 0 < shares["decodes_alone"] < shares["in_graphs"] == 1
+    assert 0 < shares["padding"] < 1
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_steps_that_were_scheduled_ahead_are_counted(is_async: bool) -> None:
     core: EngineCore = host.make_core(40, max_num_seqs=2, budget=100)

@@ -11,7 +11,7 @@ import torch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta, TokenLogprobs
 from penstock.engine.loop import STEP_FAILED, Engine
-from penstock.engine.model.cuda_graphs import DecodeGraphs
+from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.runner import ModelRunner
@@ -36,9 +36,11 @@ def core_on_device(loaded: LoadedModel, copies: HeldCopies | None, *, has_graphs
     """An engine that schedules ahead, with `copies` over a device that computes on."""
     core = core_over(loaded, block_size=BLOCK_SIZE, async_scheduling=True, **settings)
     core.runner.shutdown()
-    forward = functools.partial(compute_logits, loaded.model, kept=None)
+    forward = functools.partial(compute_logits, loaded.model)
     cache = core.runner.cache
-    graphs = DecodeGraphs(forward, TapeRecorder(), max_num_rows=4, block_tables_PN=cache.block_tables_PN, block_size=BLOCK_SIZE)
+    graphs = StepGraphs(
+        forward, TapeRecorder(), max_num_rows=4, max_num_tokens=24, block_tables_PN=cache.block_tables_PN, block_size=BLOCK_SIZE
+    )
     core.runner = ModelRunner(
         loaded, cache, vocab_size=core.vocab_size, graphs=graphs if has_graphs else None, copies=copies, num_threads=1
     )

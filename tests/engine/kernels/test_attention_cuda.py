@@ -11,7 +11,7 @@ from penstock.engine.attention.cuda import paged_attention_cuda
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import StepInputs
 from penstock.engine.kernels import references
-from penstock.engine.model.cuda_graphs import load, padding
+from penstock.engine.model.cuda_graphs import GraphShape, load, padding
 from tests.fakes import block_tables
 
 Launch = Callable[..., Any]
@@ -121,22 +121,40 @@ def test_padding_gets_zeros_and_writes_nothing(launch: Launch, query_lens: tuple
     assert num_written == sum(query_lens) - 1
 
 
-def test_a_graphs_tensors_give_what_the_batch_gives_whatever_was_in_them_before(launch: Launch) -> None:
-    tables_PN = torch.zeros(4, 9, dtype=torch.int32)
-    own = padding(4, tables_PN, max_context_len=9 * BLOCK_SIZE)
-    for context_lens in [(130, 33, 70), (20, 51)]:  # the second leaves rows and entries of the first behind
-        arguments = make_arguments(context_lens, (1,) * len(context_lens), AttentionOptions(0.125))
+@pytest.mark.parametrize(
+    ("shape", "batches"),
+    [
+        (GraphShape.of_decodes(4), [((130, 33, 70), (1, 1, 1)), ((20, 51), (1, 1))]),
+        (GraphShape(40, 5, 3, 8), [((130, 33, 70, 20, 9), (1, 1, 1, 20, 9)), ((20, 90, 31), (1, 20, 11))]),
+        (GraphShape(40, 5, 3, 8), [((130, 33, 20), (1, 1, 20)), ((60,), (13,))]),
+    ],
+    ids=["decodes", "mixed", "prompts"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [AttentionOptions(0.125), AttentionOptions(0.2, sliding_window=20, softcap=3.0, sinks_H=torch.linspace(-1, 1, 6))],
+    ids=["plain", "everything"],
+)
+def test_a_graphs_tensors_give_what_the_batch_gives_whatever_was_in_them_before(
+    launch: Launch, shape: GraphShape, batches: list[tuple[tuple[int, ...], tuple[int, ...]]], options: AttentionOptions
+) -> None:
+    tables_PN = torch.zeros(8, 9, dtype=torch.int32)
+    own = padding(shape, tables_PN, max_context_len=NUM_BLOCKS * BLOCK_SIZE)
+    for context_lens, query_lens in batches:  # the second leaves rows and entries of the first behind
+        arguments = make_arguments(context_lens, query_lens, options)
         num_rows, width = arguments["metadata"].block_tables_PN.shape
         tables_PN[:num_rows, :width] = arguments["metadata"].block_tables_PN
-        ids = torch.zeros(num_rows, dtype=torch.int64)
-        load(own, StepInputs(ids, arguments["metadata"], ids[None], ids[None], ids, ids[:0].view(3, 0)))
+        num_tokens = sum(query_lens)
+        ids = torch.zeros(num_tokens, dtype=torch.int64)
+        load(own, StepInputs(ids, arguments["metadata"], ids[None], ids[None], ids[:num_rows], ids[:0].view(3, 0)))
     expected = reference(arguments)
-    extra = {name: torch.randn(4 - num_rows, *arguments[name].shape[1:]) for name in ("query_THD", "key_THD", "value_THD")}
+    num_padding = shape.num_tokens - num_tokens
+    extra = {name: torch.randn(num_padding, *arguments[name].shape[1:]) for name in ("query_THD", "key_THD", "value_THD")}
     padded = {name: torch.cat([arguments[name], rows]) for name, rows in extra.items()}
     launched = launch(paged_attention_cuda, **arguments | padded | {"metadata": own.attention})
-    torch.testing.assert_close(launched.result[:num_rows], expected, atol=2e-5, rtol=0)
-    assert launched.result[num_rows:].abs().sum() == 0
-    assert (launched.arguments["key_cache"] != arguments["key_cache"]).any(-1).any(-1).sum() == num_rows
+    torch.testing.assert_close(launched.result[:num_tokens], expected, atol=2e-5, rtol=0)
+    assert launched.result[num_tokens:].abs().sum() == 0
+    assert (launched.arguments["key_cache"] != arguments["key_cache"]).any(-1).any(-1).sum() == num_tokens
 
 
 def test_states_as_models_give_them_need_not_have_dense_heads(launch: Launch) -> None:
