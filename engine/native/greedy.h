@@ -75,7 +75,7 @@ int64_t most_probable(const T* logits, int64_t size, const Allowed& allowed) {
 template <typename T>
 void most_probable_of_rows(int64_t* token_ids, const T* logits, int64_t num_rows, int64_t vocab_size, int64_t stride, const uint32_t* words,
                            int64_t num_words, int64_t words_stride) {
-    parallel_for(num_rows, [&](int64_t row) {
+    parallel_for(num_rows, elementwise(vocab_size), [&](int64_t row) {
         const Allowed allowed{words == nullptr ? nullptr : words + row * words_stride, num_words};
         token_ids[row] = most_probable(logits + row * stride, vocab_size, allowed);
     });
