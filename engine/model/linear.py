@@ -29,7 +29,9 @@ def can_panel(weight_OI: Tensor) -> bool:
 def panels(weight_OI: Tensor) -> Tensor:
     """The weight as [outputs / 32 rounded up, inputs / 2, 32, 2]: pairs of inputs side by side, zeros for missing outputs."""
     padded_OI = nn.functional.pad(weight_OI, (0, 0, 0, -weight_OI.shape[0] % PANEL))
-    return padded_OI.view(-1, PANEL, weight_OI.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    pairs_OI = padded_OI.view(torch.int32)  # copied as one number each, which takes half the time
+    panels_PIO = pairs_OI.view(-1, PANEL, pairs_OI.shape[1]).transpose(1, 2).contiguous()
+    return panels_PIO.view(weight_OI.dtype).view(*panels_PIO.shape, 2)
 
 
 def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

@@ -180,16 +180,19 @@ def placement(num_threads: int, pin: PinThreads) -> Placement:
 # Of <linux/mempolicy.h>; the C library has no functions for these calls.
 PREFERRED, INTERLEAVE = 1, 3
 MOVE = 2
-SYSTEM_CALLS = {"x86_64": {"mbind": 237, "set_mempolicy": 238}, "aarch64": {"mbind": 235, "set_mempolicy": 237}}
+SYSTEM_CALLS = {
+    "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239},
+    "aarch64": {"mbind": 235, "get_mempolicy": 236, "set_mempolicy": 237},
+}
 
 
 @contextlib.contextmanager
 def memory_on(nodes: Sequence[int], root: Path = ROOT) -> Iterator[None]:
     """Memory that this thread touches first, and threads that it starts meanwhile, is on these nodes, page by page in turns.
 
-    Nothing changes on a machine with one node.
+    Nothing changes on a machine with one node, or where the process was started with a policy of its own.
     """
-    if len(online_nodes(root)) < 2:
+    if not _can_choose_nodes(root):
         yield
         return
     _system_call("set_mempolicy", _policy(nodes), *_mask(nodes))
@@ -203,8 +206,13 @@ def place_memory(address: int, num_bytes: int, nodes: Sequence[int], root: Path 
     """As `memory_on`, of whole pages in a range of addresses, whichever thread touches them."""
     page = os.sysconf("SC_PAGE_SIZE")
     first, end = -(-address // page) * page, (address + num_bytes) // page * page
-    if len(online_nodes(root)) > 1 and first < end:
+    if first < end and _can_choose_nodes(root):
         _system_call("mbind", first, end - first, _policy(nodes), *_mask(nodes), MOVE)
+
+
+def _can_choose_nodes(root: Path) -> bool:
+    policy = ctypes.c_int(0)
+    return len(online_nodes(root)) > 1 and _system_call("get_mempolicy", ctypes.byref(policy), None, 0, None, 0) and policy.value == 0
 
 
 def _policy(nodes: Sequence[int]) -> int:
@@ -218,11 +226,14 @@ def _mask(nodes: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_uint64], int]:
     return (ctypes.c_uint64 * num_words)(*(bits >> 64 * word & 2**64 - 1 for word in range(num_words))), 64 * num_words + 1
 
 
-def _system_call(name: str, *arguments: object) -> None:
+def _system_call(name: str, *arguments: object) -> bool:
+    """Whether it succeeded."""
     number = SYSTEM_CALLS.get(platform.machine(), {}).get(name)
     if number is None or sys.platform != "linux":
-        return
+        return False
     call = ctypes.CDLL(None, use_errno=True).syscall
     converted = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in (number, *arguments)]
     if call(*converted) != 0:  # containers often forbid it
         logger.info("The model's memory stays where threads first touch it: %s: %s", name, os.strerror(ctypes.get_errno()))
+        return False
+    return True

@@ -206,20 +206,24 @@ def test_threads_are_pinned_where_the_cpus_are_the_processs_own(
 
 
 class Kernel:
-    """Records system calls."""
+    """Records system calls. The process has the memory policy `policy`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, policy: int = 0) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.policy = policy
         self.result = 0
         monkeypatch.setattr(platform, "machine", lambda: "x86_64")
         monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno=False: self)
 
     def syscall(self, *arguments: Any) -> int:
+        if arguments[0].value == GET_MEMPOLICY:
+            arguments[1]._obj.value = self.policy
+            return 0
         self.calls.append(tuple(list(each) if isinstance(each, ctypes.Array) else getattr(each, "value", each) for each in arguments))
         return self.result
 
 
-MBIND, SET_MEMPOLICY, DEFAULT = 237, 238, (238, 0, None, 0)
+MBIND, SET_MEMPOLICY, GET_MEMPOLICY, DEFAULT = 237, 238, 239, (238, 0, None, 0)
 
 
 def test_memory_of_several_nodes_is_interleaved_while_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +257,14 @@ def test_a_machine_with_one_node_is_left_alone(tmp_path: Path, monkeypatch: pyte
     kernel = Kernel(monkeypatch)
     with memory_on((0,), tmp_path):
         place_memory(0, 2**20, (0,), tmp_path)
+    assert kernel.calls == []
+
+
+def test_a_policy_that_the_process_was_started_with_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(tmp_path, 2, 1)
+    kernel = Kernel(monkeypatch, policy=module.INTERLEAVE)
+    with memory_on((0, 1), tmp_path):
+        place_memory(0, 2**20, (0, 1), tmp_path)
     assert kernel.calls == []
 
 
