@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import torch
 from penstock.engine.config import EngineConfig, PinThreads
 from penstock.engine.native.library import native_library
 from penstock.engine.system.cpus import Placement, default_num_threads, memory_on, placement
+
+logger = logging.getLogger(__name__)
 
 
 def num_model_threads(config: EngineConfig) -> int:
@@ -40,6 +43,8 @@ def prepare_loops(num_threads: int, pin: PinThreads) -> None:
         if where.is_pinned or set(where.cpus) != os.sched_getaffinity(0):
             os.sched_setaffinity(0, where.cpus)  # of this thread, and of those that OpenMP starts from it
             _place_workers(where)
+            how = "pinned to" if where.is_pinned else "on"
+            logger.info("The model's %d threads run %s the CPUs %s", num_threads, how, ", ".join(map(str, where.cpus)))
     torch.set_num_threads(num_threads)  # OpenMP keeps it per thread
     library = native_library()
     if library is not None:
