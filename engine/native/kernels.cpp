@@ -57,7 +57,7 @@ void penstock_paged_decode(void* out, const void* query, const void* key_cache, 
     }
 }
 
-// Row i of logits lies `stride` numbers after the one before. token_ids: see `most_probable`. words, which may be null: see `Allowed`.
+// Row i of logits lies `stride` numbers after the one before. token_ids: see `most_probable_of_rows`. words, which may be null: see `Allowed`.
 void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_rows, int64_t vocab_size, int64_t stride, int64_t is_bfloat16,
                             const uint32_t* words, int64_t num_words, int64_t words_stride) {
     if (is_bfloat16) {

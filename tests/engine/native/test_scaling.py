@@ -19,8 +19,7 @@ pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C+
 NUM_THREADS = 8
 WORTH_TWO = 800  # nanoseconds of a loop's work: four times what a thread adds to it
 PRODUCTS_PER_NANOSECOND = 64  # as parallel.h has it
-NUM_ROWS = 16
-HIDDEN, INNER, VOCABULARY = 512, 1024, 2048
+HIDDEN, INNER, VOCABULARY = 512, 1024, 16_384
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": HIDDEN // 8}
 NUM_WEIGHTS = 3 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + VOCABULARY * HIDDEN
 needs_panels = pytest.mark.skipif(not can_panel(torch.empty(32, 2, dtype=torch.bfloat16)), reason="torch multiplies bfloat16 here")
@@ -63,14 +62,15 @@ def core_of(bits: int) -> EngineCore:
     return core_over(loaded_model(model), num_blocks=64, num_threads=NUM_THREADS, pin_threads="off", enable_prefix_caching=False)
 
 
+@pytest.mark.parametrize("num_rows", [1, 16])
 @pytest.mark.parametrize("bits", [4, 8, pytest.param(16, marks=needs_panels)])
-def test_no_loop_with_work_for_two_is_left_to_one_thread(bits: int) -> None:
+def test_no_loop_with_work_for_two_is_left_to_one_thread(bits: int, num_rows: int) -> None:
     core = core_of(bits)
-    prompts = [list(range(3, 23 + number)) for number in range(NUM_ROWS)]
+    prompts = [list(range(3, 23 + number)) for number in range(num_rows)]
     for loops in steps_of(core, prompts):
         assert [loop for loop in loops if loop.num_threads == 1 and loop.nanoseconds >= WORTH_TWO] == []
         work = sum(loop.nanoseconds for loop in loops)
-        assert work >= NUM_WEIGHTS * NUM_ROWS / PRODUCTS_PER_NANOSECOND  # the linear layers are among them
+        assert work >= NUM_WEIGHTS * num_rows / PRODUCTS_PER_NANOSECOND  # the linear layers are among them
         assert sum(loop.nanoseconds for loop in loops if loop.num_threads == 1) < 0.01 * work
         assert sum(loop.critical_nanoseconds for loop in loops) < work / (0.9 * NUM_THREADS)
     core.runner.shutdown()
