@@ -41,11 +41,12 @@ inline void pause() {
 }
 
 // How long a core takes for such work, in nanoseconds and roughly. It only has to tell short loops from long ones.
-inline double reading(int64_t bytes) { return bytes / 10.0; }                // from memory
-inline double multiplying(int64_t products) { return products / 64.0; }      // and adding them up
-inline double elementwise(int64_t elements) { return elements / 8.0; }       // simple sums of what is in the core's cache
+inline double reading(int64_t bytes) { return bytes / 10.0; }            // from memory
+inline double multiplying(int64_t products) { return products / 64.0; }  // and adding them up
+inline double elementwise(int64_t elements) { return elements / 8.0; }   // simple sums of what is in the core's cache
 
-// What each thread adds to a loop: to join, to take its pieces of work and to leave, the threads wait for each other at the same counters.
+// What each thread adds to a loop, as measured with two: to join, to take its pieces of work and to leave, the threads wait for each other
+// at the same counters.
 constexpr double JOINING = 200;
 
 // How many of the threads a loop gets that takes one thread so many nanoseconds: W / n + JOINING * n is least for n = sqrt(W / JOINING).
