@@ -5,13 +5,19 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 from penstock.engine.config import EngineConfig, PinThreads
 from penstock.engine.native.library import native_library
 from penstock.engine.system.cpus import Placement, default_num_threads, memory_on, placement
+
+PART_ELEMENTS = 2**17
+_NUM_LOADING_THREADS: ContextVar[int] = ContextVar("num_loading_threads", default=1)
 
 logger = logging.getLogger(__name__)
 
@@ -22,18 +28,49 @@ def num_model_threads(config: EngineConfig) -> int:
 
 @contextlib.contextmanager
 def loading_threads(config: EngineConfig) -> Iterator[None]:
-    """Gives a model's loading, packing and quantizing as many threads as the model will have, and memory on the nodes where those run.
+    """Has this thread pack a model's weights `by_rows` with as many threads as the model will have, in memory on the nodes of those.
 
-    Leaves this thread one.
+    Torch gets one thread here: two OpenMP pools on the same cores put each other's threads to sleep, so that a step takes twice as long.
+    Only the model's thread has one.
     """
     num_threads = num_model_threads(config)
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
+    reset = _NUM_LOADING_THREADS.set(num_threads)
     try:
         with memory_on(placement(num_threads, config.pin_threads).nodes):
             yield
     finally:
-        # Two OpenMP pools on the same cores put each other's threads to sleep: a step takes twice as long. Only the model's thread has one.
-        torch.set_num_threads(1)
+        _NUM_LOADING_THREADS.reset(reset)
+
+
+def by_rows(compute: Callable[..., tuple[Tensor, ...]], matrices: Sequence[Tensor], rows_per_result: int = 1) -> tuple[Tensor, ...]:
+    """What `compute` makes of matrices with the same number of rows, where so many rows each give one row of every result.
+
+    It is called for some rows at a time, which stay in a core's cache, and within `loading_threads` in as many threads.
+    """
+    num_rows, num_columns = matrices[0].shape
+    step = max(1, PART_ELEMENTS // max(1, num_columns * rows_per_result)) * rows_per_result
+
+    def part(first: int) -> tuple[Tensor, ...]:
+        return compute(*(matrix[first : first + step] for matrix in matrices))
+
+    def write(first: int, parts: tuple[Tensor, ...]) -> None:
+        for result, rows in zip(results, parts, strict=True):
+            result[first // rows_per_result :][: len(rows)] = rows
+
+    beginning, rest = part(0), range(step, num_rows, step)
+    if not rest:
+        return beginning
+    results = tuple(rows.new_empty(-(-num_rows // rows_per_result), *rows.shape[1:]) for rows in beginning)
+    write(0, beginning)
+    num_threads = min(_NUM_LOADING_THREADS.get(), len(rest))
+    if num_threads == 1:
+        for first in rest:
+            write(first, part(first))
+    else:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            list(threads.map(lambda first: write(first, part(first)), rest))
+    return results
 
 
 def prepare_loops(num_threads: int, pin: PinThreads) -> None:

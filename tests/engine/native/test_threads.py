@@ -1,6 +1,7 @@
 """What a model's thread, and the thread that loads it, are given: threads, CPUs and nodes of memory."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.model.linear import pack, panels, quantized
 from penstock.engine.native import threads as module
 from penstock.engine.native.library import native_library
-from penstock.engine.native.threads import loading_threads, num_model_threads, prepare_loops
+from penstock.engine.native.threads import by_rows, loading_threads, num_model_threads, prepare_loops
 from penstock.engine.system.cpus import Placement
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import tiny_model
@@ -46,24 +48,53 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_a_model_is_loaded_by_all_its_threads_into_memory_of_their_nodes(places: list[Any]) -> None:
-    def load() -> list[int]:
+def test_a_model_is_loaded_into_memory_of_its_threads_nodes_with_one_openmp_thread(places: list[Any]) -> None:
+    def load() -> tuple[list[Any], int]:
+        torch.set_num_threads(3)
         with loading_threads(EngineConfig(num_threads=3)):
             assert places == [NODES]
-            inside = torch.get_num_threads()
-        return [inside, torch.get_num_threads()]
+        return places, torch.get_num_threads()
 
-    assert in_thread(load) == [3, 1]
-    assert places == [NODES, "end"]
+    assert in_thread(load) == ([NODES, "end"], 1)
 
 
-def test_a_thread_that_could_not_load_a_model_has_one_thread_as_well() -> None:
-    def load() -> int:
-        with pytest.raises(ZeroDivisionError), loading_threads(EngineConfig(num_threads=3)):
-            raise ZeroDivisionError
-        return torch.get_num_threads()
+def test_rows_are_computed_by_all_of_the_models_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART_ELEMENTS", 8)
+    matrix, meeting = torch.arange(28.0).view(7, 4), threading.Barrier(3)
 
-    assert in_thread(load) == 1
+    def doubled(rows: torch.Tensor) -> tuple[torch.Tensor]:
+        if rows[0, 0] > 0:  # the first rows are computed before
+            meeting.wait(timeout=60)
+            assert torch.get_num_threads() == 1
+        return (2 * rows,)
+
+    def load() -> torch.Tensor:
+        with loading_threads(EngineConfig(num_threads=3)):
+            return by_rows(doubled, [matrix])[0]
+
+    assert torch.equal(in_thread(load), 2 * matrix)
+
+
+def test_outside_of_loading_rows_are_computed_by_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART_ELEMENTS", 1)
+    (idents,) = by_rows(lambda rows: (torch.full_like(rows, threading.get_ident()),), [torch.zeros(4, 2, dtype=torch.int64)])
+    assert set(idents.flatten().tolist()) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("num_rows", [1, 15, 64, 77])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_some_rows_at_a_time_a_weight_is_the_same(num_rows: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_OI = torch.randn(num_rows, 64).bfloat16()
+
+    def packed() -> list[torch.Tensor]:
+        rounded = quantized(weight_OI, bits)
+        return [rounded.codes_OI, rounded.scales_OG, rounded.minimums_OG, pack(rounded), panels(weight_OI)]
+
+    whole = packed()
+    monkeypatch.setattr(module, "PART_ELEMENTS", 64)
+    with loading_threads(EngineConfig(num_threads=2)):
+        in_parts = packed()
+    assert all(torch.equal(*both) for both in zip(in_parts, whole, strict=True))
 
 
 def test_keys_and_values_are_placed_before_they_are_written(places: list[Any]) -> None:
