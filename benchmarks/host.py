@@ -8,11 +8,13 @@ of the processor time of the thread that runs the engine's loop.
 
 import argparse
 import json
+import os
 import random
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -27,7 +29,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks import report
-from benchmarks.target import environment_of
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache.block_pool import BlockPool
@@ -249,9 +250,10 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
 
 def measure_in_process(name: str, checkout: Path) -> dict[str, float]:
     """Runs one measurement on the package in `checkout`, whatever that folder is called."""
-    with environment_of(checkout) as environment:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "penstock").symlink_to(checkout.resolve())
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, "--measure", name]
-        environment["OMP_NUM_THREADS"] = "1"
         run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=MAX_SECONDS)
     result: dict[str, float] = json.loads(run.stdout)
     return result
