@@ -16,7 +16,7 @@ from penstock.engine.config import EngineConfig, PinThreads
 from penstock.engine.native.library import native_library
 from penstock.engine.system.cpus import Placement, default_num_threads, memory_on, placement
 
-PART_ELEMENTS = 2**17
+PART_ELEMENTS = 2**18  # a megabyte of float32
 _NUM_LOADING_THREADS: ContextVar[int] = ContextVar("num_loading_threads", default=1)
 
 logger = logging.getLogger(__name__)
