@@ -15,6 +15,7 @@ from penstock import __version__
 from penstock.cli import COMMANDS
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.system.cpus import limit_libraries
 from penstock.engine.system.process import memory_shortage_refused, release_heap
 from penstock.logs import set_up_logging
 from penstock.serving.options import Arguments
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         set_up_logging(arguments.log_level, access_log=arguments.access_log)
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+        limit_libraries(arguments.engine.num_threads, os.environ)
         with memory_shortage_refused():
             from penstock.plugins.manager import Plugins
 

@@ -1,5 +1,6 @@
 """One streamed request: written down as it arrives, read when nothing is being measured any more."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -36,6 +37,17 @@ class Recording:
                 if line.startswith(b"data:") and data != b"[DONE]":
                     yield arrived, json.loads(data)
 
+    @property
+    def has_text(self) -> bool:
+        """Whether the answer has begun."""
+        return any(has_text(choice) for _, event in self.events() for choice in event.get("choices", ()))
+
+
+def has_text(choice: dict[str, Any]) -> bool:
+    """Whether this choice of an event adds to the answer."""
+    delta = choice.get("delta") or {}
+    return any(delta.get(name) for name in TEXT_FIELDS)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -64,8 +76,7 @@ def read_answer(recording: Recording) -> Answer:
             raise BadAnswer(200, json.dumps(event))
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
-            delta = choice.get("delta") or {}
-            if any(delta.get(name) for name in TEXT_FIELDS):
+            if has_text(choice):
                 text_times.append(arrived)
             if choice.get("finish_reason"):
                 finished = arrived
@@ -102,14 +113,16 @@ class Client:
         fields = {"model": self.model, "messages": [message], "max_tokens": output_tokens, "temperature": 0, "stream": True}
         return json.dumps(fields | self.extensions | self.extra_body).encode()
 
-    async def stream(self, body: bytes) -> Recording:
-        """Raises BadAnswer for any status but 200."""
+    async def stream(self, body: bytes, has_begun: asyncio.Event | None = None) -> Recording:
+        """Raises BadAnswer for any status but 200. Sets the event at the first token."""
         recording = Recording(time.perf_counter())
         async with self.session.post(f"{self.url}/chat/completions", data=body, headers={"Content-Type": "application/json"}) as response:
             if response.status != 200:
                 raise BadAnswer(response.status, await response.text())
             async for piece in response.content.iter_any():
                 recording.pieces.append((time.perf_counter(), piece))
+                if has_begun is not None and not has_begun.is_set() and recording.has_text:
+                    has_begun.set()
         return recording
 
     async def first_model(self) -> str:

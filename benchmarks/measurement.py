@@ -2,15 +2,17 @@
 
 import asyncio
 import statistics
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.client import Answer, Client, Recording, read_answer
+from benchmarks.client import Answer, BadAnswer, Client, Recording, read_answer
 from benchmarks.scenarios import Scenario
 from benchmarks.target import Running
 
 WARMUP_OUTPUT_TOKENS = 16
+LONG_OUTPUT_TOKENS = 600  # of the request that is not measured: more than the others take, and with its prompt within 32,768
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,36 @@ async def send(client: Client, bodies: Sequence[bytes], concurrency: int) -> lis
     return [recording for done in await asyncio.gather(*(worker() for _ in range(concurrency))) for recording in done]
 
 
+@asynccontextmanager
+async def long_request(client: Client, scenario: Scenario, seed: str) -> AsyncIterator[None]:
+    """The scenario's long request, if it has one, is being answered from the beginning of the block to its end, where it is aborted.
+
+    Raises BadAnswer where it is not.
+    """
+    if not scenario.long_tokens:
+        yield
+        return
+    has_begun = asyncio.Event()
+    stream = asyncio.create_task(client.stream(client.body(scenario.long_prompt(seed), LONG_OUTPUT_TOKENS), has_begun))
+    waiting = asyncio.create_task(has_begun.wait())
+    try:
+        await asyncio.wait([waiting, stream], return_when=asyncio.FIRST_COMPLETED)
+        check_unfinished(stream)
+        yield
+        check_unfinished(stream)
+    finally:
+        waiting.cancel()
+        stream.cancel()
+        await asyncio.gather(waiting, stream, return_exceptions=True)
+
+
+def check_unfinished(stream: "asyncio.Task[Recording]") -> None:
+    """Raises BadAnswer, or what the request has failed with."""
+    if stream.done():
+        stream.result()
+        raise BadAnswer(200, "the long answer ended before the others")
+
+
 async def measure(running: Running, scenario: Scenario, seed: str, num_warmup: int | None) -> Measurement:
     """Warms up with prompts of the same length, as many as run at a time unless `num_warmup` says otherwise, then measures."""
     client, memory = running.client, running.memory
@@ -123,13 +155,14 @@ async def measure(running: Running, scenario: Scenario, seed: str, num_warmup: i
     warmup = [client.body(prompt, warmup_tokens) for prompt in scenario.prompts(f"{seed} warm-up", num_warmup)]
     bodies = [client.body(prompt, scenario.output_tokens) for prompt in scenario.prompts(seed, scenario.num_requests)]
     await send(client, warmup, scenario.concurrency)
-    if memory is None:
-        return summarize([read_answer(recording) for recording in await send(client, bodies, scenario.concurrency)])
-    memory.look_for_children()
-    watching = asyncio.create_task(memory.watch())
-    try:
-        recordings = await send(client, bodies, scenario.concurrency)
-    finally:
-        watching.cancel()
-    current = memory.sample()
+    async with long_request(client, scenario, seed):
+        if memory is None:
+            return summarize([read_answer(recording) for recording in await send(client, bodies, scenario.concurrency)])
+        memory.look_for_children()
+        watching = asyncio.create_task(memory.watch())
+        try:
+            recordings = await send(client, bodies, scenario.concurrency)
+        finally:
+            watching.cancel()
+        current = memory.sample()
     return summarize([read_answer(recording) for recording in recordings], current, memory.peak)

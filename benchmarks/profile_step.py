@@ -40,6 +40,7 @@ from penstock.engine.native.library import native_library
 from penstock.engine.runner import StepOutput, sample_rows
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sequence import Request
+from penstock.engine.system.cpus import default_num_threads
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
@@ -280,7 +281,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = build_parser().parse_args()
     directory = resolve_model(options.model, False)
-    num_threads = options.threads or torch.get_num_threads()
+    num_threads = options.threads or default_num_threads()
     config = EngineConfig(
         model=options.model,
         quantization=options.quantization,

@@ -90,10 +90,14 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    if commit.returncode == 0:
-        found["commit"] = commit.stdout.strip()
+    if commit := commit_of(ROOT):
+        found["commit"] = commit
     return found
+
+
+def commit_of(checkout: Path) -> str:
+    """Empty where the folder is no checkout of a repository."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def without_paths(text: str) -> str:

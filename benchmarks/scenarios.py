@@ -33,7 +33,9 @@ class Scenario:
     """A number of requests, `concurrency` of them under way at any time. Lengths are in tokens of the default model.
 
     `shared_tokens` of each prompt are the same words for all requests of a round; everything else differs, from the first word on. With
-    `is_copy` the answer is the text in the prompt, if the model does what it is asked to.
+    `is_copy` the answer is the text in the prompt, if the model does what it is asked to. With `long_tokens` one more request, with a
+    prompt of that length, is being answered all the while and not measured. A scenario that is not `by_default` takes a server that is
+    started for it, and runs only where it is named.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Scenario:
     output_tokens: int
     shared_tokens: int = 0
     is_copy: bool = False
+    long_tokens: int = 0
+    by_default: bool = True
 
     def prompts(self, seed: str, num_prompts: int) -> list[str]:
         """User messages. The same seed gives the same ones; other seeds give others, shared words included."""
@@ -53,9 +57,19 @@ class Scenario:
         num_own_words = self.prompt_tokens - self.shared_tokens - INSTRUCTION_TOKENS - TEMPLATE_TOKENS
         return [" ".join(shared + words(num_own_words, f"{seed} {index}")) + INSTRUCTION for index in range(num_prompts)]
 
+    def long_prompt(self, seed: str) -> str:
+        """The user message of the request that is not measured."""
+        return " ".join(words(self.long_tokens - INSTRUCTION_TOKENS - TEMPLATE_TOKENS, f"{seed} long")) + INSTRUCTION
+
     def small(self) -> "Scenario":
         """The same, to see quickly that it works."""
-        return replace(self, concurrency=min(2, self.concurrency), num_requests=2, output_tokens=min(4, self.output_tokens))
+        return replace(
+            self,
+            concurrency=min(2, self.concurrency),
+            num_requests=2,
+            output_tokens=min(4, self.output_tokens),
+            long_tokens=min(4000, self.long_tokens),
+        )
 
 
 def words(count: int, seed: str) -> list[str]:
@@ -74,4 +88,8 @@ SCENARIOS = [
     Scenario("prefill", concurrency=8, num_requests=8, prompt_tokens=1490, output_tokens=1),
     Scenario("shared-prefix", concurrency=4, num_requests=16, prompt_tokens=1070, output_tokens=16, shared_tokens=1000),
     Scenario("ngram", concurrency=1, num_requests=4, prompt_tokens=207, output_tokens=96, is_copy=True),
+    Scenario("concurrency-128", concurrency=128, num_requests=128, prompt_tokens=118, output_tokens=128, by_default=False),
+    Scenario(
+        "long-among-short", concurrency=31, num_requests=31, prompt_tokens=118, output_tokens=128, long_tokens=32_000, by_default=False
+    ),
 ]

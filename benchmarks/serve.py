@@ -68,6 +68,8 @@ class Bench:
         target = server.target
         entry = self.servers[target.name]
         entry["started_by"] = report.without_paths(target.command or target.url or "")
+        if target.checkout is not None:
+            entry["commit"] = report.commit_of(target.checkout)
         entry["version"] = server.version
         entry["model"] = report.without_paths(server.client.model)
         entry["refused_fields"] = server.refused
@@ -118,6 +120,9 @@ def target_from(name: str, place: str, options: argparse.Namespace) -> Target:
         return next((value for owner, value in values if owner in (None, name)), None)
 
     is_url = place.startswith(("http://", "https://"))
+    checkout = Path(place) if Path(place).is_dir() else None
+    if checkout is not None and not options.launch:
+        raise ValueError("a checkout is started by the command of --launch")
     pid = option(options.pid)
     extra_body = json.loads(option(options.extra_body) or "{}")
     if not isinstance(extra_body, dict):
@@ -125,7 +130,8 @@ def target_from(name: str, place: str, options: argparse.Namespace) -> Target:
     return Target(
         name,
         url=place if is_url else None,
-        command=None if is_url else place,
+        command=None if is_url else options.launch[1] if checkout is not None else place,
+        checkout=checkout,
         pid=int(pid) if pid is not None else None,
         model=option(options.model),
         api_key=option(options.api_key),
@@ -151,7 +157,7 @@ def targets_from(options: argparse.Namespace) -> list[Target]:
 
 
 def scenarios_from(options: argparse.Namespace) -> list[Scenario]:
-    chosen = [scenario for scenario in SCENARIOS if not options.scenario or scenario.name in options.scenario]
+    chosen = [scenario for scenario in SCENARIOS if (scenario.name in options.scenario if options.scenario else scenario.by_default)]
     return [scenario.small() for scenario in chosen] if options.quick else chosen
 
 
@@ -167,7 +173,12 @@ def build_parser() -> argparse.ArgumentParser:
         "environment variables go before it by env(1): NAME='env A=1 command'. Its start-up time is from there to the first answer",
     )
     servers.add_argument(
-        "--against", metavar="NAME=URL|COMMAND", type=named, action="append", default=[], help="another server to compare with; repeatable"
+        "--against",
+        metavar="NAME=URL|COMMAND|CHECKOUT",
+        type=named,
+        action="append",
+        default=[],
+        help="another server to compare with, or another checkout of Penstock, started by the command of --launch; repeatable",
     )
     servers.add_argument("--restart", action="store_true", help="start servers for each turn of theirs, so that only one is up at a time")
     servers.add_argument("--start-timeout", type=float, default=600, metavar="SECONDS", help="(default: %(default)s)")
@@ -181,7 +192,12 @@ def build_parser() -> argparse.ArgumentParser:
         per_server.add_argument(flag, metavar=f"[NAME=]{value}", type=maybe_named, action="append", default=[], help=text)
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--scenario", action="append", choices=[scenario.name for scenario in SCENARIOS], help="only this one; repeatable (default: all)"
+        "--scenario",
+        action="append",
+        choices=[scenario.name for scenario in SCENARIOS],
+        help="only this one; repeatable (default: all but "
+        f"{' and '.join(scenario.name for scenario in SCENARIOS if not scenario.by_default)}, for which a server has to be started with "
+        "flags of its own)",
     )
     load.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each server; medians are printed (default: %(default)s)")
     load.add_argument("--warmup", type=int, metavar="N", help="requests before each scenario (default: as many as it has at a time)")

@@ -2,8 +2,10 @@
 """A server to drive: one that is running already, or a command that starts it. Its memory and its start are measured here."""
 
 import asyncio
+import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -67,11 +69,15 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the command line says of a server. Exactly one of `url` and `command` is given; `{port}` in a command is a free port."""
+    """What the command line says of a server. Exactly one of `url` and `command` is given; `{port}` in a command is a free port.
+
+    With a `checkout`, the command starts the server of that checkout of Penstock.
+    """
 
     name: str
     url: str | None = None
     command: str | None = None
+    checkout: Path | None = None
     pid: int | None = None
     model: str | None = None
     api_key: str | None = None
@@ -146,10 +152,24 @@ class Launched:
 
 
 @contextmanager
-def launched(name: str, arguments: list[str]) -> Iterator[Launched]:
-    with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log") as log:
+def environment_of(checkout: Path | None) -> Iterator[dict[str, str]]:
+    """Environment variables with which Python's `penstock` is the package in that checkout, whatever that folder is called."""
+    if checkout is None:
+        yield dict(os.environ)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "penstock").symlink_to(checkout.resolve())
+        yield {**os.environ, "PYTHONPATH": folder}
+
+
+@contextmanager
+def launched(name: str, arguments: list[str], checkout: Path | None = None) -> Iterator[Launched]:
+    """In the checkout's folder, but with the program that the command names here."""
+    with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log") as log, environment_of(checkout) as environment:
+        program = shutil.which(arguments[0])
+        arguments = arguments if program is None else [os.path.abspath(program), *arguments[1:]]
         started = time.perf_counter()
-        process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(arguments, cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         server = Launched(name, process, Memory(psutil.Process(process.pid)), started, Path(log.name))
         try:
             yield server
@@ -174,7 +194,7 @@ async def running(target: Target, ignore_eos: bool, start_patience: float, patie
             return
         arguments, port = split_command(target.command)
         client = Client(session, f"http://127.0.0.1:{port}/v1", target.model or "", target.extra_body)
-        with launched(target.name, arguments) as server:
+        with launched(target.name, arguments, target.checkout) as server:
             startup = await first_answer(client, server, start_patience)
             yield await greet(client, target, ignore_eos, server.memory, startup)
 

@@ -24,6 +24,22 @@ snake case: `--max-num-seqs 8` is `max_num_seqs=8`. A model for [pooling](poolin
 that change nothing. [vLLM's flags](#vllms-flags) that are missing here are accepted if they request what Penstock does anyway; each of the
 others is refused with what to use instead.
 """
+CPUS = """\
+## CPUs, containers and NUMA
+
+A model on the CPU gets one thread per physical core of the process's affinity (`taskset`, a cpuset), but no more than the CPU quota of
+its cgroup and those above it allows (Docker's option `cpus`, `resources.limits.cpu` in Kubernetes). A quota of 2.5 CPUs makes two threads.
+CPU shares and requests are no limits. `$OMP_NUM_THREADS` or `--threads` sets another number, and OpenMP's and the tokenizer's threads
+follow it.
+
+`--pin-threads auto` pins threads only where there are 8 or more and no quota says that the CPUs are shared. With two servers on one
+machine, give each its own CPUs (`taskset -c 0-31 penstock ...`, or a cpuset), or use `--pin-threads off`.
+
+On a machine with several NUMA nodes, threads run on one node if it has a core for each. Weights and the KV cache are then allocated
+there; otherwise their pages are interleaved over the nodes in use. In a container this takes the system calls `mbind` and
+`set_mempolicy`, which Docker's default seccomp profile refuses unless the capability `SYS_NICE` is added; the log says so. A policy that
+the server is started with, as by `numactl -i all penstock ...`, is left as it is.
+"""
 VLLM = """\
 ## vLLM's flags
 
@@ -52,6 +68,7 @@ def _flag_lines() -> Iterator[str]:
         yield "|---|---|---|"
         yield from (_flag_row(option) for option in OPTIONS.values() if option.group == group)
         yield ""
+    yield CPUS
     yield VLLM + "\n".join(_vllm_rows()) + "\n"
 
 

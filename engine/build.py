@@ -29,12 +29,14 @@ from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.native.library import choose_kernels, native_library
+from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request
 from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
+from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
@@ -42,30 +44,27 @@ from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = torch.get_num_threads()  # as many as there are cores, or $OMP_NUM_THREADS; what is asked later may be what `load` has set
-
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
     interface.register()
     choose_kernels(config.native_kernels)
-    # Two OpenMP pools on the same cores put each other's threads to sleep: a step takes twice as long. Only the model's thread has one.
-    torch.set_num_threads(1)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
         raise ConfigurationError("the attention kernels for CUDA need triton: pip install 'penstock[gpu]'")
-    loaded = load_model(
-        directory,
-        config.dtype,
-        config.device,
-        max_len=config.max_model_len,
-        quantization=config.quantization,
-        trust_remote_code=config.trust_remote_code,
-    )
-    fuse(loaded)
-    if loaded.device.type == "cpu":
-        native_library()  # built now rather than in the first request
-        pack_linears(loaded.model)
-        settle_memory(loaded.model)
+    with loading_threads(config):
+        loaded = load_model(
+            directory,
+            config.dtype,
+            config.device,
+            max_len=config.max_model_len,
+            quantization=config.quantization,
+            trust_remote_code=config.trust_remote_code,
+        )
+        fuse(loaded)
+        if loaded.device.type == "cpu":
+            native_library()  # built now rather than in the first request
+            pack_linears(loaded.model)
+            settle_memory(loaded.model)
     return loaded
 
 
@@ -194,6 +193,10 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
         max_blocks=-(-loaded.max_model_len // config.block_size),
         groups=groups,
     )
+    if device_type == "cpu":
+        nodes = placement(num_model_threads(config), config.pin_threads).nodes
+        for tensor in (*cache.keys, *cache.values):
+            place_memory(tensor.data_ptr(), tensor.nbytes, nodes)
     cache.attach(loaded.model)
     is_native = device_type == "cpu" and config.compile != "on" and install_native_decoder(loaded, cache)
     compilation = None if is_native else compiled_layers(loaded, config)
@@ -207,7 +210,8 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
             graphs=step_graphs(loaded, config, cache),
             copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
             seed=config.seed,
-            num_threads=config.num_threads or NUM_THREADS,
+            num_threads=num_model_threads(config),
+            pin_threads=config.pin_threads,
         ),
         scheduler=Scheduler(
             blocks,

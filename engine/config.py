@@ -220,6 +220,7 @@ KVCacheDtype = Literal["auto", "fp8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 SpeculationMode = Literal["ngram", "none"]
 NativeKernels = Literal["auto", "none"]
+PinThreads = Literal["auto", "on", "off"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
 
 MAX_NUM_SEQS_CPU = 64
@@ -239,9 +240,10 @@ class EngineConfig:
 
     None means the default model, or that the engine chooses: `max_model_len` from the model's config, `max_num_seqs`,
     `max_num_batched_tokens` and `async_scheduling` from the device, `kv_cache_memory` (bytes) from free memory, `max_waiting_tokens` from
-    the size of the KV cache, `num_threads` from the cores. `max_num_batched_tokens` is the token budget of one step; the scheduler raises
-    it where it would not hold a token of every running sequence. `max_waiting_requests` and `max_waiting_tokens` bound the queue, in
-    sequences and in tokens of their prompts: where one is reached, a request is refused with `QueueFull`.
+    the size of the KV cache, `num_threads` from the CPUs that the process may use. `max_num_batched_tokens` is the token budget of one
+    step; the scheduler raises it where it would not hold a token of every running sequence. `max_waiting_requests` and
+    `max_waiting_tokens` bound the queue, in sequences and in tokens of their prompts: where one is reached, a request is refused with
+    `QueueFull`.
     """
 
     model: str | None = option(
@@ -382,7 +384,19 @@ class EngineConfig:
         None, "for requests without one", "engine", default_help="every start is different", metavar="N", read=integer(0, 2**63 - 1)
     )
     num_threads: int | None = option(
-        None, "CPU threads of the model", "engine", name="threads", default_help="one per core", metavar="N", read=integer(1)
+        None,
+        "CPU threads of the model",
+        "engine",
+        name="threads",
+        default_help="$OMP_NUM_THREADS, else one per physical core, but no more than the container's CPU quota allows",
+        metavar="N",
+        read=integer(1),
+    )
+    pin_threads: PinThreads = option(
+        "auto",
+        "run each of these threads on a physical core of its own. auto: from 8 threads on, unless a CPU quota says that others use the "
+        "same cores; on: always, for a server that has its cores to itself; off: wherever the operating system puts them",
+        "engine",
     )
 
     def num_waiting_tokens(self, num_cached_tokens: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
+from penstock.engine.config import PinThreads
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.compiled_layers import LayerCompilation
@@ -18,6 +19,7 @@ from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
+from penstock.engine.native.threads import prepare_loops
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
 from penstock.engine.sequence import LOGITS, Sequence
 from penstock.engine.system.device import HostCopies, index_on, to_device
@@ -128,9 +130,11 @@ class ModelRunner:
         copies: HostCopies | None = None,
         seed: int | None = None,
         num_threads: int,
+        pin_threads: PinThreads = "auto",
     ) -> None:
         self.loaded = loaded
         self.num_threads = num_threads
+        self._pin_threads = pin_threads
         self._compilation = compilation
         self.graphs = graphs
         self._copies = copies
@@ -142,9 +146,11 @@ class ModelRunner:
         self._results_thread = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
 
     def _prepare_thread(self) -> None:
-        torch.set_num_threads(self.num_threads)  # OpenMP keeps it per thread
         if self.loaded.device.type == "cuda":
+            torch.set_num_threads(self.num_threads)
             torch.cuda.set_device(self.loaded.device)  # Triton launches on the thread's current device
+        else:
+            prepare_loops(self.num_threads, self._pin_threads)
 
     def launch(self, batch: Batch) -> StepHandle:
         if self._results_thread is None:

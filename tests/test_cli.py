@@ -32,7 +32,7 @@ EVERY_FLAG = """
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
     --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache
-    --async-scheduling --threads 2 --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
+    --async-scheduling --threads 2 --pin-threads on --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
 """
 
@@ -109,6 +109,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         seed=11,
         speculation="none",
         num_threads=2,
+        pin_threads="on",
         trust_remote_code=True,
         matryoshka=True,
     )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -135,6 +136,15 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(capsys: pytes
         taken.listen()
         port = taken.getsockname()[1]
         assert f"cannot listen at 127.0.0.1:{port}" in refusal(capsys, "--port", str(port), "--model", "/nowhere/at/all")
+
+
+def test_libraries_are_given_the_models_number_of_threads_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(variable, "")  # so that it is put back
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr("penstock.server.serve", lambda *_: 7)
+    assert main(["--threads", "5"]) == 7
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["RAYON_NUM_THREADS"]) == ("5", "5")
 
 
 def test_a_host_that_is_not_ours_is_refused() -> None:

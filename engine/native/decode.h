@@ -119,9 +119,11 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     static thread_local std::vector<float> parts;
     auto first_key_of = [&](int64_t sequence) { return options.window > 0 ? std::max<int64_t>(0, context_lens[sequence] - options.window) : 0; };
     auto end_part_of = [&](int64_t sequence) { return std::max<int64_t>((context_lens[sequence] + KEYS_OF_PART - 1) / KEYS_OF_PART, 1); };
-    int64_t num_all = 0;
-    for (int64_t sequence = 0; sequence < num_sequences; ++sequence)
+    int64_t num_all = 0, num_keys = 0;
+    for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
         num_all += (end_part_of(sequence) - first_key_of(sequence) / KEYS_OF_PART) * shape.num_kv_heads;
+        num_keys += (context_lens[sequence] - first_key_of(sequence)) * shape.num_kv_heads;
+    }
     const int64_t run = std::max<int64_t>(num_all / (TASKS_PER_THREAD * omp_get_max_threads()), 1);
     tasks.clear();
     int64_t place = 0;
@@ -135,7 +137,9 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     const Task* const all_tasks = tasks.data();  // this thread's, whichever thread runs one
     float* const all_parts = parts.data();
     std::vector<std::atomic<int64_t>> num_done(num_all);
-    parallel_for(tasks.size(), [&](int64_t i) {
+    const int64_t num_elements = num_keys * (shape.key_size + shape.value_size);
+    const double nanoseconds = std::max(reading(num_elements * sizeof(T)), multiplying(num_elements * group));
+    parallel_for(tasks.size(), nanoseconds / std::max<size_t>(tasks.size(), 1), [&](int64_t i) {
         const Task& task = all_tasks[i];
         const T* sequence_query = query + task.sequence * shape.num_heads * shape.key_size;
         const int32_t* blocks = tables[task.sequence];

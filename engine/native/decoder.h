@@ -71,8 +71,6 @@ struct Step {
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_ROWS = 8;  // fewer are done before a second thread has woken up
-
 inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows) {
     if (linear.bits == 16)
         return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
@@ -137,12 +135,6 @@ inline void activate(BFloat16* out, const BFloat16* gate_up, int64_t size) {
     }
 }
 
-template <typename Function>
-inline void for_rows(int64_t num_rows, const Function& function) {
-    if (num_rows >= MIN_PARALLEL_ROWS) return parallel_for(num_rows, function);
-    serial_for(num_rows, function);
-}
-
 // What one step needs room for.
 struct DecoderScratch {
     std::unique_ptr<float[]> cosines, sines;
@@ -191,7 +183,8 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
     BFloat16* normed = scratch.normed.get();
     BFloat16* projected = scratch.projected.get();
     BFloat16* attended = scratch.attended.get();
-    for_rows(num_tokens, [&](int64_t t) {
+    constexpr int64_t ANGLE = 40;  // an angle's cosine and sine take as long as so many simple operations
+    parallel_for(num_tokens, elementwise(size + half * ANGLE), [&](int64_t t) {
         for (int64_t i = 0; i < half; ++i) {
             const float angle = positions[t] * decoder.inverse_frequencies[i];
             scratch.cosines[t * half + i] = std::cos(angle) * decoder.rope_factor;
@@ -204,7 +197,7 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
         const int64_t width = layer.query_key_value.outputs;
         const int64_t* slots = step.slots_of(layer.group);
         apply(layer.query_key_value, projected, normed, num_tokens);
-        for_rows(num_tokens, [&](int64_t t) {
+        parallel_for(num_tokens, elementwise(width), [&](int64_t t) {
             const BFloat16* row = projected + t * width;
             const float *cosines = &scratch.cosines[t * half], *sines = &scratch.sines[t * half];
             for (int64_t d = 0; d < query_width; d += head_size)
@@ -223,15 +216,15 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
             }
         const int64_t num_rows = is_last ? num_kept : num_tokens;
         apply(layer.output, projected, attended, num_rows);
-        for_rows(num_rows, [&](int64_t t) {
+        parallel_for(num_rows, elementwise(size), [&](int64_t t) {
             add_and_norm(normed + t * size, x + t * size, projected + t * size, layer.post_norm, size, decoder.epsilon);
         });
         apply(layer.gate_up, projected, normed, num_rows);
         const int64_t inner = layer.down.inputs;
-        for_rows(num_rows, [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
+        parallel_for(num_rows, elementwise(2 * inner), [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
         apply(layer.down, projected, scratch.activated.get(), num_rows);
         const float* next_norm = is_last ? decoder.final_norm : decoder.layers[l + 1].input_norm;
-        for_rows(num_rows, [&](int64_t t) {
+        parallel_for(num_rows, elementwise(size), [&](int64_t t) {
             add_and_norm((is_last ? out : normed) + t * size, x + t * size, projected + t * size, next_norm, size, decoder.epsilon);
         });
     }

@@ -16,17 +16,28 @@
 
 extern "C" {
 
+// The number of threads of loops that the calling thread begins. It is OpenMP's, and so torch's, where both have the same OpenMP library.
+void penstock_set_num_threads(int64_t num_threads) { omp_set_num_threads(static_cast<int>(num_threads)); }
+
+int64_t penstock_num_threads() { return omp_get_max_threads(); }
+
+// See `Pool::place`. To be called in the thread that runs the model.
+void penstock_place_threads(const int32_t* cpus, int64_t num_cpus, int64_t is_pinned) { Pool::instance().place(cpus, num_cpus, is_pinned); }
+
+// See `Pool::record`.
+int64_t penstock_record_loops(LoopRecord* records, int64_t capacity) { return Pool::instance().record(records, capacity); }
+
 // Copies row t of `rows` (`row_bytes` long, `row_stride` bytes apart) to slot_mapping[t] of a cache; a negative slot is padding.
 void penstock_write_rows(char* cache, const char* rows, const int64_t* slot_mapping, int64_t num_rows, int64_t row_bytes, int64_t row_stride) {
-    for (int64_t t = 0; t < num_rows; ++t) {
+    parallel_for(num_rows, reading(2 * row_bytes), [&](int64_t t) {
         if (slot_mapping[t] >= 0) std::memcpy(cache + slot_mapping[t] * row_bytes, rows + t * row_stride, row_bytes);
-    }
+    });
 }
 
 // Row i of words (`words_stride` words apart) is for row rows[i] of logits (`logits_stride` numbers apart).
 void penstock_apply_bitmask(float* logits, const uint32_t* words, const int64_t* rows, int64_t num_rows, int64_t vocab_size, int64_t num_words,
                             int64_t logits_stride, int64_t words_stride) {
-    parallel_for(num_rows, [&](int64_t i) {
+    parallel_for(num_rows, elementwise(vocab_size), [&](int64_t i) {
         apply_bitmask_row(logits + rows[i] * logits_stride, words + i * words_stride, vocab_size, num_words);
     });
 }
@@ -46,7 +57,7 @@ void penstock_paged_decode(void* out, const void* query, const void* key_cache, 
     }
 }
 
-// Row i of logits lies `stride` numbers after the one before. token_ids: see `most_probable`. words, which may be null: see `Allowed`.
+// Row i of logits lies `stride` numbers after the one before. token_ids: see `most_probable_of_rows`. words, which may be null: see `Allowed`.
 void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_rows, int64_t vocab_size, int64_t stride, int64_t is_bfloat16,
                             const uint32_t* words, int64_t num_words, int64_t words_stride) {
     if (is_bfloat16) {

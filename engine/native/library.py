@@ -66,6 +66,14 @@ def native_library() -> ctypes.CDLL | None:
         logger.warning(PORTABLE, f"the C++ kernels could not be built: {getattr(error, 'stderr', None) or error}")
         return None
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    library.penstock_set_num_threads.argtypes = [integer]
+    library.penstock_set_num_threads.restype = None
+    library.penstock_num_threads.argtypes = []
+    library.penstock_num_threads.restype = integer
+    library.penstock_place_threads.argtypes = [pointer, integer, integer]
+    library.penstock_place_threads.restype = None
+    library.penstock_record_loops.argtypes = [pointer, integer]
+    library.penstock_record_loops.restype = integer
     library.penstock_write_rows.argtypes = [pointer, pointer, pointer, integer, integer, integer]
     library.penstock_write_rows.restype = None
     library.penstock_paged_decode.argtypes = [pointer] * 7 + [integer] * 8 + [number, integer, number, pointer]

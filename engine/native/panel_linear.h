@@ -60,7 +60,9 @@ inline void panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weigh
                          int64_t outputs) {
     const int64_t num_panels = (outputs + PANEL - 1) / PANEL;
     const int64_t num_chunks = (num_rows + ROW_CHUNK - 1) / ROW_CHUNK;
-    parallel_for(num_chunks * num_panels, [&](int64_t task) {
+    const int64_t panel_size = inputs * PANEL;
+    const double nanoseconds = std::max(reading(panel_size * sizeof(BFloat16)), multiplying(panel_size * std::min(num_rows, ROW_CHUNK)));
+    parallel_for(num_chunks * num_panels, nanoseconds, [&](int64_t task) {
         const int64_t p = task % num_panels, first = task / num_panels * ROW_CHUNK;
         multiply_rows(out + first * outputs + p * PANEL, outputs, x + first * inputs, weight + p * inputs * PANEL,
                       bias ? bias + p * PANEL : nullptr, inputs, std::min(PANEL, outputs - p * PANEL), std::min(ROW_CHUNK, num_rows - first));

@@ -312,8 +312,14 @@ void prefill(std::vector<Prefill<T>>& sequences) {
         }
         // The longest first, so that no thread is left with a long one at the end.
         std::stable_sort(attend_tasks.begin(), attend_tasks.end(), [](const Task& a, const Task& b) { return a.num_keys > b.num_keys; });
-        parallel_for(pack_tasks.size(), [&](int64_t i) { pack_tasks[i].sequence->pack(pack_tasks[i].head, pack_tasks[i].tile); });
-        parallel_for(attend_tasks.size(), [&](int64_t i) { attend_tasks[i].sequence->attend(attend_tasks[i].head, attend_tasks[i].tile); });
+        const int64_t tile_size = KEY_TILE * (sequences[0].key_size + sequences[0].value_size);
+        parallel_for(pack_tasks.size(), elementwise(tile_size), [&](int64_t i) {
+            pack_tasks[i].sequence->pack(pack_tasks[i].head, pack_tasks[i].tile);
+        });
+        // At least a tile of keys for each.
+        parallel_for(attend_tasks.size(), multiplying(QUERY_TILE * tile_size), [&](int64_t i) {
+            attend_tasks[i].sequence->attend(attend_tasks[i].head, attend_tasks[i].tile);
+        });
     }
 }
 

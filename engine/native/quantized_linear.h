@@ -15,7 +15,6 @@
 
 namespace {
 
-constexpr int64_t ROWS_ALONE = 4;  // quantized sooner than a second thread wakes up
 constexpr int64_t CHUNK_BYTES = 256 * 1024;
 
 template <int BITS, typename T>
@@ -37,16 +36,15 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
             quantize_row<BITS>(rows + row * num_groups, static_cast<const float*>(x) + row * num_groups * GROUP, num_groups);
         }
     };
-    if (num_rows <= ROWS_ALONE) {
-        serial_for(num_rows, quantize);
-    } else {
-        parallel_for(num_rows, quantize);
-    }
+    parallel_for(num_rows, elementwise(num_groups * GROUP), quantize);
     // A task is a few tiles and as many rows as stay in a core's cache while the tiles of the weight pass by.
     const int64_t num_tiles = (outputs + TILE - 1) / TILE, width = tiles_for(num_rows), num_strips = (num_tiles + width - 1) / width;
     const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;
     const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
-    parallel_for(num_chunks * num_strips, [&](int64_t task) {
+    const int64_t num_blocks = std::min(width, num_tiles) * num_groups;
+    const double nanoseconds =
+        std::max(reading(num_blocks * BLOCK_BYTES<BITS>), multiplying(num_blocks * TILE * GROUP * std::min(num_rows, chunk_rows)));
+    parallel_for(num_chunks * num_strips, nanoseconds, [&](int64_t task) {
         const int64_t chunk = task / num_strips, first_tile = task % num_strips * width;
         const int64_t begin = num_rows * chunk / num_chunks, count = num_rows * (chunk + 1) / num_chunks - begin;
         const int64_t num_parts = (count + MOST_ROWS - 1) / MOST_ROWS;

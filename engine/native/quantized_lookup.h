@@ -37,7 +37,7 @@ void quantized_row(float* out, const uint8_t* blocks, int64_t row, int64_t num_g
 
 template <int BITS>
 void quantized_rows(float* out, const uint8_t* blocks, const int64_t* rows, int64_t num_rows, int64_t num_groups) {
-    parallel_for(num_rows, [&](int64_t i) { quantized_row<BITS>(out + i * num_groups * GROUP, blocks, rows[i], num_groups); });
+    parallel_for(num_rows, 1.0 * num_groups * GROUP, [&](int64_t i) { quantized_row<BITS>(out + i * num_groups * GROUP, blocks, rows[i], num_groups); });
 }
 
 }  // namespace

@@ -15,8 +15,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.engine.config import PinThreads
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
 from penstock.engine.loop import ENGINE_FAILED, EngineLife, done
+from penstock.engine.native.threads import prepare_loops
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
@@ -193,10 +195,13 @@ class PoolingStats:
 class PoolingEngine:
     """Runs a `PoolingModel` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks."""
 
-    def __init__(self, model: PoolingModel, tokenizer: Tokenizer, queue: PoolingQueue, *, num_threads: int) -> None:
+    def __init__(
+        self, model: PoolingModel, tokenizer: Tokenizer, queue: PoolingQueue, *, num_threads: int, pin_threads: PinThreads = "auto"
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.num_threads = num_threads
+        self._pin_threads = pin_threads
         self._queue = queue
         self._running: list[WaitingInput] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
@@ -205,9 +210,11 @@ class PoolingEngine:
         self._num_inputs = self._num_prompt_tokens = self._num_steps = 0
 
     def _prepare_thread(self) -> None:
-        torch.set_num_threads(self.num_threads)  # OpenMP keeps it per thread
         if self.model.device.type == "cuda":
+            torch.set_num_threads(self.num_threads)
             torch.cuda.set_device(self.model.device)
+        else:
+            prepare_loops(self.num_threads, self._pin_threads)
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""

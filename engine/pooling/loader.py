@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.build import NUM_THREADS
 from penstock.engine.config import Dtype, EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.config import listed_architectures, max_model_len, read_config
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import DTYPES, load_pretrained, resolve_device, settle_memory
 from penstock.engine.native.library import choose_kernels
+from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.pooling.encoder import (
     EncoderInput,
     FlatForward,
@@ -237,13 +237,13 @@ def try_largest_batch(model: PoolingModel, num_tokens: int) -> None:
 
 def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineConfig) -> PoolingEngine:
     """Loads the model and puts an engine around it. Raises `ConfigurationError` for what cannot be served."""
-    torch.set_num_threads(1)  # as for models that generate: only the model's own thread has more
     choose_kernels(config.native_kernels)
-    model = load_pooling_model(directory, config)
-    if model.device.type == "cpu":
-        pack_linears(model.encoder)
-        for module in model.modules:
-            settle_memory(module)
+    with loading_threads(config):
+        model = load_pooling_model(directory, config)
+        if model.device.type == "cpu":
+            pack_linears(model.encoder)
+            for module in model.modules:
+                settle_memory(module)
     default = MAX_NUM_BATCHED_TOKENS_CUDA if model.device.type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
     num_tokens = config.max_num_batched_tokens or default
     if model.device.type == "cuda":
@@ -254,4 +254,4 @@ def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineCo
         max_waiting_tokens=config.max_waiting_tokens,
         aging_seconds=config.priority_aging,
     )
-    return PoolingEngine(model, tokenizer, queue, num_threads=config.num_threads or NUM_THREADS)
+    return PoolingEngine(model, tokenizer, queue, num_threads=num_model_threads(config), pin_threads=config.pin_threads)

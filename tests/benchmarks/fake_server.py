@@ -10,6 +10,7 @@ from aiohttp import web
 
 ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
 TEXT = {"choices": [{"delta": {"content": "time"}}], "usage": None}
+LONGEST = 15_000  # characters
 FINISH = {"choices": [{"delta": {}, "finish_reason": "length"}]}
 
 
@@ -24,16 +25,26 @@ def sse(*events: dict[str, Any]) -> bytes:
 class FakeServer:
     """Streams as many chunks as it is asked for tokens, and counts them only with `has_usage`.
 
-    Refuses the field `refused`. Answers long prompts only once `concurrency` of them are there. Fails after so many requests.
+    Refuses the field `refused`. Answers long prompts only once `concurrency` of them are there. Fails after so many requests. With
+    `holds_longest`, begins to answer prompts of thousands of words, and goes on until the client has gone.
     """
 
-    def __init__(self, refused: str | None = None, has_usage: bool = True, concurrency: int = 1, fails_after: int = 1_000_000) -> None:
+    def __init__(
+        self,
+        refused: str | None = None,
+        has_usage: bool = True,
+        concurrency: int = 1,
+        fails_after: int = 1_000_000,
+        holds_longest: bool = True,
+    ) -> None:
         self.refused = refused
         self.has_usage = has_usage
         self.bodies: list[dict[str, Any]] = []
         self.num_running = self.most_running = 0
         self.barrier = asyncio.Barrier(concurrency)
         self.fails_after = fails_after
+        self.holds_longest = holds_longest
+        self.num_held = 0
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake"}]})
@@ -47,7 +58,10 @@ class FakeServer:
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        if len(body["messages"][0]["content"]) > 100:
+        length = len(body["messages"][0]["content"])
+        if length > LONGEST:
+            return await self.long_answer(request)
+        if length > 100:
             async with asyncio.timeout(60):
                 await self.barrier.wait()
         response = web.StreamResponse()
@@ -55,6 +69,23 @@ class FakeServer:
         count = body["max_tokens"]
         await response.write(sse(ROLE, *[TEXT] * count, FINISH, *([usage(100, count)] if self.has_usage else [])))
         self.num_running -= 1
+        return response
+
+    async def long_answer(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(sse(ROLE))
+        await asyncio.sleep(0.1)  # has not begun
+        assert self.num_running == 1, "the others wait for its first token"
+        await response.write(sse(TEXT))
+        self.num_held += 1
+        try:
+            if self.holds_longest:
+                await asyncio.Event().wait()
+            await response.write(sse(FINISH, usage(100, 1)))
+        finally:
+            self.num_held -= 1
+            self.num_running -= 1
         return response
 
     async def health(self, request: web.Request) -> web.Response:
@@ -69,7 +100,7 @@ class FakeServer:
 
     async def while_up(self, drive: Callable[[str], Awaitable[None]]) -> None:
         """Awaits `drive(url)` while it serves at a free port."""
-        runner = web.AppRunner(self.application())
+        runner = web.AppRunner(self.application(), handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:

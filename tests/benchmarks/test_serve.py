@@ -21,7 +21,7 @@ from benchmarks.client import BadAnswer, Recording, read_answer
 from benchmarks.measurement import METRICS, percentile
 from benchmarks.report import ratio
 from benchmarks.scenarios import SCENARIOS
-from benchmarks.target import TargetError, split_command
+from benchmarks.target import TargetError, launched, split_command
 from tests.benchmarks.fake_server import FINISH, ROLE, TEXT, FakeServer, sse, usage
 
 COMMAND = f"{shlex.quote(sys.executable)} -m tests.benchmarks.fake_server --port {{port}}"
@@ -68,10 +68,36 @@ def test_each_scenario_asks_for_its_tokens_with_its_concurrency(tmp_path: Path) 
         bodies = answer_bodies(server, scenario.num_requests)
         assert [body["max_tokens"] for body in bodies] == [scenario.output_tokens] * scenario.num_requests
         assert all(body["ignore_eos"] and body["stream_options"] == {"include_usage": True} for body in bodies)
-        assert server.most_running == scenario.concurrency
+        assert server.most_running == scenario.concurrency + (scenario.long_tokens > 0)
+        assert server.num_held == 0
         assert result["output_tokens"] == scenario.num_requests * scenario.output_tokens
         assert result["prompt_tokens"] == scenario.num_requests * 100
         assert 0 < result["rss_bytes"] <= result["rss_peak_bytes"]
+
+
+def test_the_long_request_has_the_stated_number_of_tokens(default_model_dir: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(default_model_dir)
+    (scenario,) = [scenario for scenario in SCENARIOS if scenario.long_tokens]
+    messages = [{"role": "user", "content": scenario.long_prompt("seed")}]
+    assert len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) == scenario.long_tokens
+
+
+def test_a_long_answer_that_ends_before_the_others_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured(FakeServer(holds_longest=False), tmp_path, "--quick", "--scenario", "long-among-short", status=1)
+    assert "the long answer ended" in capsys.readouterr().err
+
+
+def test_another_checkout_runs_the_same_command_with_its_own_package(tmp_path: Path) -> None:
+    checkout = tmp_path / "older"
+    checkout.mkdir()
+    (checkout / "server.py").write_text("import os, penstock\nprint(os.getcwd(), penstock.__file__)\n")
+    (checkout / "__init__.py").touch()
+    with launched("older", [os.path.relpath(sys.executable), "server.py"], checkout) as server:
+        assert server.process.wait(60) == 0
+        folder, package = server.tail().split()
+    assert Path(folder) == checkout
+    assert Path(package).name == "__init__.py"
+    assert not Path(package).is_relative_to(Path.cwd())
 
 
 def test_a_field_that_the_server_refuses_is_left_out_and_said(tmp_path: Path) -> None:
@@ -123,7 +149,7 @@ def test_servers_started_here_take_turns_and_are_gone_afterwards(
     assert serve.main(flags) == 0
     out, err = capsys.readouterr()
     assert re.findall(r"^round \d of 2: (\w+)$", err, re.MULTILINE) == ["one", "two"] * 2
-    assert len(re.findall(r"^\S+ +one/two", out, re.MULTILINE)) == len(SCENARIOS)
+    assert len(re.findall(r"^\S+ +one/two", out, re.MULTILINE)) == len([scenario for scenario in SCENARIOS if scenario.by_default])
     whole = json.loads(written.read_text())
     assert {"date", "command_line", "hardware", "versions", "seed"} <= whole.keys()
     assert all(len(server["startup_s"]) == (2 if restart else 1) for server in whole["servers"].values())
@@ -145,6 +171,7 @@ def test_a_server_that_ends_at_its_start_is_an_error_with_its_last_words(capsys:
         (["--url", "a=http://a", "--against", "a=http://b"], "the same name"),
         (["--url", "http://a", "--restart"], "--restart needs commands"),
         (["--url", "http://a", "--extra-body", "[1]"], "--extra-body"),
+        (["--url", "http://a", "--against", "before=/"], "a checkout is started by"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,10 @@ FUNCTIONS = (
     "penstock_quantized_rows",
     "penstock_run_decoder",
     "penstock_quantized_linear",
+    "penstock_set_num_threads",
+    "penstock_num_threads",
+    "penstock_place_threads",
+    "penstock_record_loops",
 )
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 
