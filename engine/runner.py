@@ -211,7 +211,7 @@ class ModelRunner:
                 wait = self._copies.begin(launched.packed())
                 return lambda: StepOutput(launched.read(wait()), rows, outputs=outputs)
         output = sample_rows(batch, logits_KV, self.sampler, pending_ids_P)
-        self._pending.keep(output.samples.token_ids)
+        self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
         output.prompt_logprobs = [self._score(logits_KV, rows) for rows in batch.prompts]
         output.outputs = outputs
         return lambda: output

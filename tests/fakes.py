@@ -143,7 +143,7 @@ class FakeRunner:
         self.cache.copy_blocks(batch.copies)
         logits_KV = self._forward(batch)
         output = sample_rows(batch, logits_KV, self.sampler, pending_ids_P)
-        self.pending.keep(output.samples.token_ids)
+        self.pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
         for rows in batch.prompts:
             targets = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.stop - rows.start]
             num_top = rows.sequence.request.params.prompt_logprobs or 0
@@ -184,6 +184,8 @@ class FakeRunner:
         kept = [histories[row] for row in batch.inputs.kept_T.tolist()]
         for row, sampler in zip(batch.logits_rows, batch.sampler_rows, strict=True):
             known = sampler.sequence.token_ids
+            if batch.num_pending and (sampler.sequence.constraint is not None or sampler.sequence.thinking is not None):
+                continue  # what it was sampled may have been replaced meanwhile
             assert kept[row][: len(known)] == known[: len(kept[row])], "the cache holds another sequence's tokens"
             # Where tokens were pending, those of the step before may be known by now or not.
             num_ahead = {sampler.num_drafted, sampler.num_drafted + (batch.num_pending > 0)}

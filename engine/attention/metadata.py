@@ -1,7 +1,7 @@
 """The metadata of attention: a flat batch in one tensor, and the options that differ from layer to layer."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def flatten(
     slot_mapping: list[int], query_start_loc: list[int], context_lens: list[int], table_rows: list[int], *, num_decodes: int
 ) -> list[int]:
     """The numbers of `AttentionMetadata.packed`."""
-    max_query_len = max((end - start for start, end in pairwise(query_start_loc)), default=0)
+    max_query_len = max(map(sub, query_start_loc[1:], query_start_loc), default=0)
     header = [len(slot_mapping), len(context_lens), num_decodes, max_query_len, max(context_lens, default=0)]
     return header + query_start_loc + slot_mapping + context_lens + table_rows
 
