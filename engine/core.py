@@ -107,9 +107,7 @@ def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
     """
     if batch.has_unmasked:
         return False
-    others = [
-        sequence for sequence in scheduler.running if sequence.search is not None or sequence.forks or sequence.sampling.processors
-    ]
+    others = [sequence for sequence in scheduler.running if sequence.search is not None or sequence.forks or sequence.sampling.processors]
     if not others:
         return True
     sampling = {sampler.sequence for sampler in batch.sampler_rows}

@@ -185,12 +185,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[tuple[str, str], int]]] = {
     "penalties": ({"presence_penalty": 0.5, "repetition_penalty": 1.2}, AHEAD),
     "bad_words": ({"bad_words": ["ab"]}, AHEAD),
     "logprobs": ({"logprobs": 3}, AHEAD),
-    "prompt_logprobs": (
-        {"prompt_logprobs": 2},
-        {RESULTS: NUM_STEPS - 2, ("model", "sampling/sampler _sample_pass"): 1, ("model", "sampling/sampler token_logprobs"): 2},
-    ),
-    "grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False))}, SAMPLED),
-    "quick_grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False), has_quick_masks=True)}, SAMPLED),
+    "prompt_logprobs": ({"prompt_logprobs": 2}, AHEAD),
+    "grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False))}, AHEAD),
+    "quick_grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False), has_quick_masks=True)}, AHEAD),
     "logits_processor": ({"logits_processors": [Recorder]}, SAMPLED),
     "beams": (
         {"beam": BeamSearchParams(beam_width=2, max_tokens=NUM_TOKENS)},
