@@ -298,6 +298,8 @@ class SamplingState:
 
     def masked_ids(self) -> list[int]:
         """Tokens that may not come next: the last ones of bad words, and stop ids while they are blocked."""
+        if self.is_stationary and not self.block_stop:
+            return []
         masked = self._bad_words.completing if self.pending_row is None else self._rules.bad_words.completing
         is_too_short = self.num_output_tokens < self.params.min_tokens and not self.is_constrained
         if self.block_stop or is_too_short:

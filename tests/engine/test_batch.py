@@ -1,6 +1,3 @@
-import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +8,7 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch, PendingTokens, placeholder, slots_of
 from penstock.engine.core import EngineCore
-from tests.fakes import LETTERS, make_core, make_request
+from tests.fakes import LETTERS, make_core, make_request, num_calls
 
 
 def first_batch(core: EngineCore, *requests: dict[str, Any]) -> Batch:
@@ -178,22 +175,6 @@ def test_a_block_that_is_copied_before_it_is_written_is_sent_again() -> None:
         core.update(step, batch, core.runner.launch(batch).collect())
     core.runner.shutdown()
     assert num_copied == 1
-
-
-def num_calls(work: Callable[[], object]) -> int:
-    """How many functions written in Python are called, which is what the host's time goes with."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @pytest.mark.parametrize("is_async", [True, False])
