@@ -20,7 +20,7 @@ from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
-from penstock.engine.system.device import HostCopies, index_on, to_device
+from penstock.engine.system.device import HostCopies, index_on
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +67,8 @@ def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
 
 def _sampler_inputs(batch: Batch, logits_KV: Tensor) -> tuple[list[int], Tensor, list[SamplingState], Tensor | None]:
     """The rows to be sampled, once the step has waited for their masks, with their logits, states and bitmask."""
-    if batch.masks is None:
-        rows, bitmask_BW = list(range(len(batch.sampler_rows))), None
-    else:
-        rows, bitmask_BW = batch.masks.rows_to_sample(), batch.masks.bitmask_BW
-        bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[index_on(bitmask_BW.device, rows)]
-        bitmask_BW = to_device(bitmask_BW, logits_KV.device)
+    rows = list(range(len(batch.sampler_rows))) if batch.masks is None else batch.masks.rows_to_sample()
+    bitmask_BW = None if batch.masks is None else batch.masks.of(rows, logits_KV.device)
     return rows, _logits_of(batch, rows, logits_KV), [batch.sampler_rows[row].sampling for row in rows], bitmask_BW
 
 
@@ -100,7 +96,7 @@ def _read_later(
     wait = copies.begin(torch.cat(parts))
 
     def read() -> StepOutput:
-        sampled, *rest = wait().split(sizes)
+        sampled, *rest = torch.split(wait(), sizes)
         output.samples = samples.read(sampled)
         output.prompt_logprobs = _with_prompts(batch, [entries.read(part) for entries, part in zip(scored, rest, strict=True)])
         return output

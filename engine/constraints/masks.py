@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.engine.constraints.bitmask import num_words
 from penstock.engine.constraints.state import ConstraintState, MaskJob
+from penstock.engine.system.device import index_on, to_device
 from penstock.engine.text.answer import Answer
 
 GRACE = 0.01  # seconds beyond the forward pass
@@ -77,15 +78,17 @@ def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
 class StepMasks:
     """Filled while the model computes: its thread calls `begin` just before that, and `rows_to_sample` just before it samples.
 
-    `bitmask_BW` (int32 [B, ceil(V / 32)], pinned where the model is on a GPU) has a row for each of the sampler's, all ones where a row is
-    unconstrained. `jobs` are those of the constrained sequences, by their rows. `awaited` are those waited for, at most `grace` seconds,
-    and filled by `thread`.
+    Of the sampler's `num_rows`, `bitmask_CW` (int32 [C + 1, ceil(V / 32)], pinned where the model is on a GPU) has one for each that may be
+    constrained, at the place that `places` names, and a last one of all ones for the others. `jobs` are those of the constrained
+    sequences, by their rows. `awaited` are those waited for, at most `grace` seconds, and filled by `thread`.
 
     Where the step was built before the tokens of the one before it were known, `deferred` are the rows that these may constrain. They are
     `settled` once the tokens are known: the forward pass does not wait for that, sampling does.
     """
 
-    bitmask_BW: Tensor
+    num_rows: int
+    bitmask_CW: Tensor
+    places: dict[int, int]
     jobs: dict[range, MaskJob]
     awaited: list[MaskJob]
     thread: MaskThread
@@ -136,9 +139,16 @@ class StepMasks:
         if self.awaited:
             self._is_over.wait(self.grace)
         if not self.jobs and not self._dropped:
-            return list(range(len(self.bitmask_BW)))
+            return list(range(self.num_rows))
         others = self._dropped | {row for rows, job in self.jobs.items() for row in rows[job.num_to_sample :]}
-        return [row for row in range(len(self.bitmask_BW)) if row not in others]
+        return [row for row in range(self.num_rows) if row not in others]
+
+    def of(self, rows: list[int], device: torch.device) -> Tensor:
+        """The masks of these rows of the sampler, int32 [len(rows), ceil(V / 32)], on the device."""
+        num_places = len(self.places)
+        places = [self.places.get(row, num_places) for row in rows]
+        bitmask_CW = to_device(self.bitmask_CW, device)
+        return bitmask_CW[:num_places] if places == list(range(num_places)) else bitmask_CW[index_on(device, places)]
 
 
 class MaskPool:
@@ -170,10 +180,11 @@ class MaskPool:
         masked = constrained if is_ahead else [one for one in constrained if not self.samples_unmasked(one.constraint, one.answer)]
         if not masked:
             return None
+        places = {row: place for place, row in enumerate(row for one in masked for row in one.rows)}
         # Not by torch: each of its calls takes as long as all of this.
-        bitmask_BW = torch.empty(num_rows, num_words(vocab_size), dtype=torch.int32, pin_memory=pin_memory)
-        ctypes.memset(bitmask_BW.data_ptr(), 0xFF, bitmask_BW.nbytes)
-        masks = StepMasks(bitmask_BW, {}, [], self._thread, self._grace)
+        bitmask_CW = torch.empty(len(places) + 1, num_words(vocab_size), dtype=torch.int32, pin_memory=pin_memory)
+        ctypes.memset(bitmask_CW.data_ptr(), 0xFF, bitmask_CW.nbytes)
+        masks = StepMasks(num_rows, bitmask_CW, places, {}, [], self._thread, self._grace)
         if is_ahead:
             assert self._deferred is None, "two steps are ahead"
             self._deferred = masks
@@ -199,7 +210,8 @@ class MaskPool:
     def _add(self, one: ConstrainedRows, masks: StepMasks) -> None:
         """Has a step sample under the mask that is there, or asks for it."""
         job = one.constraint.mask
-        rows_DW = masks.bitmask_BW[one.rows.start : one.rows.stop]
+        first = masks.places[one.first_row]
+        rows_DW = masks.bitmask_CW[first : first + len(one.rows)]
         if job is not None:
             job.fail()  # unless it is done: it is over its time limit, and has no place in this step's rows
             if job.is_done:

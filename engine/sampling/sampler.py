@@ -228,7 +228,7 @@ class LaunchedPromptLogprobs:
         """Of `next_token_ids[t]`, the token after position t. Logits [T, V], without the columns of padding. Never waits for the device."""
         chunk = max(1, LOGPROBS_CHUNK_ELEMENTS // logits_TV.shape[1])
         token_ids_T = index_on(logits_TV.device, next_token_ids)
-        parts = zip(logits_TV.split(chunk), token_ids_T.split(chunk), strict=True)  # type: ignore[no-untyped-call]
+        parts = zip(torch.split(logits_TV, chunk), torch.split(token_ids_T, chunk), strict=True)
         return cls([LaunchedLogprobs.launch(logits, token_ids, [num_top] * len(token_ids)) for logits, token_ids in parts])
 
     def packed(self) -> Tensor:
@@ -238,7 +238,7 @@ class LaunchedPromptLogprobs:
     def read(self, packed: Tensor) -> list[TokenLogprobs]:
         """From a copy of `packed` on the CPU."""
         rows_TN = packed.view(-1, self.chunks[0].packed_TN.shape[1])
-        parts = rows_TN.split(len(self.chunks[0].packed_TN))  # type: ignore[no-untyped-call]
+        parts = torch.split(rows_TN, len(self.chunks[0].packed_TN))
         return [entry for chunk, part_TN in zip(self.chunks, parts, strict=True) for entry in chunk.read(part_TN)]
 
 

@@ -367,7 +367,8 @@ def test_the_forward_pass_waits_for_no_mask() -> None:
     runner_of(core).shutdown()
 
 
-def test_a_step_ahead_of_one_that_failed_does_not_wait_for_its_masks() -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_step_ahead_does_not_wait_for_masks_where_the_one_before_fails_or_the_engine_stops(fails: bool) -> None:
     core = make_core(is_async=True)
     step, batch = decoding(core, grammar=Grammar(lambda: Walk(3, forces=False)))
     handle = core.runner.launch(batch)
@@ -375,11 +376,24 @@ def test_a_step_ahead_of_one_that_failed_does_not_wait_for_its_masks() -> None:
     assert follower is not None
     ahead = core.runner.launch(core.build(follower))
     handle.collect()
-    core.fail(step, "it broke")
-    core.cancel_step(follower)
+    if fails:
+        core.fail(step, "it broke")
+        core.cancel_step(follower)
+        core.check_integrity()
+    else:
+        core.masks.close()
     assert ahead.collect().rows == []
-    core.check_integrity()
     runner_of(core).shutdown()
+
+
+def test_the_masks_of_a_step_have_rows_for_those_that_are_constrained_alone() -> None:
+    core = make_core(undecided, is_async=True)
+    for number in range(3):
+        core.add(make_request(str(number), max_tokens=20, ignore_eos=True))
+    _, batch = decoding(core, grammar=Grammar(lambda: Walk(3, forces=False)))
+    assert batch.masks is not None
+    assert (batch.masks.num_rows, len(batch.masks.bitmask_CW)) == (4, 2)
+    core.masks.close()
 
 
 def test_a_sequence_whose_grammar_is_slow_is_not_in_a_step_ahead_and_the_others_are() -> None:
