@@ -33,6 +33,7 @@ from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
 from tests import encoders
 from tests.api.pooling_server import Reference
@@ -206,6 +207,25 @@ def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_
     (deltas,) = serve(core, [make(**params)])
     assert deltas[-1].error is None
     assert cuda.waits == allowed, cuda.lines
+
+
+def test_a_step_waits_for_no_grammar_and_no_thinking_budget_of_the_step_before() -> None:
+    def requests() -> list[Request]:
+        return [
+            make("plain"),
+            make("forced", [9, 8, 7], grammar=Grammar(lambda: Walk(1, forces=True)), max_tokens=20),
+            make("quick", [7, 8], grammar=Grammar(lambda: Walk(2, forces=True), has_quick_masks=True), max_tokens=20),
+            make("budgeted", [5, 6], parser=FORMATS["deepseek_r1"], thinking_token_budget=4, max_tokens=20),
+        ]
+
+    said_on_cpu = [
+        tokens(deltas) for deltas in serve(make_core("llama", torch.device("cpu"), compile="off", speculation="none"), requests())
+    ]
+    with fake_cuda() as cuda:
+        core = make_core("llama", DEVICE, speculation="none")
+        cuda.clear()
+        assert [tokens(deltas) for deltas in serve(core, requests())] == said_on_cpu
+        assert cuda.waits == {RESULTS: core.stats().num_steps}, cuda.lines
 
 
 def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_frees(cuda: FakeCuda) -> None:
