@@ -127,8 +127,11 @@ def run(core: EngineCore, plan: list[Plan], fails_at: int | None = None) -> set[
         interrupt(now)
         flight = flight or launch(core.schedule())
         if flight is None:
+            is_held_up = core.has_work  # by a mask that has taken long, and is filled apart
             interrupt(now + 1)
-            if now > 40:
+            if is_held_up:
+                core.masks.wait()
+            elif now > 40:
                 return lost
             continue
         step, batch, handle = flight
