@@ -16,9 +16,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,6 +33,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks import report
 from penstock.engine.batch import Batch
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
@@ -79,10 +82,41 @@ class NullRunner:
         self._choose = choose
 
     def launch(self, batch: Batch) -> StepHandle:
-        token_ids = [self._choose(row) for row in batch.sampler_rows]
         future: Future[StepOutput] = Future()
-        future.set_result(StepOutput(SamplerOutput(token_ids, [None] * len(token_ids)), list(range(len(token_ids)))))
+        if batch.masks is None:
+            future.set_result(self._sample(batch, list(range(len(batch.sampler_rows)))))
+        else:  # which may depend on the step before
+            threading.Thread(
+                target=lambda masks: future.set_result(self._sample(batch, masks.rows_to_sample())), args=(batch.masks,)
+            ).start()
         return StepHandle(future)
+
+    def _sample(self, batch: Batch, rows: list[int]) -> StepOutput:
+        return StepOutput(SamplerOutput([self._choose(batch.sampler_rows[row]) for row in rows], [None] * len(rows)), rows)
+
+
+class AnyWord(GrammarMatcher):
+    """A grammar that allows all tokens, and takes hardly any time for its masks."""
+
+    def fill_bitmask(self, row: "torch.Tensor") -> None:
+        row.fill_(-1)
+
+    def advance(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    @property
+    def finished(self) -> bool:
+        return False
+
+
+class AnyWords(CompiledGrammar):
+    num_bytes = 0
+
+    def matcher(self) -> GrammarMatcher:
+        return AnyWord()
 
 
 def make_core(
@@ -236,8 +270,11 @@ def graph_share(places: int, num_prompt: int, mean_output: int, num_steps: int =
     }
 
 
-def ahead_share(num_rows: int, num_steps: int = 200) -> dict[str, float]:
-    """The share of steps that are scheduled ahead where sequences say technical English, and speculation is on."""
+def ahead_share(num_rows: int, num_steps: int = 200, *, num_constrained: int = 0) -> dict[str, float]:
+    """The share of steps that are scheduled ahead where sequences say technical English, and speculation is on.
+
+    A grammar decides on the tokens of `num_constrained` of them.
+    """
     text = "\n".join(path.read_text() for path in sorted((report.ROOT / "docs").glob("*.md"))) + (report.ROOT / "LICENSE").read_text()
     ids: dict[str, int] = {}
     said: list[int] = [FIRST_WORD + ids.setdefault(word, len(ids)) % (VOCAB_SIZE - FIRST_WORD) for word in re.findall(r" ?\w+|\W", text)]
@@ -250,7 +287,9 @@ def ahead_share(num_rows: int, num_steps: int = 200) -> dict[str, float]:
 
     core = make_core(60_000, max_num_seqs=256, budget=10**7, runner=NullRunner(choose), speculates=True)
     for name, start in starts.items():
-        core.add(make_request(name, said[start : start + 300], max_tokens=20 * num_steps))
+        request = make_request(name, said[start : start + 300], max_tokens=20 * num_steps)
+        core.add(replace(request, grammar=AnyWords() if int(name) < num_constrained else None))
+    core.masks.samples_first = False  # as on a GPU
     run = steps(core)
     next(run)
     before = core.stats().num_generation_tokens
@@ -267,12 +306,14 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "penalties-256": lambda: step_cost([200] * 256, 15, repetition_penalty=1.1),
     "mixed-31-long": lambda: step_cost([1000] * 31 + [100_000], 30),
     "mixed-255-long": lambda: step_cost([1000] * 255 + [100_000], 15),
+    "mixed-1023-long": lambda: step_cost([1000] * 1023 + [100_000], 7),
     "equal-256-8k": lambda: step_cost([8192] * 256, 10),
     "waiting-128": lambda: waiting_cost(128, 128, 32_768),
     "waiting-500": lambda: waiting_cost(500, 500, 32_768),
     "thrash-64": lambda: recomputed(64, 1000, 1500, 2500, caches=True),
     "thrash-64-uncached": lambda: recomputed(64, 1000, 1500, 2500, caches=False),
     "thrash-256": lambda: recomputed(256, 500, 1000, 6000, caches=True),
+    "thrash-256-uncached": lambda: recomputed(256, 500, 1000, 6000, caches=False),
     "thrash-4-long": lambda: recomputed(4, 16_000, 200, 2000, caches=True),
     "thrash-4-long-uncached": lambda: recomputed(4, 16_000, 200, 2000, caches=False),
     "graphs-256": lambda: graph_share(256, 512, 256),
@@ -282,6 +323,8 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "ahead-8": lambda: ahead_share(8),
     "ahead-32": lambda: ahead_share(32),
     "ahead-256": lambda: ahead_share(256),
+    "ahead-32-grammar": lambda: ahead_share(32, num_constrained=1),
+    "ahead-32-grammars": lambda: ahead_share(32, num_constrained=32),
 }
 
 

@@ -2,7 +2,9 @@
 
 from array import array
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -31,8 +33,14 @@ class PendingTokens:
         """Called when a step begins, since that may fail."""
         self._token_ids = None
 
-    def keep(self, token_ids: list[int] | Tensor) -> None:
-        """One token for each row; any number where sampling failed, since that row is computed all the same."""
+    def keep(self, token_ids: list[int] | Tensor, rows: list[int] | None = None, num_rows: int = 0) -> None:
+        """A token for each of `num_rows` rows, or for the given ones of them: the others are computed all the same, with any number.
+
+        So are those of which sampling failed.
+        """
+        if rows is not None and len(rows) < num_rows:
+            known = token_ids if isinstance(token_ids, Tensor) else index_on(self._device, token_ids)
+            token_ids = known.new_zeros(num_rows).index_copy_(0, index_on(self._device, rows), known)
         self._token_ids = token_ids
 
     def fill_in(self, input_ids_1T: Tensor) -> Tensor:
@@ -139,7 +147,8 @@ class Batch:
 
     `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample.
 
-    `num_pending` of the input ids are placeholders for what the step before this one samples.
+    `num_pending` of the input ids are placeholders for what the step before this one samples. Rows of the sampler whose sequence is
+    `dropped` in the meantime count for nothing.
     """
 
     inputs: StepInputs
@@ -151,6 +160,7 @@ class Batch:
     num_pending: int = 0
     has_unmasked: bool = False
     outputs: list[OutputRows] = field(default_factory=list)
+    dropped: AbstractSet[Sequence] = frozenset()
 
     def on(self, device: torch.device) -> "Batch":
         """The same batch on the device of the model, for the thread that runs it. Does not wait for what that has to do before."""
@@ -214,101 +224,177 @@ class TableUpdates:
         sequence.num_blocks_sent = stop
 
 
-def build_batch(
-    step: Step, masks: MaskPool, block_tables_PN: Tensor, *, block_size: int, vocab_size: int, min_tokens: int, pin_masks: bool
-) -> Batch:
-    """Pads to `min_tokens` with tokens that belong to no sequence. `masks` begins to fill those of the step.
+@dataclass(slots=True)
+class _Columns:
+    """A batch while it is built: what its tensors will hold. Sequences are added in the order of the step."""
 
-    The block tables, which belong to the thread that runs the model, are not looked at. What they lack goes with the batch, so batches are
-    run in the order in which they are built.
-    """
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts = [0]
-    kept: list[int] = []
-    context_lens: list[int] = []
-    table_rows: list[int] = []
-    updates = TableUpdates(len(block_tables_PN))
-    logits_rows: list[int] = []
-    sampler_rows: list[SamplerRow] = []
-    prompts: list[PromptRows] = []
-    outputs: list[OutputRows] = []
-    for sequence, num_tokens in step.num_tokens.items():
-        draft = step.drafts.get(sequence, [])
+    block_size: int
+    updates: TableUpdates
+    input_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    kept: list[int] = field(default_factory=list)
+    context_lens: list[int] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
+    num_decodes: int = 0
+    num_pending: int = 0
+    logits_rows: list[int] = field(default_factory=list)
+    sampler_rows: list[SamplerRow] = field(default_factory=list)
+    prompts: list[PromptRows] = field(default_factory=list)
+    outputs: list[OutputRows] = field(default_factory=list)
+
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """Adds sequences of which each computes its last token, and is sampled from and nothing else."""
+        # Most rows of most steps are such: one comprehension a column takes a fifth of what one call a row does.
+        size, num_rows, first_row, first_kept = self.block_size, len(sequences), self.starts[-1], len(self.kept)
+        positions = [sequence.num_computed_tokens for sequence in sequences]
+        self.positions += positions
+        self.input_ids += [
+            sequence.token_ids[-1] if sequence.pending_row is None else placeholder(sequence.pending_row) for sequence in sequences
+        ]
+        self.slots += [
+            sequence.block_table[position // size] * size + position % size for sequence, position in zip(sequences, positions, strict=True)
+        ]
+        self.context_lens += [position + 1 for position in positions]
+        self.table_rows += [sequence.table_row for sequence in sequences]  # type: ignore[misc]  # all of them run
+        for sequence in sequences:
+            if sequence.num_blocks_sent < len(sequence.block_table):
+                self.updates.add_new(sequence)
+        self.sampler_rows += [
+            sequence.sampler_row if sequence.sampling.is_stationary else sampler_rows_of(sequence, ())[0] for sequence in sequences
+        ]
+        self.starts += range(first_row + 1, first_row + num_rows + 1)
+        self.kept += range(first_row, first_row + num_rows)
+        self.logits_rows += range(first_kept, first_kept + num_rows)
+        self.num_decodes += num_rows
+        self.num_pending += num_rows - [sequence.pending_row for sequence in sequences].count(None)
+
+    def add(self, sequence: Sequence, num_tokens: int, draft: list[int]) -> None:
+        """Adds a sequence of any kind."""
         first = sequence.num_computed_tokens
         last = first + num_tokens
-        input_ids += sequence.token_ids[first:last] + draft
+        self.input_ids += sequence.token_ids[first:last] + draft
         if sequence.pending_row is not None:
-            input_ids.append(placeholder(sequence.pending_row))
-        positions += range(first, last + len(draft))
-        slots += slots_of(sequence.block_table, first, last + len(draft), block_size)
+            self.input_ids.append(placeholder(sequence.pending_row))
+            self.num_pending += 1
+        self.positions += range(first, last + len(draft))
+        self.slots += slots_of(sequence.block_table, first, last + len(draft), self.block_size)
+        starts = self.starts
         first_row, num_alone = starts[-1], num_tokens if num_tokens <= SHORT_CHUNK else 1
         starts += range(first_row + 1 + num_tokens - num_alone, first_row + num_tokens + 1)
-        context_lens += range(last - num_alone + 1, last + len(draft) + 1)
+        self.context_lens += range(last - num_alone + 1, last + len(draft) + 1)
         assert sequence.table_row is not None
-        table_rows += [sequence.table_row] * (num_alone + len(draft))
-        updates.add_new(sequence)
+        self.table_rows += [sequence.table_row] * (num_alone + len(draft))
+        self.num_decodes += (num_alone if num_tokens <= SHORT_CHUNK else 0) + len(draft)
+        self.updates.add_new(sequence)
+        self._keep(sequence, first, num_tokens, draft, first_row)
+        starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
+
+    def _keep(self, sequence: Sequence, first: int, num_tokens: int, draft: list[int], first_row: int) -> None:
+        """Notes which rows are turned into logits, and what becomes of them."""
+        last, stop = first + num_tokens, self.starts[-1]
         scored = sampled = wanted = _NONE
         if sequence.prompt_logprobs is not None and first < sequence.num_prompt_tokens - 1:
             scored = range(first_row, first_row + min(last, sequence.num_prompt_tokens - 1) - first)
         if num_tokens == sequence.num_uncomputed_tokens:
-            sampled = range(starts[-1] - 1, starts[-1] + len(draft))
+            sampled = range(stop - 1, stop + len(draft))
         if sequence.outputs is not None:
-            wanted = range(first_row + max(sequence.outputs.next_position - first, 0), starts[-1])
+            wanted = range(first_row + max(sequence.outputs.next_position - first, 0), stop)
         own = _kept_rows(scored, sampled, wanted if LOGITS in sequence.request.outputs else _NONE)
         if scored:
-            start = len(kept) + own.index(scored.start)
-            prompts.append(PromptRows(sequence, start, start + len(scored), first + 1))
+            start = len(self.kept) + own.index(scored.start)
+            self.prompts.append(PromptRows(sequence, start, start + len(scored), first + 1))
         if sampled:
-            first_sampled = len(kept) + own.index(sampled.start)
+            first_sampled = len(self.kept) + own.index(sampled.start)
             for row in sampler_rows_of(sequence, draft):
-                sampler_rows.append(row)
-                logits_rows.append(first_sampled + row.num_drafted)
+                self.sampler_rows.append(row)
+                self.logits_rows.append(first_sampled + row.num_drafted)
         if wanted:
-            first_kept = len(kept) + (own.index(wanted.start) if wanted.start in own else 0)
+            first_kept = len(self.kept) + (own.index(wanted.start) if wanted.start in own else 0)
             first_wanted = first + wanted.start - first_row
-            outputs.append(OutputRows(sequence.sampling_sequences, wanted.start, wanted.stop, first_wanted, first_kept))
-        kept += own
-        starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
-    num_padding = max(0, min_tokens - len(input_ids))
-    others = OtherGroups(len(block_tables_PN), num_padding)
+            self.outputs.append(OutputRows(sequence.sampling_sequences, wanted.start, wanted.stop, first_wanted, first_kept))
+        self.kept += own
+
+
+def build_batch(
+    step: Step,
+    masks: MaskPool,
+    block_tables_PN: Tensor,
+    *,
+    block_size: int,
+    vocab_size: int,
+    min_tokens: int,
+    pin_masks: bool,
+    is_ahead: bool = False,
+) -> Batch:
+    """Pads to `min_tokens` with tokens that belong to no sequence. `masks` begins to fill those of the step.
+
+    With `is_ahead`, the step before is in flight: `masks` begins once it knows the tokens of that.
+
+    The block tables, which belong to the thread that runs the model, are not looked at. What they lack goes with the batch, so batches are
+    run in the order in which they are built.
+    """
+    columns, drafts = _Columns(block_size, TableUpdates(len(block_tables_PN))), step.drafts
+
+    def is_decode(item: tuple[Sequence, int]) -> bool:
+        """Whether nothing is wanted of a sequence but to compute its last token and to sample once from that."""
+        sequence, num_tokens = item
+        num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
+        is_last = num_tokens == 1 and num_known - sequence.num_computed_tokens == 1
+        return is_last and not (sequence.forks or sequence.outputs is not None or (drafts and sequence in drafts))
+
+    for are_decodes, items in groupby(step.num_tokens.items(), is_decode):
+        if are_decodes:
+            columns.add_decodes([sequence for sequence, _ in items])
+        else:
+            for sequence, num_tokens in items:
+                columns.add(sequence, num_tokens, drafts.get(sequence, []))
+    padding = [0] * max(0, min_tokens - len(columns.input_ids))
+    others = OtherGroups(len(block_tables_PN), len(padding))
     num_groups = len(next(iter(step.num_tokens)).block_tables)
     if num_groups > 1:
         others.add(step, block_size)
     attention = flatten(
-        slots + [-1] * num_padding + others.slots,
-        starts,
-        context_lens,
-        table_rows + others.table_rows,
-        num_decodes=sum(count for count in step.num_tokens.values() if count <= SHORT_CHUNK) + sum(map(len, step.drafts.values())),
+        columns.slots + [-1] * len(padding) + others.slots,
+        columns.starts,
+        columns.context_lens,
+        columns.table_rows + others.table_rows,
+        num_decodes=columns.num_decodes,
         num_groups=num_groups,
     )
-    constrained = constrained_rows(sampler_rows, step.drafts)
-    step_masks = masks.begin(constrained, len(sampler_rows), vocab_size, pin_memory=pin_masks)
-    padding = [0] * num_padding
+    updates = columns.updates
+    constrained = constrained_rows(columns.sampler_rows, drafts, is_ahead=is_ahead)
+    step_masks = masks.begin(constrained, len(columns.sampler_rows), vocab_size, pin_memory=pin_masks, is_ahead=is_ahead)
     return Batch(
         inputs=StepInputs.pack(
-            attention, input_ids + padding, positions + padding, kept, updates.rows + updates.positions + updates.blocks, block_tables_PN
+            attention,
+            columns.input_ids + padding,
+            columns.positions + padding,
+            columns.kept,
+            updates.rows + updates.positions + updates.blocks,
+            block_tables_PN,
         ),
-        logits_rows=logits_rows,
-        sampler_rows=sampler_rows,
-        prompts=prompts,
+        logits_rows=columns.logits_rows,
+        sampler_rows=columns.sampler_rows,
+        prompts=columns.prompts,
         masks=step_masks,
         copies=step.copies,
-        num_pending=sum(sequence.pending_row is not None for sequence in step.num_tokens),
-        has_unmasked=any(rows.constraint.mask is None for rows in constrained),
-        outputs=outputs,
+        num_pending=columns.num_pending,
+        has_unmasked=not is_ahead and any(rows.constraint.mask is None for rows in constrained),
+        outputs=columns.outputs,
+        dropped=step.dropped,
     )
 
 
-def constrained_rows(sampler_rows: list[SamplerRow], drafts: Mapping[Sequence, list[int]]) -> list[ConstrainedRows]:
-    """The rows of each constrained sequence, which one mask job fills."""
+def constrained_rows(
+    sampler_rows: list[SamplerRow], drafts: Mapping[Sequence, list[int]], *, is_ahead: bool = False
+) -> list[ConstrainedRows]:
+    """The rows of each constrained sequence, which one mask job fills. With `is_ahead` each that a pending token may yet constrain."""
     constrained = []
     for row, sampler in enumerate(sampler_rows):
-        if sampler.sampling.is_constrained and sampler.num_drafted == 0:
-            sequence = sampler.sequence
-            assert sequence.constraint is not None
+        sequence = sampler.sequence
+        if sequence.constraint is not None and (is_ahead or sampler.sampling.is_constrained) and sampler.num_drafted == 0:
             constrained.append(ConstrainedRows(sequence.constraint, sequence.answer, row, drafts.get(sequence, ())))
     return constrained
 

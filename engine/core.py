@@ -12,7 +12,7 @@ from penstock.engine.beam_search import (
     beam_search_of,
     check_beam_request,
 )
-from penstock.engine.constraints.masks import MaskPool
+from penstock.engine.constraints.masks import ConstrainedRows, MaskPool
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
@@ -100,25 +100,18 @@ class StepObserver(Protocol):
 
 
 def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
-    """Whether the step after this batch, which is in flight, would be the same whatever tokens this one samples, but for drafts.
+    """Whether the forward pass after this batch, which is in flight, needs no more of it than the ids that it samples, but for drafts.
 
     All running sequences are scheduled ahead or none: in two halves, each waiting for its own results, they would read the weights twice.
-    Where one sequence's next step depends on the pending token, the results are waited for. A sequence with a grammar is admitted while no
-    step is in flight, or it and all behind it would wait until none is scheduled ahead any more.
+    Where one sequence's next step depends on the pending token, the results are waited for. Masks do not: sampling waits for them alone.
     """
-    if batch.masks is not None or batch.has_unmasked:
+    if batch.has_unmasked:
         return False
-    sampling = {sampler.sequence for sampler in batch.sampler_rows}
-    for sequence in scheduler.running:
-        if sequence not in sampling:
-            if sequence.constraint is not None or sequence.search is not None:
-                return False
-        elif not sequence.ends_with_next_token and not (sequence.search is None and sequence.is_predictable):
-            return False
-    if not scheduler.waiting:
+    others = [sequence for sequence in scheduler.running if sequence.search is not None or sequence.forks or sequence.sampling.processors]
+    if not others:
         return True
-    num_places = max(0, scheduler.max_num_seqs - scheduler.num_places_taken)
-    return all(sequence.constraint is None for sequence in scheduler.waiting.first(num_places))
+    sampling = {sampler.sequence for sampler in batch.sampler_rows}
+    return all(sequence.search is None and (sequence not in sampling or sequence.ends_with_next_token) for sequence in others)
 
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
@@ -173,6 +166,8 @@ class EngineCore:
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
     _num_steps: int = 0
+    _ahead: Step | None = None  # what is in flight behind the step that `update` is to be called with
+    _ahead_batch: Batch | None = None
     _step_size: StepSize = field(init=False)
     _factory: SequenceFactory = field(init=False)
     _outputs: OutputProcessor = field(init=False)
@@ -264,15 +259,19 @@ class EngineCore:
         self.scheduler.count_computed(step)
         for row, sampler in enumerate(batch.sampler_rows):
             sampler.sequence.pending_row = row
+        for sequence in step.dropped:
+            sequence.pending_row = None
         if not self.scheduler.has_room():  # which depends on what the step in flight computes
             return None
-        return self.scheduler.schedule(is_ahead=True) or None
+        self._ahead, self._ahead_batch = self.scheduler.schedule(is_ahead=True) or None, None
+        return self._ahead
 
     def build(self, step: Step) -> Batch:
         """The step as a batch for the runner. Filling its masks begins."""
         if self.observer is not None:
             self.observer.begin(step)
-        return build_batch(
+        is_ahead = step is self._ahead
+        batch = build_batch(
             step,
             self.masks,
             self.runner.cache.block_tables_PN,
@@ -280,7 +279,11 @@ class EngineCore:
             vocab_size=self.vocab_size,
             min_tokens=self.runner.min_tokens,
             pin_masks=self.runner.loaded.device.type == "cuda",
+            is_ahead=is_ahead,
         )
+        if is_ahead:
+            self._ahead_batch = batch
+        return batch
 
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
         """Processes what a step computed. Requests that were aborted meanwhile are skipped; a sequence that fails, fails alone."""
@@ -298,6 +301,8 @@ class EngineCore:
                     deltas[request_id] = self._fail_request(request_id, outputs)
                 continue
             for sequence in wanted.sequences:
+                if sequence in step.dropped:
+                    continue
                 assert sequence.outputs is not None
                 sequence.outputs.add(wanted.first_token, outputs)
         for sampler in batch.sampler_rows:
@@ -309,7 +314,7 @@ class EngineCore:
         samples = {row: position for position, row in enumerate(output.rows)}
         for row, sampler in enumerate(batch.sampler_rows):
             sequence = sampler.sequence
-            if sampler.num_drafted or sequence.status is not Status.RUNNING:
+            if sampler.num_drafted or sequence.status is not Status.RUNNING or sequence in step.dropped:
                 continue
             if sequence.search is not None:
                 self._take_beam(sequence, output, samples.get(row))
@@ -338,8 +343,38 @@ class EngineCore:
                 delta.outputs = sequence.outputs.take(len(delta.token_ids))
             deltas.setdefault(sequence.request.request_id, []).append(delta)
         deltas |= self._beams.settle()
+        if self._ahead is not None:
+            self._settle_ahead(self._ahead, step, batch, output, samples)
         self._notify_end(step, deltas)
         return deltas
+
+    def _settle_ahead(self, ahead: Step, step: Step, batch: Batch, output: StepOutput, samples: dict[int, int]) -> None:
+        """Drops sequences from the step ahead whose pending token is not what was sampled, and has its masks filled for the others."""
+        for row, sampler in enumerate(batch.sampler_rows):
+            sequence = sampler.sequence
+            if (sequence.constraint is None and sequence.thinking is None) or sequence not in ahead.num_tokens or sequence in step.dropped:
+                continue
+            num_uncomputed, place = sequence.num_uncomputed_tokens, samples.get(row)
+            is_as_sampled = place is not None and num_uncomputed == 1 and sequence.token_ids[-1] == output.samples.token_ids[place]
+            # A grammar's rules for the row are only read now; those of a thinking budget alone have been read already.
+            if not is_as_sampled or (sequence.constraint is None and sequence.sampling.block_stop):
+                self.scheduler.drop(sequence, ahead)
+        if self._ahead_batch is not None and self._ahead_batch.masks is not None:
+            self._settle_masks(ahead, self._ahead_batch, self._ahead_batch.masks.deferred)
+        self._ahead = self._ahead_batch = None
+
+    def _settle_masks(self, ahead: Step, batch: Batch, deferred: list[ConstrainedRows]) -> None:
+        constrained, dropped = [], []
+        for one in deferred:
+            sampler = batch.sampler_rows[one.first_row]
+            sequence, sampling = sampler.sequence, sampler.sampling
+            if sequence.status is Status.FINISHED or sequence in ahead.dropped:
+                dropped.append(one)
+                continue
+            sampling.is_constrained, sampling.block_stop = sequence.is_constrained, sequence.sampling.block_stop
+            if sampling.is_constrained:
+                constrained.append(one)
+        self.masks.settle(constrained, dropped)
 
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
         """Ends every request of a step that failed as a whole; the others go on."""
@@ -380,6 +415,9 @@ class EngineCore:
 
     def cancel_step(self, step: Step) -> None:
         """Cancels a step that failed, or whose predecessor did: its sequences that have not ended are computed anew."""
+        if step is self._ahead:
+            self.masks.cancel_deferred()
+            self._ahead = self._ahead_batch = None
         self.scheduler.cancel_step(step)
         self._notify_end(step, {})
 

@@ -20,9 +20,10 @@ from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.native.threads import prepare_loops
-from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs
+from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
+from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
-from penstock.engine.system.device import HostCopies, index_on, to_device
+from penstock.engine.system.device import HostCopies, index_on
 
 logger = logging.getLogger(__name__)
 
@@ -67,22 +68,43 @@ def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
     return logits_KV if kept_rows == list(range(len(logits_KV))) else logits_KV[index_on(logits_KV.device, kept_rows)]
 
 
-def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler, pending_ids_P: Tensor | None = None) -> StepOutput:
-    """Samples the rows whose masks are there, once the step has waited for them. `pending_ids_P` are what the step before sampled."""
+def _sampler_inputs(batch: Batch, logits_KV: Tensor) -> tuple[list[int], Tensor, list[SamplingState], Tensor | None]:
+    """The rows to be sampled, once the step has waited for their masks, with their logits, states and bitmask."""
     rows = list(range(len(batch.sampler_rows))) if batch.masks is None else batch.masks.rows_to_sample()
-    logits_BV = _logits_of(batch, rows, logits_KV)
-    bitmask_BW = None
-    if batch.masks is not None:
-        bitmask_BW = batch.masks.bitmask_BW
-        bitmask_BW = bitmask_BW if len(rows) == len(bitmask_BW) else bitmask_BW[index_on(bitmask_BW.device, rows)]
-        bitmask_BW = to_device(bitmask_BW, logits_BV.device)
-    states = [batch.sampler_rows[row].sampling for row in rows]
+    bitmask_BW = None if batch.masks is None else batch.masks.of(rows, logits_KV.device)
+    return rows, _logits_of(batch, rows, logits_KV), [batch.sampler_rows[row].sampling for row in rows], bitmask_BW
+
+
+def sample_rows(batch: Batch, logits_KV: Tensor, sampler: Sampler, pending_ids_P: Tensor | None = None) -> StepOutput:
+    """Samples the rows whose masks are there. `pending_ids_P` are what the step before sampled."""
+    rows, logits_BV, states, bitmask_BW = _sampler_inputs(batch, logits_KV)
     output = StepOutput(sampler.sample(logits_BV, states, bitmask_BW, pending_ids_P), rows)
     if batch.has_unmasked:
         output.sample_again = lambda place, mask_W: sampler.sample(
             logits_BV[place, None], [states[place]], mask_W.to(logits_BV.device)[None]
         )
     return output
+
+
+def _with_prompts(batch: Batch, entries: list[list[TokenLogprobs]]) -> list[tuple[Sequence, int, list[TokenLogprobs]]]:
+    return [(rows.sequence, rows.first_token, own) for rows, own in zip(batch.prompts, entries, strict=True)]
+
+
+def _read_later(
+    copies: HostCopies, batch: Batch, output: StepOutput, samples: LaunchedSamples, scored: list[LaunchedPromptLogprobs]
+) -> Callable[[], StepOutput]:
+    """Starts the copy of all results. The function that is returned waits for it and completes the output."""
+    parts = [samples.packed(), *(entries.packed() for entries in scored)]
+    sizes = [len(part) for part in parts]
+    wait = copies.begin(torch.cat(parts))
+
+    def read() -> StepOutput:
+        sampled, *rest = torch.split(wait(), sizes)
+        output.samples = samples.read(sampled)
+        output.prompt_logprobs = _with_prompts(batch, [entries.read(part) for entries, part in zip(scored, rest, strict=True)])
+        return output
+
+    return read
 
 
 def _finish(started: "Future[Callable[[], StepOutput]]") -> StepOutput:
@@ -212,16 +234,16 @@ class ModelRunner:
         else:
             logits_KV, capture = self.forward(batch), None
         outputs = list(_output_rows(batch.outputs, logits_KV, capture))
-        rows = list(range(len(batch.sampler_rows)))
-        if self._copies is not None and batch.masks is None and not batch.has_unmasked and not batch.prompts:
-            launched = self.sampler.launch(_logits_of(batch, rows, logits_KV), [row.sampling for row in batch.sampler_rows], pending_ids_P)
+        scored = [self._score(logits_KV, rows) for rows in batch.prompts]
+        if self._copies is not None and not batch.has_unmasked:
+            rows, logits_BV, states, bitmask_BW = _sampler_inputs(batch, logits_KV)
+            launched = self.sampler.launch(logits_BV, states, bitmask_BW, pending_ids_P)
             if launched is not None:
-                self._pending.keep(launched.token_ids_B)
-                wait = self._copies.begin(launched.packed())
-                return lambda: StepOutput(launched.read(wait()), rows, outputs=outputs)
+                self._pending.keep(launched.token_ids_B, rows, len(batch.sampler_rows))
+                return _read_later(self._copies, batch, StepOutput(SamplerOutput([], []), rows, outputs=outputs), launched, scored)
         output = sample_rows(batch, logits_KV, self.sampler, pending_ids_P)
-        self._pending.keep(output.samples.token_ids)
-        output.prompt_logprobs = [self._score(logits_KV, rows) for rows in batch.prompts]
+        self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
+        output.prompt_logprobs = _with_prompts(batch, [entries.read(entries.packed().cpu()) for entries in scored])
         output.outputs = outputs
         return lambda: output
 
@@ -244,9 +266,8 @@ class ModelRunner:
         with self.outputs.capturing(names, rows_R, batch.inputs.input_ids_1T.shape[1]) as capture:
             return self._forward_plainly(batch), capture
 
-    def _score(self, logits_KV: Tensor, rows: PromptRows) -> tuple[Sequence, int, list[TokenLogprobs]]:
+    def _score(self, logits_KV: Tensor, rows: PromptRows) -> LaunchedPromptLogprobs:
         sequence = rows.sequence
-        count = rows.stop - rows.start
-        targets = sequence.token_ids[rows.first_token : rows.first_token + count]
+        targets = sequence.token_ids[rows.first_token : rows.first_token + rows.stop - rows.start]
         num_top = sequence.request.params.prompt_logprobs or 0
-        return sequence, rows.first_token, prompt_logprobs(logits_KV[rows.start : rows.stop, : self.sampler.vocab_size], targets, num_top)
+        return LaunchedPromptLogprobs.launch(logits_KV[rows.start : rows.stop, : self.sampler.vocab_size], targets, num_top)

@@ -3,7 +3,7 @@
 import copy
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -201,6 +201,7 @@ class Sequence:
     `table_row` is its row of the model's block tables, while it runs, which knows the first `num_blocks_sent` blocks of its `block_table`.
     That is the table of the first group of layers; `other_tables`, as long, are those of the others. Once `frees_at` tokens are computed, a
     block has left a sliding window.
+    `sampler_row` is its row of the sampler in a step whose tokens are all known.
     """
 
     request: Request
@@ -232,6 +233,12 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: SequenceOutputs | None = None
+    sampler_row: "SamplerRow" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampler_row = SamplerRow(self, self.sampling)
+        if self.constraint is not None or self.thinking is not None:
+            self.sampling.must_follow()  # they block stop ids, depending on the answer
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -239,7 +246,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def block_tables(self) -> list[BlockTable]:
@@ -258,12 +265,7 @@ class Sequence:
     @property
     def ends_with_next_token(self) -> bool:
         """Whether the next token is its last one, whatever it is."""
-        return self.num_output_tokens + 1 >= self.max_tokens
-
-    @property
-    def is_predictable(self) -> bool:
-        """Whether the rules for the token after the next one do not depend on what the next one is."""
-        return self.constraint is None and self.thinking is None and not self.forks and self.sampling.is_predictable
+        return len(self.token_ids) - len(self.request.prompt_token_ids) + 1 >= self.max_tokens
 
     @property
     def num_reusable_tokens(self) -> int:
@@ -288,8 +290,10 @@ class Sequence:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether its mask was late and is not there yet: until then nothing of it can be computed."""
-        return self.constraint is not None and self.constraint.is_held_up
+        """Whether nothing of it can be computed yet: its mask was late and is not there, or will be after a pending token."""
+        if self.constraint is None:
+            return False
+        return self.constraint.is_held_up if self.pending_row is None else self.constraint.is_slow
 
     @property
     def ready_proposer(self) -> NgramProposer | None:
@@ -358,14 +362,14 @@ class SamplerRow:
     num_drafted: int = 0
 
 
-def sampler_rows_of(sequence: Sequence, draft: list[int]) -> list[SamplerRow]:
+def sampler_rows_of(sequence: Sequence, draft: Iterable[int]) -> list[SamplerRow]:
     """A row for the sequence's next token and one after each token of the draft; the forks of a prompt have one each."""
     if sequence.pending_row is not None:
         return [SamplerRow(sequence, sequence.sampling.after_any(sequence.pending_row))]
     rows = []
     for member in sequence.sampling_sequences:
         member.sampling.is_constrained = member.is_constrained
-        rows.append(SamplerRow(member, member.sampling))
+        rows.append(member.sampler_row)
     assert not draft or len(rows) == 1
     for num_drafted, token_id in enumerate(draft, start=1):
         rows.append(SamplerRow(sequence, rows[-1].sampling.after(token_id), num_drafted))

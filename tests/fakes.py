@@ -1,5 +1,6 @@
 """An engine whose model is a function of the tokens before: everything else in it is real."""
 
+import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -7,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from threading import Event
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -156,7 +157,7 @@ class FakeRunner:
         self.cache.copy_blocks(batch.copies)
         logits_KV = self._forward(batch)
         output = sample_rows(batch, logits_KV, self.sampler, pending_ids_P)
-        self.pending.keep(output.samples.token_ids)
+        self.pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
         for rows in batch.prompts:
             targets = rows.sequence.token_ids[rows.first_token : rows.first_token + rows.stop - rows.start]
             num_top = rows.sequence.request.params.prompt_logprobs or 0
@@ -204,6 +205,8 @@ class FakeRunner:
         kept = [histories[row] for row in batch.inputs.kept_T.tolist()]
         for row, sampler in zip(batch.logits_rows, batch.sampler_rows, strict=True):
             known = sampler.sequence.token_ids
+            if batch.num_pending and (sampler.sequence.constraint is not None or sampler.sequence.thinking is not None):
+                continue  # what it was sampled may have been replaced meanwhile
             assert kept[row][: len(known)] == known[: len(kept[row])], "the cache holds another sequence's tokens"
             # Where tokens were pending, those of the step before may be known by now or not.
             num_ahead = {sampler.num_drafted, sampler.num_drafted + (batch.num_pending > 0)}
@@ -353,3 +356,19 @@ def drive(core: EngineCore, *, max_steps: int = 2000) -> dict[str, list[Sequence
 def generate(core: EngineCore, request: Request) -> list[SequenceDelta]:
     core.add(request)
     return drive(core)[request.request_id]
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """How many functions written in Python are called, which is what the host's time goes with."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls

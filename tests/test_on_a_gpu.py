@@ -36,6 +36,7 @@ from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
+from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
 from tests import encoders
 from tests.api.pooling_server import Reference
@@ -189,12 +190,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[tuple[str, str], int]]] = {
     "penalties": ({"presence_penalty": 0.5, "repetition_penalty": 1.2}, AHEAD),
     "bad_words": ({"bad_words": ["ab"]}, AHEAD),
     "logprobs": ({"logprobs": 3}, AHEAD),
-    "prompt_logprobs": (
-        {"prompt_logprobs": 2},
-        {RESULTS: NUM_STEPS - 2, ("model", "sampling/sampler _sample_pass"): 1, ("model", "sampling/sampler token_logprobs"): 2},
-    ),
-    "grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False))}, SAMPLED),
-    "quick_grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False), has_quick_masks=True)}, SAMPLED),
+    "prompt_logprobs": ({"prompt_logprobs": 2}, AHEAD),
+    "grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False))}, AHEAD),
+    "quick_grammar": ({"grammar": Grammar(lambda: Walk(1, forces=False), has_quick_masks=True)}, AHEAD),
     "logits_processor": ({"logits_processors": [Recorder]}, SAMPLED),
     "beams": (
         {"beam": BeamSearchParams(beam_width=2, max_tokens=NUM_TOKENS)},
@@ -227,6 +225,25 @@ def test_an_engine_that_is_built_anew_over_its_model_captures_its_graphs_again(c
         assert cuda.num_replays - before == core.stats().num_steps
         release(core)
     assert said[0] == said[1]
+
+
+def test_a_step_waits_for_no_grammar_and_no_thinking_budget_of_the_step_before() -> None:
+    def requests() -> list[Request]:
+        return [
+            make("plain"),
+            make("forced", [9, 8, 7], grammar=Grammar(lambda: Walk(1, forces=True)), max_tokens=20),
+            make("quick", [7, 8], grammar=Grammar(lambda: Walk(2, forces=True), has_quick_masks=True), max_tokens=20),
+            make("budgeted", [5, 6], parser=FORMATS["deepseek_r1"], thinking_token_budget=4, max_tokens=20),
+        ]
+
+    said_on_cpu = [
+        tokens(deltas) for deltas in serve(make_core("llama", torch.device("cpu"), compile="off", speculation="none"), requests())
+    ]
+    with fake_cuda() as cuda:
+        core = make_core("llama", DEVICE, speculation="none")
+        cuda.clear()
+        assert [tokens(deltas) for deltas in serve(core, requests())] == said_on_cpu
+        assert cuda.waits == {RESULTS: core.stats().num_steps}, cuda.lines
 
 
 def test_a_capture_that_fails_leaves_an_engine_that_runs_and_an_allocator_that_frees(cuda: FakeCuda) -> None:

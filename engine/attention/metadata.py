@@ -1,7 +1,7 @@
 """The metadata of attention: a flat batch in one tensor, and the options that differ from layer to layer."""
 
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from operator import sub
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def flatten(
     num_groups: int = 1,
 ) -> list[int]:
     """The numbers of `AttentionMetadata.packed`. Slots and rows are those of all groups, one group after another."""
-    max_query_len = max((end - start for start, end in pairwise(query_start_loc)), default=0)
+    max_query_len = max(map(sub, query_start_loc[1:], query_start_loc), default=0)
     num_tokens = len(slot_mapping) // num_groups
     header = [num_tokens, len(context_lens), num_decodes, num_groups, max_query_len, max(context_lens, default=0)]
     return header + query_start_loc + slot_mapping + context_lens + table_rows

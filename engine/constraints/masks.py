@@ -12,11 +12,13 @@ from torch import Tensor
 
 from penstock.engine.constraints.bitmask import num_words
 from penstock.engine.constraints.state import ConstraintState, MaskJob
+from penstock.engine.system.device import index_on, to_device
 from penstock.engine.text.answer import Answer
 
 GRACE = 0.01  # seconds beyond the forward pass
 SLOW = 0.005  # seconds
 NUM_MASKS_APART = 16
+SETTLE_SECONDS = 30.0  # the loop is stuck, or gone; the rows are computed again
 PATIENCE = 1.0  # seconds between two checks whether a late mask is over its time limit
 
 
@@ -76,21 +78,46 @@ def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
 class StepMasks:
     """Filled while the model computes: its thread calls `begin` just before that, and `rows_to_sample` just before it samples.
 
-    `bitmask_BW` (int32 [B, ceil(V / 32)], pinned where the model is on a GPU) has a row for each of the sampler's, all ones where a row is
-    unconstrained. `jobs` are those of the constrained sequences, by their rows. `awaited` are those waited for, at most `grace` seconds,
-    and filled by `thread`.
+    Of the sampler's `num_rows`, `bitmask_CW` (int32 [C + 1, ceil(V / 32)], pinned where the model is on a GPU) has one for each that may be
+    constrained, at the place that `places` names, and a last one of all ones for the others. `jobs` are those of the constrained
+    sequences, by their rows. `awaited` are those waited for, at most `grace` seconds, and filled by `thread`.
+
+    Where the step was built before the tokens of the one before it were known, `deferred` are the rows that these may constrain. They are
+    `settled` once the tokens are known: the forward pass does not wait for that, sampling does.
     """
 
-    bitmask_BW: Tensor
+    num_rows: int
+    bitmask_CW: Tensor
+    places: dict[int, int]
     jobs: dict[range, MaskJob]
     awaited: list[MaskJob]
     thread: MaskThread
     grace: float
+    deferred: list[ConstrainedRows] = field(default_factory=list)
+    _dropped: set[int] = field(default_factory=set)
     _is_begun: bool = False
+    _is_settled: threading.Event | None = None
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
-        """Starts filling in the thread. Sooner, it would hold the GIL while the step is launched."""
+        """Starts filling in the thread. Sooner, it would hold the GIL while the step is launched. Deferred masks begin by themselves."""
+        if self._is_settled is None:
+            self._submit()
+
+    def defer(self, constrained: Iterable[ConstrainedRows]) -> None:
+        """Has sampling wait for `settle`."""
+        self.deferred += constrained
+        self._is_settled = threading.Event()
+
+    def settle(self, thread: MaskThread, dropped: Iterable[ConstrainedRows]) -> None:
+        """All jobs of the step are there. `dropped` are not sampled."""
+        assert self._is_settled is not None
+        self.thread = thread
+        self._dropped.update(row for one in dropped for row in one.rows)
+        self._submit()
+        self._is_settled.set()
+
+    def _submit(self) -> None:
         if self.awaited and not self._is_begun:
             self._is_begun = True
             self.thread.submit(self.fill)
@@ -106,13 +133,22 @@ class StepMasks:
 
         The others have no mask to sample under: theirs is late or has failed, or the next token is forced.
         """
+        if self._is_settled is not None and not self._is_settled.wait(SETTLE_SECONDS):
+            self._dropped.update(row for one in self.deferred for row in one.rows)
         self.begin()
         if self.awaited:
             self._is_over.wait(self.grace)
-        if not self.jobs:
-            return list(range(len(self.bitmask_BW)))
-        others = {row for rows, job in self.jobs.items() for row in rows[job.num_to_sample :]}
-        return [row for row in range(len(self.bitmask_BW)) if row not in others]
+        if not self.jobs and not self._dropped:
+            return list(range(self.num_rows))
+        others = self._dropped | {row for rows, job in self.jobs.items() for row in rows[job.num_to_sample :]}
+        return [row for row in range(self.num_rows) if row not in others]
+
+    def of(self, rows: list[int], device: torch.device) -> Tensor:
+        """The masks of these rows of the sampler, int32 [len(rows), ceil(V / 32)], on the device."""
+        num_places = len(self.places)
+        places = [self.places.get(row, num_places) for row in rows]
+        bitmask_CW = to_device(self.bitmask_CW, device)
+        return bitmask_CW[:num_places] if places == list(range(num_places)) else bitmask_CW[index_on(device, places)]
 
 
 class MaskPool:
@@ -130,40 +166,72 @@ class MaskPool:
         self._thread = MaskThread()
         self._thread_apart = MaskThread()
         self._in_flight: list[tuple[ConstraintState, MaskJob]] = []
+        self._deferred: StepMasks | None = None
         self._news = threading.Event()
         self.wake: Callable[[], None] = self._news.set
 
-    def begin(self, constrained: Iterable[ConstrainedRows], num_rows: int, vocab_size: int, *, pin_memory: bool) -> StepMasks | None:
-        """The masks of a step whose sampler has `num_rows`, to be filled once the step begins; None where no row needs one."""
-        masked = [one for one in constrained if not self.samples_unmasked(one.constraint, one.answer)]
+    def begin(
+        self, constrained: list[ConstrainedRows], num_rows: int, vocab_size: int, *, pin_memory: bool, is_ahead: bool = False
+    ) -> StepMasks | None:
+        """The masks of a step whose sampler has `num_rows`, to be filled once the step begins; None where no row needs one.
+
+        With `is_ahead` they are deferred until `settle`.
+        """
+        masked = constrained if is_ahead else [one for one in constrained if not self.samples_unmasked(one.constraint, one.answer)]
         if not masked:
             return None
-        for one in masked:
-            if one.constraint.mask is not None:
-                one.constraint.mask.fail()  # unless it is done: it is over its time limit, and has no place in this step's rows
-        bitmask_BW = self._laid_out(masked, num_rows, vocab_size, pin_memory=pin_memory)
-        awaited: list[MaskJob] = []
-        jobs: dict[range, MaskJob] = {}
-        for one in masked:
-            job = one.constraint.mask
-            rows_DW = bitmask_BW[one.rows.start : one.rows.stop]
-            if job is not None and job.is_quick:
+        places = {row: place for place, row in enumerate(row for one in masked for row in one.rows)}
+        # Not by torch: each of its calls takes as long as all of this.
+        bitmask_CW = torch.empty(len(places) + 1, num_words(vocab_size), dtype=torch.int32, pin_memory=pin_memory)
+        ctypes.memset(bitmask_CW.data_ptr(), 0xFF, bitmask_CW.nbytes)
+        masks = StepMasks(num_rows, bitmask_CW, places, {}, [], self._thread, self._grace)
+        if is_ahead:
+            assert self._deferred is None, "two steps are ahead"
+            self._deferred = masks
+            masks.defer(masked)
+        else:
+            for one in masked:
+                self._add(one, masks)
+        return masks
+
+    def settle(self, constrained: list[ConstrainedRows], dropped: list[ConstrainedRows]) -> None:
+        """The tokens are known that the deferred masks of a step depend on: some rows are constrained, and some are not sampled at all."""
+        masks, self._deferred = self._deferred, None
+        assert masks is not None
+        for one in constrained:
+            self._add(one, masks)
+        masks.settle(self._thread, dropped)
+
+    def cancel_deferred(self) -> None:
+        """The step before has failed, or the engine ends: no row whose mask is deferred is sampled."""
+        if self._deferred is not None:
+            self.settle([], self._deferred.deferred)
+
+    def _add(self, one: ConstrainedRows, masks: StepMasks) -> None:
+        """Has a step sample under the mask that is there, or asks for it."""
+        job = one.constraint.mask
+        first = masks.places[one.first_row]
+        rows_DW = masks.bitmask_CW[first : first + len(one.rows)]
+        if job is not None:
+            job.fail()  # unless it is done: it is over its time limit, and has no place in this step's rows
+            if job.is_done:
+                ctypes.memmove(rows_DW.data_ptr(), job.address, rows_DW[0].nbytes)
+            if job.is_quick:
                 if one.draft and not job.needs_no_sample:
                     job.look_ahead(rows_DW, one.draft)
                 if one.draft or job.needs_no_sample:
-                    jobs[one.rows] = job
-                continue
-            if job is None:
-                job = MaskJob(one.constraint, one.answer, rows_DW, one.draft, is_apart=one.constraint.is_slow)
-                job.queue()
-                one.constraint.mask = job
-                if job.is_apart:
-                    self._thread_apart.submit(job.run)
-                else:
-                    awaited.append(job)
-            jobs[one.rows] = job
-            self._in_flight.append((one.constraint, job))
-        return StepMasks(bitmask_BW, jobs, awaited, self._thread, self._grace)
+                    masks.jobs[one.rows] = job
+                return
+        else:
+            job = MaskJob(one.constraint, one.answer, rows_DW, one.draft, is_apart=one.constraint.is_slow)
+            job.queue()
+            one.constraint.mask = job
+            if job.is_apart:
+                self._thread_apart.submit(job.run)
+            else:
+                masks.awaited.append(job)
+        masks.jobs[one.rows] = job
+        self._in_flight.append((one.constraint, job))
 
     def samples_unmasked(self, constraint: ConstraintState, answer: Answer) -> bool:
         """Whether the sequence's next token is sampled without a mask, and checked by its grammar then."""
@@ -178,21 +246,6 @@ class MaskPool:
         if job.seconds > SLOW:
             constraint.num_masks_apart = NUM_MASKS_APART
         return job
-
-    def _laid_out(self, masked: list[ConstrainedRows], num_rows: int, vocab_size: int, *, pin_memory: bool) -> Tensor:
-        """A step's rows: copies of masks that are there, and all ones."""
-        # Not by torch: each of its calls takes as long as all of this.
-        num_bytes = num_words(vocab_size) * torch.int32.itemsize
-        bitmask_BW = torch.empty(num_rows, num_words(vocab_size), dtype=torch.int32, pin_memory=pin_memory)
-        address = bitmask_BW.data_ptr()
-        there = {one.first_row: mask.address for one in masked if (mask := one.constraint.mask) is not None and mask.is_done}
-        for row in range(num_rows):
-            target = address + row * num_bytes
-            if row in there:
-                ctypes.memmove(target, there[row], num_bytes)
-            else:
-                ctypes.memset(target, 0xFF, num_bytes)
-        return bitmask_BW
 
     def end(self) -> None:
         """The step is over, whether or not all its masks are there."""
@@ -233,5 +286,6 @@ class MaskPool:
 
     def close(self) -> None:
         """Stops filling masks; returns at once."""
+        self.cancel_deferred()
         self._thread.close()
         self._thread_apart.close()

@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -117,7 +117,6 @@ class LaunchedLogprobs:
     """
 
     packed_TN: Tensor
-    logprobs_TV: Tensor
     num_top: Sequence[int]
 
     @classmethod
@@ -127,22 +126,46 @@ class LaunchedLogprobs:
         chosen_T1 = logprobs_TV.gather(1, token_ids_T[:, None])
         # Comparing floats into floats vectorizes on the CPU.
         ranks_T1 = torch.gt(logprobs_TV, chosen_T1, out=torch.empty_like(logprobs_TV)).sum(-1, keepdim=True).long() + 1
-        # One more than asked for: it tells whether a tie was cut.
-        most = min(max(num_top) + 1, logprobs_TV.shape[1]) if max(num_top) else 0
-        values_TK, ids_TK = logprobs_TV.topk(most)
+        values_TK, ids_TK = _most_probable_with_ties(logprobs_TV, num_top)
         bits_TN = torch.cat([chosen_T1, values_TK], 1).double().view(torch.int64)
-        return cls(torch.cat([token_ids_T[:, None], ranks_T1, bits_TN[:, :1], ids_TK, bits_TN[:, 1:]], 1), logprobs_TV, num_top)
+        return cls(torch.cat([token_ids_T[:, None], ranks_T1, bits_TN[:, :1], ids_TK, bits_TN[:, 1:]], 1), num_top)
 
     def read(self, packed_TN: Tensor) -> list[TokenLogprobs]:
         """From a copy of `packed_TN` on the CPU. Equal logits rank alike, and the lower id comes first among the top ones."""
         count = (packed_TN.shape[1] - 3) // 2
         chosen = packed_TN[:, 2:3].contiguous().view(torch.float64)[:, 0].tolist()
         values = packed_TN[:, 3 + count :].contiguous().view(torch.float64).tolist()
-        rows = zip(packed_TN[:, : 3 + count].tolist(), chosen, values, self.logprobs_TV, self.num_top, strict=True)
+        rows = zip(packed_TN[:, : 3 + count].tolist(), chosen, values, self.num_top, strict=True)
         return [
-            TokenLogprobs(ids[0], logprob, ids[1], top_pairs(logprobs_V, row_values, ids[3:], num_top))
-            for ids, logprob, row_values, logprobs_V, num_top in rows
+            TokenLogprobs(ids[0], logprob, ids[1], _in_order(zip(ids[3 : 3 + num_top], row_values, strict=False)))
+            for ids, logprob, row_values, num_top in rows
         ]
+
+
+def _most_probable_with_ties(logprobs_TV: Tensor, num_top: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Values and ids of as many as the greatest of `num_top`, best first. Of a tie that is cut, they are the lowest ids."""
+    device, (num_rows, vocab_size) = logprobs_TV.device, logprobs_TV.shape
+    most = min(max(num_top, default=0), vocab_size)
+    if not most:
+        return logprobs_TV[:, :0], torch.empty(num_rows, 0, dtype=torch.int64, device=device)
+    # One more than asked for: it tells whether a tie was cut.
+    values_TK, ids_TK = logprobs_TV.topk(min(most + 1, vocab_size))
+    last_T1 = index_on(device, [max(0, min(count, most) - 1) for count in num_top])[:, None]
+    bound_T1 = values_TK.gather(1, last_T1)
+    if device.type == "cpu" and not (values_TK.gather(1, (last_T1 + 1).clamp(max=values_TK.shape[1] - 1)) == bound_T1).any():
+        return values_TK[:, :most], ids_TK[:, :most]
+    # A GPU's topk cuts ties as it likes, and to look whether it did would be to wait.
+    lowest_first_V = torch.arange(0, -vocab_size, -1, dtype=torch.float32, device=device)
+    tied_TK = -torch.where(logprobs_TV == bound_T1, lowest_first_V, -torch.inf).topk(most).values
+    num_above_T1 = (values_TK > bound_T1).sum(1, keepdim=True)
+    place_K = torch.arange(most, device=device)
+    tied_TK = tied_TK.gather(1, (place_K - num_above_T1).clamp(min=0)).nan_to_num(posinf=0).long()
+    return values_TK[:, :most], torch.where(place_K < num_above_T1, ids_TK[:, :most], tied_TK)
+
+
+def _in_order(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Best first; the lower id of those that rank alike."""
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +217,35 @@ def read_columns(*parts_TN: Tensor) -> list[list[list[float]]]:
     return [[row[start:end] for row in rows] for start, end in itertools.pairwise([0, *ends])]
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedPromptLogprobs:
+    """The log probabilities of a prompt's tokens, on the device, by chunks of tokens."""
+
+    chunks: list[LaunchedLogprobs]
+
+    @classmethod
+    def launch(cls, logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> "LaunchedPromptLogprobs":
+        """Of `next_token_ids[t]`, the token after position t. Logits [T, V], without the columns of padding. Never waits for the device."""
+        chunk = max(1, LOGPROBS_CHUNK_ELEMENTS // logits_TV.shape[1])
+        token_ids_T = index_on(logits_TV.device, next_token_ids)
+        parts = zip(torch.split(logits_TV, chunk), torch.split(token_ids_T, chunk), strict=True)
+        return cls([LaunchedLogprobs.launch(logits, token_ids, [num_top] * len(token_ids)) for logits, token_ids in parts])
+
+    def packed(self) -> Tensor:
+        """What `read` is to be given: int64, in one tensor because that is one copy."""
+        return torch.cat([chunk.packed_TN for chunk in self.chunks]).flatten()
+
+    def read(self, packed: Tensor) -> list[TokenLogprobs]:
+        """From a copy of `packed` on the CPU."""
+        rows_TN = packed.view(-1, self.chunks[0].packed_TN.shape[1])
+        parts = torch.split(rows_TN, len(self.chunks[0].packed_TN))
+        return [entry for chunk, part_TN in zip(self.chunks, parts, strict=True) for entry in chunk.read(part_TN)]
+
+
 def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """The log probability of `next_token_ids[t]`, the token after position t. Logits [T, V], without the columns of padding."""
-    chunk = max(1, LOGPROBS_CHUNK_ELEMENTS // logits_TV.shape[1])
-    result: list[TokenLogprobs] = []
-    for start in range(0, len(next_token_ids), chunk):
-        token_ids = next_token_ids[start : start + chunk]
-        result += token_logprobs(logits_TV[start : start + chunk], token_ids, [num_top] * len(token_ids))
-    return result
+    """As `LaunchedPromptLogprobs`, waiting for the device."""
+    launched = LaunchedPromptLogprobs.launch(logits_TV, next_token_ids, num_top)
+    return launched.read(launched.packed().cpu())
 
 
 def top_pairs(logprobs_V: Tensor, values: list[float], ids: list[int], count: int) -> tuple[tuple[int, float], ...]:
@@ -215,7 +259,7 @@ def top_pairs(logprobs_V: Tensor, values: list[float], ids: list[int], count: in
         pairs += [(token_id, bound) for token_id in tied]
     else:
         pairs = list(zip(ids, values, strict=True))[:count]
-    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
+    return _in_order(pairs)
 
 
 class Sampler:
@@ -255,12 +299,16 @@ class Sampler:
             output.extend(self._sample_pass(logits_BV[rows], states[rows], bitmask, processed[rows], pending_ids_P))
         return output
 
-    def launch(self, logits_BV: Tensor, states: Sequence[SamplingState], pending_ids_P: Tensor | None = None) -> LaunchedSamples | None:
-        """Like `sample` without a mask, but does not wait for the device. None where some row has logits processors or wants candidates."""
+    def launch(
+        self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, pending_ids_P: Tensor | None = None
+    ) -> LaunchedSamples | None:
+        """Like `sample`, but does not wait for the device. None where some row has logits processors or wants candidates."""
         if not all(state.is_predictable for state in states):
             return None
         work_BV = self._float_copy(logits_BV, states)
         self._edit(work_BV, states, pending_ids_P)
+        if bitmask_BW is not None:
+            self._constrain(work_BV, bitmask_BW)
         token_ids_B, is_possible_B = self._choose(work_BV, states)
         asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None}
         logprobs = None

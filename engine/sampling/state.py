@@ -170,8 +170,8 @@ class SamplingState:
     from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
     chooses among that many tokens. With a `pending_row`, one more token belongs to the output than is known: the one that the step before
-    samples in that row. `counts` are those of a sequence with the same prompt and no output yet, to be
-    copied.
+    samples in that row. Where it `is_stationary`, nothing in it changes from the next token on. `counts` are those of a sequence with the
+    same prompt and no output yet, to be copied.
     """
 
     def __init__(
@@ -210,6 +210,8 @@ class SamplingState:
             in_vocabulary = (token_id for token_id in prompt_token_ids if 0 <= token_id < vocab_size)
             known = in_vocabulary if params.repetition_penalty != 1 else ()
             self.counts = counts.copy() if isinstance(counts, TokenCounts) else TokenCounts(known)
+        self._follows_tokens = bool(self.counts is not None or self.rng is not None or self.processors or rules.bad_words.has_patterns)
+        self.is_stationary = not self._follows_tokens and params.min_tokens == 0
 
     @property
     def top_k(self) -> int | None:
@@ -238,6 +240,11 @@ class SamplingState:
         """Whether the token after the next one can be sampled without the host's knowing the next one."""
         return not self.processors and not self.num_candidates
 
+    def must_follow(self) -> None:
+        """The request has rules beyond these parameters that depend on the tokens so far: it never `is_stationary`."""
+        self._follows_tokens = True
+        self.is_stationary = False
+
     @property
     def fresh_rng(self) -> CounterRng | None:
         """A copy of `rng` for one draw of the next token, so that a step that is dropped has used up none of its numbers."""
@@ -247,6 +254,9 @@ class SamplingState:
         """A token was added to the output, sampled or forced."""
         self.num_output_tokens += 1
         self.block_stop = False
+        if self.is_stationary:
+            return
+        self.is_stationary = not self._follows_tokens and self.num_output_tokens >= self.params.min_tokens
         self.rng = None if self.rng is None else self.rng.at_next_position()
         self._bad_words = self._bad_words.step(token_id)
         if isinstance(self.counts, TokenCounts) and token_id < self._vocab_size:
@@ -263,15 +273,19 @@ class SamplingState:
         return state
 
     def after(self, token_id: int) -> "SamplingState":
-        """A copy with the token appended. Not for sequences with logits processors, which are expensive to copy."""
+        """As it will be with the token appended: a copy, unless stationary. Not for those with logits processors, whose copies are dear."""
         assert not self.processors
+        if self.is_stationary:
+            return self
         state = self.fork()
         state.append(token_id)
         return state
 
     def after_any(self, pending_row: int) -> "SamplingState":
-        """A copy as it will be after the next token, whichever that is: the step before samples it in this row."""
+        """As it will be after the next token, whichever that is: the step before samples it in this row. A copy, unless stationary."""
         assert self.is_predictable
+        if self.is_stationary:
+            return self
         state = SamplingState.__new__(SamplingState)
         state.__dict__.update(self.__dict__)  # `copy.copy` takes four times as long, for each sequence of each step
         state.num_output_tokens += 1
@@ -284,6 +298,8 @@ class SamplingState:
 
     def masked_ids(self) -> list[int]:
         """Tokens that may not come next: the last ones of bad words, and stop ids while they are blocked."""
+        if self.is_stationary and not self.block_stop:
+            return []
         masked = self._bad_words.completing if self.pending_row is None else self._rules.bad_words.completing
         is_too_short = self.num_output_tokens < self.params.min_tokens and not self.is_constrained
         if self.block_stop or is_too_short:

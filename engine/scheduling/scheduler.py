@@ -26,6 +26,7 @@ class Step:
     values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask is not there yet.
     `drafts` are the draft tokens of sequences. They are not in `num_tokens`.
     `is_counted` says that its tokens are among the computed ones of their sequences, although the step may still be under way.
+    `dropped` were scheduled while the step before was in flight, and continue otherwise than was assumed: their rows count for nothing.
     """
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class Step:
     num_held_up: int = 0
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     is_counted: bool = False
+    dropped: set[Sequence] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
@@ -142,29 +144,62 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            (prompts if sequence.num_uncomputed_tokens > 1 else decodes).append(sequence)
-        num_prompts = len(prompts)
-        for sequence in [*decodes, *prompts]:
+            num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
+            (prompts if num_known - sequence.num_computed_tokens > 1 else decodes).append(sequence)
+        self._schedule_decodes(decodes, step, budget)
+        self._schedule_prompts(prompts, step, budget)
+        # A sequence that was just preempted would only be admitted to preempt the next one.
+        if self.waiting and budget.left and self.num_preemptions == num_preemptions:
+            self._admit_waiting(step, budget, prompts)
+        # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
+        if max(step.num_tokens.values(), default=0) > SHORT_CHUNK:
+            step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
+        if self.speculation is not None and not is_ahead:
+            self._speculate(self.speculation, step, budget)
+        return step
+
+    def _schedule_decodes(self, decodes: list[Sequence], step: Step, budget: TokenBudget) -> None:
+        """Gives each of these running sequences its next token, as far as the budget goes. They have one token to compute, or none."""
+        # The loop that a full server spends its time in: what holds for almost all rows is looked at here, without a call.
+        size, is_shared = self.block_size, self.pool.is_shared
+        for sequence in decodes:
+            if not budget.left:
+                break
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
+            num_known, position = len(sequence.token_ids), sequence.num_computed_tokens
+            if sequence.pending_row is not None:
+                if sequence.ends_with_next_token:
+                    continue
+            elif position == num_known:
+                continue
+            if sequence.constraint is not None and sequence.is_held_up:
+                step.num_held_up += 1
+                continue
+            table = sequence.block_table
+            place = position // size
+            budget.left -= 1
+            is_own = place < len(table) and not sequence.other_tables and not is_shared(table[place])
+            if is_own or self._make_room(sequence, 1, step, budget):
+                step.num_tokens[sequence] = 1
+                if num_known % size == 0 or sequence.table_row is None:
+                    self._include(sequence, 1, step)
+
+    def _schedule_prompts(self, prompts: list[Sequence], step: Step, budget: TokenBudget) -> None:
+        """Gives running sequences with several tokens to compute as many as the budget has for each."""
+        num_left = len(prompts)
+        for sequence in prompts:
+            if sequence.status is not Status.RUNNING:
+                continue
             if sequence.pending_row is not None and sequence.ends_with_next_token:
                 continue
             if sequence.is_held_up:
                 step.num_held_up += 1
                 continue
-            num_wanted = sequence.num_uncomputed_tokens
-            num_prompts -= num_wanted > 1
-            num_tokens = budget.take(num_wanted, num_prompts + len(self.waiting))
+            num_left -= 1
+            num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + len(self.waiting))
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
-        # A sequence that was just preempted would only be admitted to preempt the next one.
-        if self.waiting and budget.left and self.num_preemptions == num_preemptions:
-            self._admit_waiting(step, budget, prompts, is_ahead=is_ahead)
-        # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
-        step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
-        if self.speculation is not None and not is_ahead:
-            self._speculate(self.speculation, step, budget)
-        return step
 
     def _free_outside_windows(self) -> None:
         for sequence in self.running:
@@ -173,7 +208,7 @@ class Scheduler:
                 position, rule_of = self._first_to_come(sequence) - 1, self._retention_of(sequence)
                 sequence.frees_at = 1 + self.blocks.free_outside_windows(sequence.block_tables, position, rule_of)
 
-    def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
+    def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence]) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
         num_places = self.max_num_seqs - self.num_places_taken
         if not num_places:
@@ -188,8 +223,6 @@ class Scheduler:
             if sequence.is_held_up:
                 step.num_held_up += 1
                 continue
-            if is_ahead and sequence.constraint is not None:
-                break  # its mask would be filled for the step that is under way
             if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
                 continue  # the block is being computed, and can be shared soon
             if not self._admit(sequence, forecast):
@@ -225,8 +258,9 @@ class Scheduler:
 
     def has_room(self) -> bool:
         """Whether all that run can compute their next tokens without a block of another's."""
-        num_tokens = sum(sequence.num_uncomputed_tokens for sequence in self.running)
-        if (num_tokens // self.block_size + 2 * len(self.running)) * self.blocks.num_groups <= self.pool.num_free:
+        num_running = len(self.running)
+        num_tokens = num_running + sum([len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running])
+        if (num_tokens // self.block_size + 2 * num_running) * self.blocks.num_groups <= self.pool.num_free:
             return True  # that many would be enough, however the blocks of each are filled
         wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in self.running)
         return sum(self._num_needed_blocks(sequence, num_tokens) for sequence, num_tokens in wanted) <= self.pool.num_free
@@ -262,6 +296,11 @@ class Scheduler:
         first = sequence.num_computed_tokens // self.block_size
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_tokens)
         self._publish(sequence, first, sequence.num_computed_tokens // self.block_size)
+
+    def drop(self, sequence: Sequence, step: Step) -> None:
+        """Takes a sequence out of a step that is in flight already: what the step computes for it is computed again."""
+        del step.num_tokens[sequence]
+        step.dropped.add(sequence)
 
     def unpublish_blocks(self, step: Step) -> None:
         """Unpublishes the blocks that a failed step was to fill."""

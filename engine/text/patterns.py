@@ -50,6 +50,11 @@ class PatternState(Generic[Symbol]):
         return self
 
     @property
+    def has_patterns(self) -> bool:
+        """Whether anything can be found at all."""
+        return bool(self._initial._longer)
+
+    @property
     def completing(self) -> list[Symbol]:
         """The symbols of which each would complete a pattern now."""
         if self._children is None:

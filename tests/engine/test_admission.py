@@ -1,5 +1,6 @@
 """Admission by what the running sequences are expected to need."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +25,11 @@ def test_an_answer_is_expected_to_be_as_long_as_those_that_were_longer_than_it_i
     assert expected <= lengths.expected(num_said) < expected + 1
 
 
-def overloaded(*, reserves: bool) -> tuple[int, EngineCore]:
+def overloaded(*, reserves: bool, caches: bool = True) -> tuple[int, EngineCore]:
     """Computes three times what the cache holds, and counts the tokens that are computed."""
-    core = make_core(letter_after, num_blocks=64, max_num_seqs=16, max_num_batched_tokens=64, reserves=reserves)
+    core = make_core(
+        letter_after, num_blocks=64, max_num_seqs=16, max_num_batched_tokens=64, enable_prefix_caching=caches, reserves=reserves
+    )
     for number in range(12):
         core.add(make_request(str(number), [LETTERS[number % 7], *LETTERS[:19]], max_tokens=40, ignore_eos=True))
     num_computed = 0
@@ -39,11 +42,12 @@ def overloaded(*, reserves: bool) -> tuple[int, EngineCore]:
     return num_computed, core
 
 
-def test_what_is_admitted_is_hardly_ever_computed_twice() -> None:
+@pytest.mark.parametrize("caches", [True, False])
+def test_what_is_admitted_is_hardly_ever_computed_twice(caches: bool) -> None:
     num_needed = 12 * (20 + 40 - 1)
-    num_computed, core = overloaded(reserves=True)
+    num_computed, core = overloaded(reserves=True, caches=caches)
     assert num_computed <= 1.1 * num_needed
-    greedy, thrashing = overloaded(reserves=False)
+    greedy, thrashing = overloaded(reserves=False, caches=caches)
     assert greedy > 1.2 * num_needed
     assert core.stats().num_preemptions < thrashing.stats().num_preemptions
 

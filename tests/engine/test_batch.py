@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.engine.batch import Batch, PendingTokens, placeholder, slots_of
 from penstock.engine.core import EngineCore
-from tests.fakes import LETTERS, make_core, make_request
+from tests.fakes import LETTERS, make_core, make_request, num_calls
 
 
 def first_batch(core: EngineCore, *requests: dict[str, Any]) -> Batch:
@@ -175,3 +175,35 @@ def test_a_block_that_is_copied_before_it_is_written_is_sent_again() -> None:
         core.update(step, batch, core.runner.launch(batch).collect())
     core.runner.shutdown()
     assert num_copied == 1
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_decode_takes_the_host_few_calls(is_async: bool) -> None:
+    def of_step(num_rows: int) -> int:
+        core = make_core(
+            num_blocks=num_rows * 4,
+            block_size=16,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=1000,
+            max_model_len=40,
+            is_async=is_async,
+        )
+        for number in range(num_rows):
+            core.add(make_request(str(number), LETTERS[: 4 + number % 4], ignore_eos=True))
+        for _ in range(2):
+            core.step()
+        step = core.schedule()
+        assert step is not None
+        batch = core.build(step)
+
+        def next_step() -> None:
+            follower = core.schedule_ahead(step, batch) if is_async else core.schedule()
+            assert follower is not None
+            assert len(core.build(follower).sampler_rows) == num_rows
+
+        if not is_async:
+            core.update(step, batch, core.runner.launch(batch).collect())
+        core.runner.shutdown()
+        return num_calls(next_step)
+
+    assert (of_step(72) - of_step(8)) / 64 < 5

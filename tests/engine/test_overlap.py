@@ -1,6 +1,7 @@
 """Steps that are put together while the one before them is under way: nobody can tell from the answers."""
 
 import itertools
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,9 +57,9 @@ class Plan:
 
     def make(self, name: str) -> Any:
         options = dict(self.options)
-        seed = options.pop("walk", None)
+        seed, forces, is_quick = options.pop("walk", None), options.pop("forces", True), options.pop("is_quick", False)
         if seed is not None:
-            options["grammar"] = Grammar(lambda: Walk(seed, forces=True))
+            options["grammar"] = Grammar(lambda: Walk(seed, forces=forces), has_quick_masks=is_quick)
         return make_request(name, **options)
 
     @property
@@ -87,7 +88,12 @@ def plans(draw: st.DrawFn) -> Plan:
         "scored": {"logprobs": 2, "prompt_logprobs": 1},
         "penalised": {"presence_penalty": 1.5},
         "bad words": {"bad_words": ("a", "bc")},
-        "constrained": {"walk": draw(st.integers(0, 30))},
+        "constrained": {"walk": draw(st.integers(0, 30)), "forces": draw(st.booleans()), "is_quick": draw(st.booleans())},
+        "constrained after reasoning": {
+            "walk": draw(st.integers(0, 30)),
+            "parser": deepseek_r1,
+            "thinking_token_budget": draw(st.integers(1, 9)),
+        },
         "budgeted": {"parser": deepseek_r1, "thinking_token_budget": draw(st.integers(1, 5))},
     }
     options |= kinds[draw(st.sampled_from(list(kinds)))]
@@ -122,8 +128,11 @@ def run(core: EngineCore, plan: list[Plan], fails_at: int | None = None) -> set[
         interrupt(now)
         flight = flight or launch(core.schedule())
         if flight is None:
+            is_held_up = core.has_work  # by a mask that has taken long, and is filled apart
             interrupt(now + 1)
-            if now > 40:
+            if is_held_up:
+                core.masks.wait()
+            elif now > 40:
                 return lost
             continue
         step, batch, handle = flight
@@ -166,6 +175,7 @@ def alone(one: Plan) -> list[SequenceDelta]:
     num_spare_blocks=st.integers(0, 30),
     max_num_batched_tokens=st.sampled_from([3, 9, 200]),
     enable_prefix_caching=st.booleans(),
+    samples_first=st.booleans(),
     rows_for_weights=st.sampled_from([None, 20.0]),
     fails_at=st.one_of(st.none(), st.integers(1, 20)),
     windows=st.sampled_from([(None,), (None,), (None, 2), (None, 7, 3)]),
@@ -177,6 +187,7 @@ def test_every_answer_is_the_one_that_is_given_alone_and_a_failed_step_ends_its_
     num_spare_blocks: int,
     max_num_batched_tokens: int,
     enable_prefix_caching: bool,
+    samples_first: bool,
     rows_for_weights: float | None,
     fails_at: int | None,
     windows: tuple[int | None, ...],
@@ -193,6 +204,7 @@ def test_every_answer_is_the_one_that_is_given_alone_and_a_failed_step_ends_its_
         is_async=True,
         windows=windows,
     )
+    core.masks.samples_first = samples_first
     lost = run(core, plan, fails_at)
     core.runner.shutdown()
     assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
@@ -228,6 +240,8 @@ def decoding(core: EngineCore, **options: Any) -> tuple[Step, Batch]:
         {"temperature": 1.0, "seed": 1, "top_p": 0.5, "logit_bias": {5: 1.0}, "allowed_token_ids": tuple(LETTERS)},
         {"logprobs": 3, "min_tokens": 9, "stop": ("never",), "n": 3, "temperature": 1.0},
         {"parser": deepseek_r1},
+        {"parser": deepseek_r1, "thinking_token_budget": 9},
+        {"grammar": Grammar(lambda: Walk(1))},
     ],
 )
 def test_who_does_not_need_the_token_before_goes_ahead_of_it(options: dict[str, Any]) -> None:
@@ -246,8 +260,6 @@ def test_who_does_not_need_the_token_before_goes_ahead_of_it(options: dict[str, 
     "options",
     [
         {"logits_processors": [lambda: lambda token_ids, logits: logits]},
-        {"parser": deepseek_r1, "thinking_token_budget": 9},
-        {"grammar": Grammar(lambda: Walk(1))},
         {"max_tokens": 3},
     ],
 )
@@ -287,6 +299,122 @@ def steps(core: EngineCore, said: list[SequenceDelta]) -> Iterator[tuple[Step, S
         for deltas in core.update(step, batch, handle.collect()).values():
             said += deltas
         core.check_integrity()
+
+
+def follow(core: EngineCore, requests: list[Request]) -> tuple[dict[str, list[SequenceDelta]], int]:
+    """What the requests say, each step launched before the one before it is processed, and the number of such steps."""
+    said: dict[str, list[SequenceDelta]] = {}
+    for request in requests:
+        core.add(request)
+    num_ahead = 0
+    step = core.schedule()
+    batch = None if step is None else core.build(step)
+    handle = None if batch is None else core.runner.launch(batch)
+    while step is not None and batch is not None and handle is not None:
+        follower = core.schedule_ahead(step, batch)
+        num_ahead += follower is not None
+        ahead = None if follower is None else core.build(follower)
+        ahead_handle = None if ahead is None else core.runner.launch(ahead)
+        for name, deltas in core.update(step, batch, handle.collect()).items():
+            said.setdefault(name, []).extend(deltas)
+        core.check_integrity()
+        step = follower or core.schedule()
+        batch = ahead or (None if step is None else core.build(step))
+        handle = ahead_handle or (None if batch is None else core.runner.launch(batch))
+    runner_of(core).shutdown()
+    return said, num_ahead
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grammar": Grammar(lambda: Walk(3, forces=False))},
+        {"grammar": Grammar(lambda: Walk(3, forces=True))},
+        {"grammar": Grammar(lambda: Walk(3, forces=False), has_quick_masks=True)},
+        {"grammar": Grammar(lambda: Walk(3)), "parser": deepseek_r1, "thinking_token_budget": 4, "min_tokens": 2},
+        {"parser": deepseek_r1, "thinking_token_budget": 4},
+        {"prompt_logprobs": 1, "logprobs": 1},
+    ],
+    ids=["grammar", "forced tokens", "quick grammar", "grammar after reasoning", "thinking budget", "prompt logprobs"],
+)
+def test_rules_that_depend_on_the_pending_token_stop_no_other_sequence(options: dict[str, Any]) -> None:
+    def requests() -> list[Request]:
+        ruled = make_request("ruled", LETTERS[:3], max_tokens=25, temperature=1.0, seed=3, **options)
+        return [ruled, make_request("other", LETTERS[3:9], max_tokens=25, ignore_eos=True)]
+
+    core = make_core(undecided, is_async=True)
+    core.masks.samples_first = False
+    said, num_ahead = follow(core, requests())
+    expected = {request.request_id: generate(make_core(undecided), request) for request in requests()}
+    assert {name: tokens(deltas) for name, deltas in said.items()} == {name: tokens(deltas) for name, deltas in expected.items()}
+    assert num_ahead >= 24, "a step is always launched before the one before it has ended"
+
+
+def test_the_forward_pass_waits_for_no_mask() -> None:
+    core = make_core(is_async=True)
+    step, batch = decoding(core, grammar=Grammar(lambda: Walk(3, forces=False)))
+    handle = core.runner.launch(batch)
+    follower = core.schedule_ahead(step, batch)
+    assert follower is not None
+    ahead = core.build(follower)
+    forward, has_run = runner_of(core)._forward, threading.Event()
+
+    def run_forward(batch: Batch) -> Any:
+        logits = forward(batch)
+        has_run.set()
+        return logits
+
+    runner_of(core)._forward = run_forward  # type: ignore[method-assign]
+    output = handle.collect()
+    ahead_handle = core.runner.launch(ahead)
+    assert has_run.wait(timeout=60), "before anything is known of the tokens of the step before"
+    assert not ahead_handle.future.done()
+    core.update(step, batch, output)
+    assert ahead_handle.collect().rows == [0]
+    runner_of(core).shutdown()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_step_ahead_does_not_wait_for_masks_where_the_one_before_fails_or_the_engine_stops(fails: bool) -> None:
+    core = make_core(is_async=True)
+    step, batch = decoding(core, grammar=Grammar(lambda: Walk(3, forces=False)))
+    handle = core.runner.launch(batch)
+    follower = core.schedule_ahead(step, batch)
+    assert follower is not None
+    ahead = core.runner.launch(core.build(follower))
+    handle.collect()
+    if fails:
+        core.fail(step, "it broke")
+        core.cancel_step(follower)
+        core.check_integrity()
+    else:
+        core.masks.close()
+    assert ahead.collect().rows == []
+    runner_of(core).shutdown()
+
+
+def test_the_masks_of_a_step_have_rows_for_those_that_are_constrained_alone() -> None:
+    core = make_core(undecided, is_async=True)
+    for number in range(3):
+        core.add(make_request(str(number), max_tokens=20, ignore_eos=True))
+    _, batch = decoding(core, grammar=Grammar(lambda: Walk(3, forces=False)))
+    assert batch.masks is not None
+    assert (batch.masks.num_rows, len(batch.masks.bitmask_CW)) == (4, 2)
+    core.masks.close()
+
+
+def test_a_sequence_whose_grammar_is_slow_is_not_in_a_step_ahead_and_the_others_are() -> None:
+    core = make_core(is_async=True)
+    core.add(make_request("other", max_tokens=20, ignore_eos=True))
+    step, batch = decoding(core, grammar=Grammar(lambda: Walk(3, forces=False)))
+    slow = next(sequence for sequence in step.num_tokens if sequence.constraint is not None)
+    assert slow.constraint is not None
+    slow.constraint.num_masks_apart = 3
+    follower = core.schedule_ahead(step, batch)
+    assert follower is not None
+    assert [sequence.request.request_id for sequence in follower.num_tokens] == ["other"]
+    core.update(step, batch, core.runner.launch(batch).collect())
+    runner_of(core).shutdown()
 
 
 def test_a_constrained_request_need_not_wait_until_the_others_have_ended() -> None:
@@ -369,10 +497,10 @@ def test_drafts_that_are_not_worth_the_wait_do_not_keep_the_next_step_from_being
     assert sum(followers) > 0.8 * len(followers)
 
 
-def test_where_a_grammar_has_the_next_step_wait_anyway_there_are_drafts() -> None:
+def test_where_the_next_step_has_to_wait_anyway_there_are_drafts() -> None:
     core = make_core(letter_like_before, num_blocks=400, max_num_seqs=64, rows_for_weights=64.0, is_async=True)
     core.scheduler.speculation.host_share = 1.0  # type: ignore[union-attr]
-    core.add(make_request("constrained", grammar=Grammar(lambda: Walk(1)), max_tokens=40))
+    core.add(make_request("processed", logits_processors=[lambda: lambda token_ids, logits: logits], max_tokens=40))
     for number in range(3):
         core.add(make_request(str(number), LETTERS[:3] * 4, max_tokens=30, ignore_eos=True))
     assert None in [follower for _, follower in steps(core, [])]

@@ -7,7 +7,7 @@ from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import QueueFull
 from penstock.engine.kv_cache import block_pool
 from penstock.engine.scheduling.scheduler import Step
-from tests.fakes import LETTERS, drive, generate, make_core, make_request, runner_of, tokens
+from tests.fakes import LETTERS, drive, generate, make_core, make_request, num_calls, runner_of, tokens
 
 
 def step_of(core: EngineCore) -> tuple[Step, dict[str, list[SequenceDelta]]]:
@@ -261,6 +261,28 @@ def test_a_prompt_is_hashed_when_it_comes_and_not_in_a_step_for_which_many_may_h
         step.setattr(block_pool, "hashlib", None)
         step_of(core)
     drive(core)
+
+
+def test_what_waits_and_what_runs_is_looked_at_once_in_a_step() -> None:
+    def num_calls_of_step(count: int) -> int:
+        num_seqs = 3 * count
+        core = make_core(
+            num_blocks=40 * num_seqs, max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs + 400, max_model_len=700, reserves=True
+        )
+        for number in range(count):
+            core.add(make_request(f"running {number}", LETTERS[:2], max_tokens=100, ignore_eos=True))
+        for _ in range(3):
+            core.step()
+        for number in range(count + 1):
+            core.add(make_request(f"waiting {number}", [*LETTERS * 38, LETTERS[number % 16]], max_tokens=1))
+        core.step()
+        calls = num_calls(core.schedule)
+        assert (len(core.scheduler.running), len(core.scheduler.waiting)) == (count + 1, count)
+        core.runner.shutdown()
+        return calls
+
+    once, twice, fourfold = map(num_calls_of_step, (10, 20, 40))
+    assert fourfold - twice <= 2.2 * (twice - once), "a product would take four times as many"
 
 
 def test_waiting_for_a_prompt_under_way_takes_one_look_each_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,7 +306,8 @@ def queued_job(matcher: Walk) -> MaskJob:
 def test_a_cancelled_job_is_run_by_no_thread() -> None:
     jobs = [queued_job(Walk(number, forces=False)) for number in range(3)]
     assert jobs[1].cancel()
-    masks = StepMasks(allocate_bitmask(3, VOCAB_SIZE), {range(row, row + 1): job for row, job in enumerate(jobs)}, jobs, MaskThread(), 60.0)
+    by_row = {range(row, row + 1): job for row, job in enumerate(jobs)}
+    masks = StepMasks(3, allocate_bitmask(4, VOCAB_SIZE), {0: 0, 1: 1, 2: 2}, by_row, jobs, MaskThread(), 60.0)
     assert masks.rows_to_sample() == [0, 2]
     assert [job.state for job in jobs] == [MaskState.READY, MaskState.IDLE, MaskState.READY]
     assert not any(job.cancel() for job in jobs)
