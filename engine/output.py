@@ -40,6 +40,19 @@ class OutputProcessor:
     num_generation_tokens: int = 0
     num_forced_tokens: int = 0
 
+    def take_content(self, sequence: Sequence, samples: SamplerOutput, row: int) -> SequenceDelta | None:
+        """Takes the next token where it is content and no more: most tokens of most answers are. None where it needs `take_samples`."""
+        token_id = samples.token_ids[row]
+        event = sequence.answer.plain_text(token_id)
+        num_output_tokens = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
+        if event is None or token_id in sequence.end_token_ids or not 0 < num_output_tokens < sequence.max_tokens - 1:
+            return None
+        if samples.failures and row in samples.failures:
+            return None
+        sequence.append(token_id)
+        self.num_generation_tokens += 1
+        return SequenceDelta(sequence.index, [token_id], [event])
+
     def take_samples(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, rows: list[int], draft: list[int]) -> None:
         """Takes the next token, and those after it for as long as the draft tokens before them were accepted.
 
@@ -193,10 +206,7 @@ class OutputProcessor:
         self._append(sequence, token_id, delta, logprobs)
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
-        params = sequence.request.params
-        if token_id in params.stop_token_ids:
-            return True
-        return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
+        return token_id in sequence.end_token_ids or (sequence.sampling.is_constrained and token_id in self.stop_token_ids)
 
     def _finish_grammar_if_over(self, sequence: Sequence) -> bool:
         # A slow grammar must not be asked here, on the loop: its next mask will tell.

@@ -287,6 +287,7 @@ class Answer:
         self._tool_parser = tool_parser
         self._calls = LimitedCalls(call_limits)
         self._chain = self._new_chain()
+        self._is_plain = reasoning is None and tool_parser is None and not stop
         self.num_reasoning_tokens = 0
         """Tokens at whose start or end the model was reasoning: those of both markers count, if a marker is distinct from text."""
 
@@ -322,6 +323,10 @@ class Answer:
     def new_content(self) -> str:
         """What followed the reasoning in the token fed last, before stop strings and tool calls are looked for."""
         return "" if self._tap is None else self._tap.text
+
+    def plain_text(self, token_id: int) -> Text | None:
+        """What the token adds, where nothing reads the text and the token makes whole characters: then it is not to be fed."""
+        return self._detokenizer.whole_text(token_id) if self._is_plain else None
 
     def feed(self, token_id: int) -> list[Event]:
         """What is certain now that `token_id` is known."""
