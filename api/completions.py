@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
-from penstock.engine.contracts.parsing import Text
+from penstock.engine.contracts.parsing import Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.sequence import Request
 from penstock.serving.context import ServerContext
@@ -107,6 +107,10 @@ class TextFold:
         self._pending: list[tuple[int, TokenLogprobs | None]] = []
         self._is_first = True
 
+    @property
+    def has_begun(self) -> bool:
+        return not self._is_first
+
     def feed(self, delta: SequenceDelta, prompt: PromptInfo | None) -> CompletionChoice | None:
         """Raises as `check_delta` where the delta says that the sequence was cut off."""
         check_delta(delta)
@@ -166,11 +170,20 @@ class CompletionFold(AnswerFold):
         self._texts = [
             TextFold(index, prompts[index // self._n], body, self._tokens, hidden, found) for index in range(len(prompts) * self._n)
         ]
+        self._logprobs = body.logprobs
         self._choices: dict[int, CompletionChoice] = {}
 
     def chunks(self, delta: SequenceDelta) -> list[Completion]:
         choice = self._read(delta)
         return [] if choice is None else [self._chunk([choice], self._usage_so_far())]
+
+    def is_only_text(self, index: int, event: Text | Reasoning) -> bool:
+        has_more = self._logprobs is not None or self._stream_options.continuous_usage_stats
+        return isinstance(event, Text) and not has_more and self._texts[index].has_begun
+
+    def text_chunk(self, index: int, event: Text | Reasoning) -> Completion:
+        assert isinstance(event, Text)
+        return self._chunk([CompletionChoice(index, event.text)], self._usage_so_far())
 
     def add(self, delta: SequenceDelta) -> None:
         choice = self._read(delta)

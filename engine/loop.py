@@ -101,11 +101,25 @@ class _Stream:
 
     request: Request
     unfinished: set[int]
-    queue: "asyncio.Queue[list[SequenceDelta]]" = field(default_factory=asyncio.Queue)
+    _unread: list[SequenceDelta] = field(default_factory=list)
+    _reader: "asyncio.Future[None] | None" = None
 
     def put(self, deltas: list[SequenceDelta]) -> None:
-        self.unfinished -= {delta.index for delta in deltas if delta.finish_reason is not None}
-        self.queue.put_nowait(deltas)
+        """Wakes the reader."""
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.unfinished.discard(delta.index)
+        self._unread += deltas
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def take(self) -> list[SequenceDelta]:
+        """All that has been put in since the last time; waits for the first of it."""
+        while not self._unread:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        taken, self._unread = self._unread, []
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +237,7 @@ class Engine:
         num_unfinished = request.params.n
         try:
             while num_unfinished:
-                for delta in await stream.queue.get():
+                for delta in await stream.take():
                     num_unfinished -= delta.finish_reason is not None
                     yield delta
         finally:

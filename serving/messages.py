@@ -143,6 +143,12 @@ class MessageReader:
             step.finish_reason, step.stop_reason = self._finish_reason(delta), delta.stop_reason
         return step
 
+    def passes(self, event: Text | Reasoning) -> bool:
+        """Whether a delta with this event alone makes a step that has it alone, and what follows does not depend on it."""
+        if isinstance(event, Reasoning):
+            return self._view.is_included and self._view.is_separate and self._view.is_streamed
+        return not self._held_reasoning and not self._is_reasoning_inline
+
     def _add(self, event: Event, step: MessageStep) -> None:
         match event:
             case Reasoning(text):

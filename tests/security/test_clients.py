@@ -32,27 +32,14 @@ def test_cached_prefixes_stay_within_a_key_where_there_are_several(
     serve(scenario, ServerOptions(**options))  # type: ignore[arg-type]
 
 
-class Unread(web.StreamResponse):
-    """Takes one write; the client reads nothing after it."""
-
-    num_writes = 0
-
-    async def write(self, data: Any) -> None:
-        self.num_writes += 1
-        if self.num_writes > 1:
-            await asyncio.Event().wait()
-
-
 def test_a_stream_that_nobody_reads_is_cut() -> None:
     async def scenario() -> None:
-        transport = Mock(asyncio.Transport)
-        request = make_mocked_request("POST", "/", transport=transport)
-        stream = EventStream(request, keep_alive_seconds=0, headers={}, write_timeout_seconds=0.01)
-        stream.response = Unread()
-        await stream.send(b"first")
-        assert not transport.abort.called
-        with pytest.raises(ConnectionResetError):
-            await stream.send(b"second")
-        assert transport.abort.called
+        async with open_stream(write_timeout_seconds=0.01) as (stream, connection):
+            await stream.send(b"first")
+            connection.pause_writing()
+            assert not connection.transport.abort.called
+            with pytest.raises(ConnectionResetError):
+                await stream.send(b"second")
+            assert connection.transport.abort.called
 
     asyncio.run(scenario())
