@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from penstock import __version__
 from penstock.cli import COMMANDS
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.system.process import memory_shortage_refused, release_heap
+from penstock.engine.system.process import memory_shortage_refused, settled_heap
 from penstock.logs import set_up_logging
 from penstock.serving.options import Arguments
 
@@ -73,14 +72,9 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
         with memory_shortage_refused():
             assembled = load_model(arguments, plugins)
             assembled.context.warm_up()
-        # What was loaded lives as long as the process. A collection that walks through all of it would hold up every stream for 0.2 s.
-        gc.collect()
-        release_heap()
-        gc.freeze()
-        listen(listener)
-        code = asyncio.run(run(arguments, assembled, listener, started))
-        gc.unfreeze()  # else extensions such as triton's report what was never collected as leaked, in forty lines
-    return code
+        with settled_heap():
+            listen(listener)
+            return asyncio.run(run(arguments, assembled, listener, started))
 
 
 def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling":

@@ -21,7 +21,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from penstock.api.bodies import SHARED
 from penstock.api.errors import body_of, json_response
-from penstock.engine.contracts.parsing import Reasoning, Text
+from penstock.engine.contracts.parsing import Event, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import QueueFull
 from penstock.engine.text.tokenizer import Tokenizer
@@ -101,6 +101,8 @@ class EventStream:
         self._last_write = 0.0
         self._unsent: list[bytes] = []
         self._outbox = request.app[OUTBOX]
+        self._protocol = request.protocol
+        self._is_gone = False
         self._writer: AbstractStreamWriter | None = None
         self._is_chunked = False
         self._keep_alive: asyncio.Task[None] | None = None
@@ -136,14 +138,13 @@ class EventStream:
         """Sends events; waits where the client does not read. Raises `ConnectionResetError` where it is gone, or has not read for too long."""
         if not data:
             return
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
+        if self._is_gone or self._protocol.transport is None:
             raise ConnectionResetError("the client is gone")
         self._last_write = self._loop.time()
         if not self._unsent:
             self._outbox.add(self)
         self._unsent.append(data)
-        if self._request.protocol.writing_paused:
+        if self._protocol.writing_paused:
             assert self._writer is not None, "the stream has not begun"
             await self._read_in_time(self._writer.drain())
 
@@ -151,8 +152,10 @@ class EventStream:
         """Writes what is unsent. Not through the response: its checks and coroutines take longer than all else that a token takes here."""
         data = b"".join(self._unsent)
         self._unsent.clear()
-        transport = self._request.transport
-        if data and transport is not None and not transport.is_closing():
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            self._is_gone = True
+        elif data:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def _read_in_time(self, writing: Awaitable[None]) -> None:
@@ -160,8 +163,8 @@ class EventStream:
             async with asyncio.timeout(self._write_timeout):
                 await writing
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            if self._protocol.transport is not None:
+                self._protocol.transport.abort()
             raise ConnectionResetError("the client does not read its stream") from None
 
     async def _comment_when_idle(self) -> None:
@@ -407,13 +410,11 @@ class AnswerFold(ABC):
         self._num_prompt_top = body.prompt_logprobs
         self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._counts = TokenCounts(n)
-        self._text_events: dict[tuple[int, type[Text | Reasoning]], TextEvent] = {}
+        self._text_events: dict[tuple[int, type[Event]], TextEvent | None] = {}
 
     def num_logprobs(self, delta: SequenceDelta) -> int:
         """How many log probabilities a delta brings, those of the prompt included, which come with each sequence's first delta."""
         entries: Iterable[TokenLogprobs | None] = delta.logprobs
-        if not entries and delta.prompt is None:
-            return 0
         if delta.prompt is not None:
             prompt = self._counts.prompts.get(delta.index // self._counts.n, delta.prompt)
             entries = (*delta.logprobs, *(prompt.logprobs or ()))
@@ -424,23 +425,26 @@ class AnswerFold(ABC):
 
     def events(self, delta: SequenceDelta) -> bytes:
         """The events of the delta's chunks."""
-        event = delta.events[0] if len(delta.events) == 1 and delta.finish_reason is None and not delta.logprobs else None
-        if not isinstance(event, Text | Reasoning) or not event.text or not self.is_only_text(delta.index, event):
+        if len(delta.events) != 1 or delta.finish_reason is not None or delta.logprobs:
             return encode_events(self.chunks(delta))
-        self._counts.add(delta)
-        key = (delta.index, type(event))
+        event = delta.events[0]
+        key = delta.index, type(event)
         known = self._text_events.get(key)
-        if known is None:
-            known = self._text_events[key] = TextEvent(self.text_chunk(delta.index, type(event)(MARK)))
-        return known.of(event.text)
+        if known is not None and isinstance(event, Text | Reasoning) and event.text:
+            self._counts.add(delta)
+            return known.of(event.text)
+        events = encode_events(self.chunks(delta))
+        if key not in self._text_events:  # the first of its kind may have had more in its chunk
+            chunk = self.text_chunk(delta.index, type(event)(MARK)) if isinstance(event, Text | Reasoning) else None
+            self._text_events[key] = None if chunk is None else TextEvent(chunk)
+        return events
 
     @abstractmethod
-    def is_only_text(self, index: int, event: Text | Reasoning) -> bool:
-        """Whether a delta that has this event and no more makes the one chunk of `text_chunk`, and later ones do not depend on it."""
+    def text_chunk(self, index: int, event: Text | Reasoning) -> Struct | None:
+        """The chunk that every delta makes which brings another text of the kind, and no more, to a choice that has begun.
 
-    @abstractmethod
-    def text_chunk(self, index: int, event: Text | Reasoning) -> Struct:
-        """The chunk of a text of this choice."""
+        None where there is no such chunk.
+        """
 
     @abstractmethod
     def chunks(self, delta: SequenceDelta) -> Sequence[Struct]: ...
@@ -475,7 +479,16 @@ async def send_answer(
 ) -> web.StreamResponse:
     """Sends one body, or a chunk for every `interval` tokens. Raises what the engine raises, as long as nothing has been sent."""
     if stream:
-        return await _stream(http, deltas if interval is None or interval == 1 else bundled(deltas, interval), fold, headers)
+        sending = _stream(http, deltas if interval is None or interval == 1 else bundled(deltas, interval), fold, headers)
+    else:
+        sending = _answer_whole(http, deltas, fold, headers)
+    # A task of its own: in the handler's, each token would resume all middleware around it, which takes longer than the token.
+    return await asyncio.create_task(sending)
+
+
+async def _answer_whole(
+    http: web.Request, deltas: AsyncGenerator[SequenceDelta, None], fold: AnswerFold, headers: dict[str, str]
+) -> web.StreamResponse:
     workers, num_logprobs = http.app[SHARED].workers, 0
     async with aclosing(deltas):
         async for delta in deltas:
@@ -498,7 +511,8 @@ async def _stream(
         async with events:
             await events.send(encode_events(fold.opening()))
             async for delta in source.deltas():
-                lane = lane_of(fold.num_logprobs(delta))
+                num_logprobs = fold.num_logprobs(delta) if delta.logprobs or delta.prompt is not None else 0
+                lane = lane_of(num_logprobs) if num_logprobs else None
                 await events.send(fold.events(delta) if lane is None else await workers.run(lane, partial(fold.events, delta)))
             await events.send(encode_events(fold.closing()))
         return events.response

@@ -201,12 +201,10 @@ class ChatFold(AnswerFold):
             self._show_reasoning(choices)
         return [self._chunk([choice], self._usage_so_far()) for choice in choices]
 
-    def is_only_text(self, index: int, event: Text | Reasoning) -> bool:
-        if self._choices[index].shows_logprobs or self._stream_options.continuous_usage_stats or index in self._without_role:
-            return False
-        return self._readers[index].passes(event)
-
-    def text_chunk(self, index: int, event: Text | Reasoning) -> ChatCompletionChunk:
+    def text_chunk(self, index: int, event: Text | Reasoning) -> ChatCompletionChunk | None:
+        varies = self._choices[index].shows_logprobs or self._stream_options.continuous_usage_stats
+        if varies or index in self._without_role or not self._readers[index].passes(event):
+            return None
         choices = self._choices[index].write(MessageStep([event]))
         if self._has_reasoning_parser:
             self._show_reasoning(choices)

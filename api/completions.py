@@ -107,10 +107,6 @@ class TextFold:
         self._pending: list[tuple[int, TokenLogprobs | None]] = []
         self._is_first = True
 
-    @property
-    def has_begun(self) -> bool:
-        return not self._is_first
-
     def feed(self, delta: SequenceDelta, prompt: PromptInfo | None) -> CompletionChoice | None:
         """Raises as `check_delta` where the delta says that the sequence was cut off."""
         check_delta(delta)
@@ -177,12 +173,9 @@ class CompletionFold(AnswerFold):
         choice = self._read(delta)
         return [] if choice is None else [self._chunk([choice], self._usage_so_far())]
 
-    def is_only_text(self, index: int, event: Text | Reasoning) -> bool:
-        has_more = self._logprobs is not None or self._stream_options.continuous_usage_stats
-        return isinstance(event, Text) and not has_more and self._texts[index].has_begun
-
-    def text_chunk(self, index: int, event: Text | Reasoning) -> Completion:
-        assert isinstance(event, Text)
+    def text_chunk(self, index: int, event: Text | Reasoning) -> Completion | None:
+        if isinstance(event, Reasoning) or self._logprobs is not None or self._stream_options.continuous_usage_stats:
+            return None
         return self._chunk([CompletionChoice(index, event.text)], self._usage_so_far())
 
     def add(self, delta: SequenceDelta) -> None:

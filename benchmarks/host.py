@@ -47,6 +47,7 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request, SamplerRow
 from penstock.engine.speculation import Speculation
+from penstock.engine.system import process
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
@@ -125,6 +126,7 @@ def settle() -> None:
         detokenizer.feed(token_id)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(getattr(process, "YOUNG_OBJECTS", gc.get_threshold()[0]))  # another checkout may not have it
 
 
 def words(count: int) -> list[int]:

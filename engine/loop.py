@@ -113,13 +113,15 @@ class _Stream:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def take(self) -> list[SequenceDelta]:
-        """All that has been put in since the last time; waits for the first of it."""
-        while not self._unread:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+    def take(self) -> list[SequenceDelta]:
+        """All that has been put in since the last time."""
         taken, self._unread = self._unread, []
         return taken
+
+    def changed(self) -> "asyncio.Future[None]":
+        """Is done when more has been put in."""
+        self._reader = asyncio.get_running_loop().create_future()
+        return self._reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,11 @@ class Engine:
         num_unfinished = request.params.n
         try:
             while num_unfinished:
-                for delta in await stream.take():
+                deltas = stream.take()
+                if not deltas:
+                    await stream.changed()
+                    continue
+                for delta in deltas:
                     num_unfinished -= delta.finish_reason is not None
                     yield delta
         finally:

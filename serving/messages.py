@@ -144,10 +144,9 @@ class MessageReader:
         return step
 
     def passes(self, event: Text | Reasoning) -> bool:
-        """Whether a delta with this event alone makes a step that has it alone, and what follows does not depend on it."""
-        if isinstance(event, Reasoning):
-            return self._view.is_included and self._view.is_separate and self._view.is_streamed
-        return not self._held_reasoning and not self._is_reasoning_inline
+        """Whether each delta with an event of the kind alone makes a step that has it alone, and nothing depends on those before."""
+        is_in_place = self._view.is_separate and self._view.is_streamed
+        return is_in_place if self._view.is_included else isinstance(event, Text)
 
     def _add(self, event: Event, step: MessageStep) -> None:
         match event:
