@@ -135,7 +135,7 @@ class EventStream:
         return True
 
     async def send(self, data: bytes) -> None:
-        """Sends events; waits where the client does not read. Raises `ConnectionResetError` where it is gone, or has not read for too long."""
+        """Sends events; waits while the client does not read. Raises `ConnectionResetError` if it is gone, or has not read for too long."""
         if not data:
             return
         if self._is_gone or self._protocol.transport is None:
