@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
@@ -72,9 +74,17 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
         with memory_shortage_refused():
             assembled = load_model(arguments, plugins)
             assembled.context.warm_up()
-        with settled_heap():
+        with settled_heap(), asyncio.Runner(loop_factory=loop_factory()) as runner:
             listen(listener)
-            return asyncio.run(run(arguments, assembled, listener, started))
+            return runner.run(run(arguments, assembled, listener, started))
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Makes uvloop's event loop where that is installed, which spends less on each connection; None is asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
 
 
 def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling":
@@ -95,6 +105,7 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     from penstock.api.connections import Listener
     from penstock.api.middleware import GATE
 
+    log.debug("the event loop is %s's", type(asyncio.get_running_loop()).__module__.partition(".")[0])
     stop, context = stop_on_signals(), assembled.context
     await context.engine.start()
     app = build_app(context)

@@ -15,6 +15,7 @@ from penstock.api.answering import DONE, MARK, AnswerFold, EventStream, Outbox, 
 from penstock.api.chat import ChatChunkChoice, ChatDelta
 from penstock.engine.deltas import SequenceDelta
 from tests.api.event_streams import open_stream
+from tests.api.running_server import Running, serve
 from tests.api.scripted import Scripted, scripted_server
 
 
@@ -131,7 +132,11 @@ REQUESTS = [
 async def ask(server: Scripted, path: str, body: dict[str, Any]) -> bytes:
     """The stream, without what differs from request to request."""
     async with aiohttp.ClientSession() as client, client.post(server.base_url + path, json=body | {"stream": True}) as response:
-        return re.sub(rb'"(id|created)":("[^"]*"|\d+)', b"", await response.read())
+        return without_identity(await response.read())
+
+
+def without_identity(stream: bytes) -> bytes:
+    return re.sub(rb'"(id|created)":("[^"]*"|\d+)', b"", stream)
 
 
 @pytest.mark.parametrize("thinks", [False, True])
@@ -153,7 +158,9 @@ def test_a_stream_is_the_same_as_with_every_chunk_encoded_whole(
     run(scenario)
 
 
-@pytest.mark.parametrize(("path", "body", "num_choices"), [("/chat/completions", CHAT | {"n": 3}, 3), ("/completions", {"prompt": "x"}, 1)])
+@pytest.mark.parametrize(
+    ("path", "body", "num_choices"), [("/chat/completions", CHAT | {"n": 3}, 3), ("/completions", {"prompt": "x", "max_tokens": 99}, 1)]
+)
 def test_each_step_is_one_write_to_its_connection_and_few_chunks_are_encoded_whole(
     path: str, body: dict[str, Any], num_choices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,3 +187,17 @@ def test_each_step_is_one_write_to_its_connection_and_few_chunks_are_encoded_who
         assert whole == 2 + 2 * num_choices, "what opens and closes the stream, and the first and last delta of each choice"
 
     run(scenario)
+
+
+def test_uvloop_serves_streams_alike() -> None:
+    uvloop: Any = pytest.importorskip("uvloop")
+    streams = []
+
+    async def scenario(server: Running) -> None:
+        async with server.http.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 3}) as response:
+            streams.append(without_identity(await response.read()))
+
+    for loop_factory in (asyncio.new_event_loop, uvloop.new_event_loop):
+        serve(scenario, loop_factory=loop_factory)
+    assert streams[0] == streams[1]
+    assert streams[0].endswith(DONE)
