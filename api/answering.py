@@ -173,6 +173,9 @@ class EventStream:
             if self._loop.time() < due:
                 await asyncio.sleep(due - self._loop.time())
                 continue
+            self._last_write = self._loop.time()
+            if self._protocol.writing_paused:
+                continue  # the client has not read what is there
             try:
                 await self.send(KEEP_ALIVE)
             except ConnectionResetError:

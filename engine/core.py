@@ -318,7 +318,7 @@ class EngineCore:
                 self.scheduler.publish_last_block(sequence)
             delta = None
             if sequence.is_plain and row in samples and not (step.drafts and sequence in step.drafts):
-                delta = self._outputs.take_content(sequence, output.samples, samples[row])
+                delta = self._outputs.take_plain(sequence, output.samples, samples[row])
             if delta is None:
                 delta = self._take_row(sequence, output, row, samples, step.drafts.get(sequence, []))
             if delta is not None:
