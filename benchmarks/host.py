@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import gc
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -35,6 +34,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks import report
+from penstock import server
 from penstock.api.app import build_app, build_runner
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
@@ -279,23 +279,6 @@ WINDOW = 10  # steps
 CHAT = {"model": "none", "messages": [{"role": "user", "content": "w" * 40}], "max_tokens": 4000, "stream": True, "ignore_eos": True}
 
 
-def read_streams(port: int, num_streams: int) -> None:
-    """A client, in a process of its own: opens streams and reads them until it is stopped."""
-    body = json.dumps(CHAT).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-
-    async def read_one() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head.encode() + body)
-        while await reader.read(2**16):
-            pass
-
-    async def read_all() -> None:
-        await asyncio.gather(*(read_one() for _ in range(num_streams)))
-
-    asyncio.run(read_all())
-
-
 async def serve_streams(listener: socket.socket, num_streams: int, num_windows: int) -> dict[str, float]:
     """What the loop's thread computes while all streams generate, in microseconds: a step, and a token, and the kernel's part of that."""
     step_seconds = STEP_SECONDS + num_streams * STEP_SECONDS_A_STREAM
@@ -343,15 +326,16 @@ async def serve_streams(listener: socket.socket, num_streams: int, num_windows: 
 def http_cost(num_streams: int, num_windows: int) -> dict[str, float]:
     """The server whole, HTTP included, around a model that computes nothing."""
     with socket.create_server(("127.0.0.1", 0), backlog=num_streams) as listener:
-        client = multiprocessing.get_context("fork").Process(
-            target=read_streams, args=(listener.getsockname()[1], num_streams), daemon=True
-        )
-        client.start()
-        try:
-            return asyncio.run(serve_streams(listener, num_streams, num_windows))
-        finally:
-            client.kill()
-            client.join()
+        command = [sys.executable, str(Path(__file__).parent / "stream_reader.py"), str(listener.getsockname()[1]), str(num_streams)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as client:
+            assert client.stdin is not None
+            client.stdin.write(json.dumps(CHAT).encode())
+            client.stdin.close()
+            try:
+                with asyncio.Runner(loop_factory=getattr(server, "loop_factory", lambda: None)()) as runner:
+                    return runner.run(serve_streams(listener, num_streams, num_windows))
+            finally:
+                client.kill()
 
 
 MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
