@@ -1,6 +1,7 @@
 """What one client does, or has done, tells others nothing and takes nothing from them."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_a_stream_that_nobody_reads_is_cut() -> None:
     async def scenario() -> None:
         was_refused = False
         async with open_stream(write_timeout_seconds=0.01) as (stream, connection):
-            abort = connection.request.transport.abort  # type: ignore[union-attr]
+            abort: Any = connection.request.transport.abort  # type: ignore[union-attr]
             await stream.send(b"first")
             connection.pause_writing()
             assert not abort.called
